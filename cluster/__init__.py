@@ -1,0 +1,1 @@
+"""Ray: configuration, launch, supervision, metrics, and the command line."""

@@ -1,0 +1,56 @@
+"""The options of an engine.
+
+Plain frozen dataclasses, so that an engine runs where pydantic isn't installed; `__pydantic_config__` lets
+`kvrelay.cluster.config` validate and document the same classes strictly.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
+"""Value of every options class's `__pydantic_config__`."""
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raises ValueError naming the option, its value and what is allowed, unless `condition`."""
+    if not condition:
+        raise ValueError(f"{field} is {value!r}; allowed: {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of one worker's engine."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+
+    block_size: int = 16
+    """Tokens per KV block; a power of two, 8 to 128."""
+
+    kv_memory_bytes: int = 256 * 2**20
+    """Bytes of the KV pool, allocated at start. The number of blocks is what fits."""
+
+    max_batch_tokens: int = 512
+    """Token budget of one step: decode tokens first, the rest goes to chunks of prompts."""
+
+    max_sequences: int = 64
+    """Sequences in one step at most."""
+
+    max_context: int = 0
+    """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
+
+    prefix_cache: bool = True
+    """Keep finished blocks and reuse them for prompts that begin alike (same tenant)."""
+
+    threads: int = 0
+    """CPU threads of the forward pass; 0 shares the machine's cores among the workers on it."""
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        require(8 <= size <= 128 and size & (size - 1) == 0, "block_size", size, "a power of two from 8 to 128")
+        require(self.kv_memory_bytes > 0, "kv_memory_bytes", self.kv_memory_bytes, "more than 0")
+        require(self.max_batch_tokens >= size, "max_batch_tokens", self.max_batch_tokens, f"at least block_size ({size})")
+        require(1 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "1 to 4096")
+        require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
+        require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")

@@ -1,0 +1,1 @@
+"""Paged KV memory: its layout, its tensors, who holds which block, and the prefix cache."""

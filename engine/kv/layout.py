@@ -1,0 +1,81 @@
+"""How KV lies in memory, as a value that two workers can compare."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+KVDtype = Literal["float32", "bfloat16", "float16"]
+Order = Literal["NHD", "HND"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape and order of a block-first KV pool: `[block, layer, k|v, *inner]`.
+
+    A block across all layers is one contiguous run of `block_bytes`. `inner` is `[slot, head, dim]` for NHD (CPU) and
+    `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of heads then stays contiguous).
+    """
+
+    layers: int
+    kv_heads: int
+    """KV heads held here: the model's, divided by the tensor-parallel degree."""
+    head_dim: int
+    block_size: int
+    dtype: KVDtype
+    order: Order = "NHD"
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_size", "tp_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVLayout.{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"KVLayout.tp_rank is {self.tp_rank}; it must be in [0, {self.tp_size})")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"KVLayout.dtype is {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def inner(self) -> tuple[int, int, int]:
+        """Shape of one layer's keys in one block."""
+        if self.order == "NHD":
+            return self.block_size, self.kv_heads, self.head_dim
+        return self.kv_heads, self.block_size, self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_dim * dtype`."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size
+
+    def shape(self, blocks: int) -> tuple[int, ...]:
+        """Shape of a pool of `blocks` blocks."""
+        return blocks, self.layers, 2, *self.inner
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return math.ceil(tokens / self.block_size)
+
+    def blocks_in(self, memory_bytes: int) -> int:
+        """Blocks that fit into `memory_bytes`.
+
+        Raises:
+            ValueError: not even one fits.
+        """
+        blocks = memory_bytes // self.block_bytes
+        if blocks < 1:
+            raise ValueError(f"kv_memory_bytes is {memory_bytes}; one KV block of this model takes {self.block_bytes}")
+        return blocks
+
+    def mismatch(self, other: "KVLayout") -> str | None:
+        """Names the first field in which KV of `other` can't be read as this layout's; None if the bytes are alike."""
+        for name in ("layers", "head_dim", "kv_heads", "tp_size", "dtype", "block_size", "order"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine} here, {theirs} there"
+        return None

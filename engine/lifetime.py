@@ -1,0 +1,46 @@
+"""The timestamps of one request on one worker; every latency figure derives from them."""
+
+import time
+from dataclasses import dataclass, field
+
+now = time.monotonic
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """Seconds on this machine's monotonic clock; None until it happened. Never compared across machines.
+
+        submitted -> scheduled -> first_token -> finished
+                     push_started -------------> acknowledged        (prefill's side of a hand-off)
+        expected  -> committed -> scheduled ...                      (decode's side)
+    """
+
+    submitted: float = field(default_factory=now)
+    scheduled: float | None = None
+    first_token: float | None = None
+    push_started: float | None = None
+    acknowledged: float | None = None
+    committed: float | None = None
+    finished: float | None = None
+
+    @staticmethod
+    def between(start: float | None, end: float | None) -> float:
+        """Seconds from `start` to `end`; 0 where either never happened."""
+        return 0.0 if start is None or end is None else max(0.0, end - start)
+
+    @property
+    def queue_seconds(self) -> float:
+        return self.between(self.submitted if self.committed is None else self.committed, self.scheduled)
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.between(self.scheduled, self.first_token)
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.between(self.push_started, self.acknowledged)
+
+    @property
+    def handoff_seconds(self) -> float:
+        """The part of the transfer that no compute hid: end of prefill to acknowledgement."""
+        return self.between(self.first_token, self.acknowledged)

@@ -1,0 +1,1 @@
+"""Model architectures, one file each, their registry, and the checkpoint loader."""

@@ -1,0 +1,1 @@
+"""One file per kernel, with `reference.py` as the plain-torch oracle of each."""

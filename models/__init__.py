@@ -1,0 +1,1 @@
+"""The bundled model and the script that trained it."""

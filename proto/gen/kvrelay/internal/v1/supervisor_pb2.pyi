@@ -1,0 +1,97 @@
+from kvrelay.internal.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+    ROLE_COLOCATED: _ClassVar[Role]
+    ROLE_ROUTER: _ClassVar[Role]
+
+class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_STATE_UNSPECIFIED: _ClassVar[MemberState]
+    MEMBER_STATE_STARTING: _ClassVar[MemberState]
+    MEMBER_STATE_READY: _ClassVar[MemberState]
+    MEMBER_STATE_DRAINING: _ClassVar[MemberState]
+    MEMBER_STATE_SUSPECT: _ClassVar[MemberState]
+    MEMBER_STATE_DEAD: _ClassVar[MemberState]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+ROLE_COLOCATED: Role
+ROLE_ROUTER: Role
+MEMBER_STATE_UNSPECIFIED: MemberState
+MEMBER_STATE_STARTING: MemberState
+MEMBER_STATE_READY: MemberState
+MEMBER_STATE_DRAINING: MemberState
+MEMBER_STATE_SUSPECT: MemberState
+MEMBER_STATE_DEAD: MemberState
+
+class Member(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "store_address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: Role
+    incarnation: str
+    address: str
+    pid: int
+    state: MemberState
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    store_address: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ...) -> None: ...
+
+class AttendRequest(_message.Message):
+    __slots__ = ("member", "load")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    load: _worker_pb2.Load
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
+
+class AttendResponse(_message.Message):
+    __slots__ = ("version", "members", "fenced")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    fenced: bool
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., fenced: _Optional[bool] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member", "load", "heartbeat_age_seconds")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    load: _worker_pb2.Load
+    heartbeat_age_seconds: float
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("ready", "members")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,246 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_PREFILL: _ClassVar[Phase]
+    PHASE_DECODE: _ClassVar[Phase]
+    PHASE_COLOCATED: _ClassVar[Phase]
+
+class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_UNSPECIFIED: _ClassVar[Finish]
+    FINISH_STOP: _ClassVar[Finish]
+    FINISH_LENGTH: _ClassVar[Finish]
+PHASE_UNSPECIFIED: Phase
+PHASE_PREFILL: Phase
+PHASE_DECODE: Phase
+PHASE_COLOCATED: Phase
+FINISH_UNSPECIFIED: Finish
+FINISH_STOP: Finish
+FINISH_LENGTH: Finish
+
+class RelayRequest(_message.Message):
+    __slots__ = ("hello", "submit", "cancel")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    submit: Submit
+    cancel: Cancel
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router", "router_incarnation", "worker_incarnation")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    router_incarnation: str
+    worker_incarnation: str
+    def __init__(self, router: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., worker_incarnation: _Optional[str] = ...) -> None: ...
+
+class PeerRef(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    phase: Phase
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_tokens: int
+    sampling: Sampling
+    tenant: str
+    peer: PeerRef
+    timeout_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class RelayResponse(_message.Message):
+    __slots__ = ("hello", "events", "load")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
+    load: Load
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("name", "incarnation", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    model: ModelInfo
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "dtype", "fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("code", "message")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CODE_UNSPECIFIED: _ClassVar[Failure.Code]
+        CODE_INVALID: _ClassVar[Failure.Code]
+        CODE_RETRY: _ClassVar[Failure.Code]
+        CODE_INTERNAL: _ClassVar[Failure.Code]
+        CODE_FULL: _ClassVar[Failure.Code]
+    CODE_UNSPECIFIED: Failure.Code
+    CODE_INVALID: Failure.Code
+    CODE_RETRY: Failure.Code
+    CODE_INTERNAL: Failure.Code
+    CODE_FULL: Failure.Code
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: Failure.Code
+    message: str
+    def __init__(self, code: _Optional[_Union[Failure.Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PrefillReport(_message.Message):
+    __slots__ = ("queue_seconds", "prefill_seconds", "cached_tokens")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    prefill_seconds: float
+    cached_tokens: int
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class TransferReport(_message.Message):
+    __slots__ = ("transfer_seconds", "handoff_seconds", "transfer_bytes")
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    transfer_seconds: float
+    handoff_seconds: float
+    transfer_bytes: int
+    def __init__(self, transfer_seconds: _Optional[float] = ..., handoff_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+
+class DecodeReport(_message.Message):
+    __slots__ = ("queue_seconds", "recomputed_tokens")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    recomputed_tokens: int
+    def __init__(self, queue_seconds: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+
+class RequestEvent(_message.Message):
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish", "failure", "prefill", "transfer", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish: Finish
+    failure: Failure
+    prefill: PrefillReport
+    transfer: TransferReport
+    decode: DecodeReport
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("total", "free", "cached", "held")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    free: int
+    cached: int
+    held: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ...) -> None: ...
+
+class Requests(_message.Message):
+    __slots__ = ("waiting", "running")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("blocks", "requests", "pending_tokens")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    blocks: Blocks
+    requests: Requests
+    pending_tokens: int
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ...) -> None: ...

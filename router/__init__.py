@@ -1,0 +1,1 @@
+"""The front door: faces, admission, placement, the life of a request."""

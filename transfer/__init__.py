@@ -1,0 +1,1 @@
+"""Shipping KV between workers: ownership protocol, links, transports."""
