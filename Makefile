@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-PACKAGES := client cluster decode_worker engine kernels models prefill_worker router transfer worker
+PACKAGES := client cluster decode_worker engine kernels models prefill_worker router rpc transfer worker
 
 .PHONY: setup lint format test test-slow demo serve proto typing clean
 

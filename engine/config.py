@@ -50,7 +50,9 @@ class EngineConfig:
         size = self.block_size
         require(8 <= size <= 128 and size & (size - 1) == 0, "block_size", size, "a power of two from 8 to 128")
         require(self.kv_memory_bytes > 0, "kv_memory_bytes", self.kv_memory_bytes, "more than 0")
-        require(self.max_batch_tokens >= size, "max_batch_tokens", self.max_batch_tokens, f"at least block_size ({size})")
+        require(
+            self.max_batch_tokens >= size, "max_batch_tokens", self.max_batch_tokens, f"at least block_size ({size})"
+        )
         require(1 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "1 to 4096")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")

@@ -10,9 +10,9 @@ now = time.monotonic
 class Lifetime:
     """Seconds on this machine's monotonic clock; None until it happened. Never compared across machines.
 
-        submitted -> scheduled -> first_token -> finished
-                     push_started -------------> acknowledged        (prefill's side of a hand-off)
-        expected  -> committed -> scheduled ...                      (decode's side)
+    submitted -> scheduled -> first_token -> finished
+                 push_started -------------> acknowledged        (prefill's side of a hand-off)
+    expected  -> committed -> scheduled ...                      (decode's side)
     """
 
     submitted: float = field(default_factory=now)

@@ -9,6 +9,7 @@ before it:
     sample            True on a row that catches up with its sequence: its last position's logits yield a token
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,3 +56,16 @@ class StepOutput:
 
     tokens: tuple[int | None, ...]
     """[R] the sampled token of each row with `sample`, else None."""
+
+
+class RowFailure(Exception):
+    """A runner's word that some rows can't yield a token (their logits aren't finite); no row of the plan has one.
+
+    Those sequences fail; the others are planned again.
+    """
+
+    def __init__(self, handles: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.handles = tuple(handles)
+        """Handles, out of the plan's, of the rows that failed."""
+        self.message = message

@@ -236,11 +236,13 @@ class Requests(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ...) -> None: ...
+    computed_tokens: int
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,277 @@
+"""The supervisor: knows every member by its heartbeats, tells each of them who else is there, replaces the lost.
+
+A plain server: `python -m kvrelay.cluster.supervisor --port 0` runs one that replaces nobody. With a `Launcher` it keeps
+one process for each name: started, watched, and started anew when it ended or was declared dead.
+
+Requests and tokens never pass through here: with the supervisor away, running streams go on.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvrelay.cluster.membership import Identity, InvalidMember, Membership
+from kvrelay.cluster.replacement import Backoff, Ended
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    MEMBER_STATE_UNSPECIFIED,
+    AttendRequest,
+    AttendResponse,
+    GetStatusRequest,
+    GetStatusResponse,
+    MemberState,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
+from kvrelay.rpc import serve
+from kvrelay.rpc.options import server_options
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+
+
+class Launcher(Protocol):
+    """Runs members' processes, at most one for each name at a time."""
+
+    async def run(self, name: str, supervisor: str) -> Ended:
+        """Starts the member's process, tells it the supervisor's address, and returns when it has ended."""
+
+    async def stop(self, name: str, grace: float) -> None:
+        """Lets the process finish what it has within `grace` seconds and ends it; returns when it is gone."""
+
+    async def kill(self, name: str) -> None:
+        """Ends the process at once, also a frozen one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorConfig:
+    """What the supervisor is told at start."""
+
+    host: str = "127.0.0.1"
+    """Address that its gRPC binds to, and that members dial."""
+
+    port: int = 0
+    """Of its gRPC; 0 takes a free one."""
+
+    suspect_seconds: float = 1.5
+    """Silence after which a member gets no new requests."""
+
+    dead_seconds: float = 3.0
+    """Silence after which an incarnation is fenced for good and replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one expected member is."""
+
+    name: str
+    state: MemberState
+    """Unspecified before its first heartbeat."""
+    loaded: float
+    """Share of the weights, 0 to 1."""
+    error: str
+    """Why it can't start; it isn't tried again."""
+
+
+class SupervisorServer(SupervisorServiceServicer):
+    """Serves SupervisorService over a Membership, and keeps the members in `names` running with `launcher`."""
+
+    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None, names: Sequence[str] = ()) -> None:
+        self.config = config
+        self.membership = Membership(config.suspect_seconds, config.dead_seconds)
+        self._launcher = launcher
+        self._names = tuple(names) if launcher is not None else ()
+        self._errors: dict[str, str] = {}
+        self._served: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+        self._told = -1
+        self._stopping = False
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC."""
+        return f"{self.config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Binds, serves, and starts the members.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        self._changed = asyncio.Event()
+        self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._server = grpc.aio.server(options=server_options())
+        add_SupervisorServiceServicer_to_server(self, self._server)
+        try:
+            self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
+        await self._server.start()
+        self._run("tick", self._watch())
+        if self._launcher is not None:
+            for name in self._names:
+                self._run(name, self._keep(name, self._launcher))
+
+    async def stop(self, grace: float) -> None:
+        """Ends every member (the router first, so that nothing new comes in), then itself."""
+        self._stopping = True
+        if self._launcher is not None:
+            routers = [name for name in self._names if name.startswith("router-")]
+            workers = [name for name in self._names if name not in routers]
+            for group in (routers, workers):
+                await asyncio.gather(*(self._end(name, self._launcher, grace) for name in group))
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(0.2)
+
+    async def failed(self) -> BaseException:
+        """Returns when the supervisor can't go on, with the reason."""
+        return await self._failure
+
+    def progress(self) -> list[Progress]:
+        """How far every expected member is."""
+        members = {member.name: member for member in self.membership.members()}
+        return [
+            Progress(
+                name,
+                members[name].state if name in members else MEMBER_STATE_UNSPECIFIED,
+                members[name].loaded if name in members else 0.0,
+                self._errors.get(name, ""),
+            )
+            for name in self._names
+        ]
+
+    # ---- members' processes --------------------------------------------------------------------------------------
+
+    async def _keep(self, name: str, launcher: Launcher) -> None:
+        """One process of this name after another."""
+        backoff = Backoff()
+        while not self._stopping:
+            started = time.monotonic()
+            ended = await launcher.run(name, self.address)
+            self._lost(name)
+            if self._stopping:
+                return
+            if ended.mistake and name not in self._served:
+                self._errors[name] = ended.reason
+                logger.error("cannot start", extra={"member": name, "reason": ended.reason})
+                return
+            wait = backoff.after(time.monotonic() - started)
+            logger.warning("ended; will be replaced", extra={"member": name, "reason": ended.reason, "wait": wait})
+            await asyncio.sleep(wait)
+
+    async def _end(self, name: str, launcher: Launcher, grace: float) -> None:
+        await launcher.stop(name, grace)
+        self.membership.remove(name)
+        self._tell()
+
+    def _lost(self, name: str) -> None:
+        """The one process of this name is gone, and with it the incarnation that attended under the name."""
+        identity = self.membership.incarnation(name)
+        if identity is not None and self.membership.gone(identity):
+            logger.warning("gone", extra={"member": name, "incarnation": identity.incarnation})
+        self._tell()
+
+    async def _watch(self) -> None:
+        while True:
+            for identity in self.membership.tick():
+                logger.warning("silent; dead", extra={"member": identity.name, "incarnation": identity.incarnation})
+                self._replace(identity)
+            for member in self.membership.members():
+                if member.state == MEMBER_STATE_READY:
+                    self._served.add(member.name)
+            self._tell()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _replace(self, identity: Identity) -> None:
+        """Ends a silent member's process; `_keep` sees it end and starts the next."""
+        if self._launcher is not None and identity.name in self._names and not self._stopping:
+            self._run(f"kill {identity.name}", self._launcher.kill(identity.name))
+
+    def _run(self, key: str, work: "asyncio._CoroutineLike[None]") -> None:
+        def done(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
+                self._failure.set_result(error)
+
+        self._tasks[key] = asyncio.create_task(work, name=key)
+        self._tasks[key].add_done_callback(done)
+
+    # ---- SupervisorService ---------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Wakes every attending stream when the membership has changed."""
+        if self.membership.version != self._told:
+            self._told = self.membership.version
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Attend(  # noqa: N802  # the name that the contract gives it
+        self,
+        request_iterator: AsyncIterator[AttendRequest],
+        context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]",
+    ) -> None:
+        beats = asyncio.create_task(self._beats(request_iterator), name="beats")
+        sent = -1
+        try:
+            while not beats.done():
+                changed = asyncio.create_task(self._changed.wait())
+                version = self.membership.version
+                if version != sent:
+                    response = AttendResponse(version=version, members=self.membership.members())
+                    # A frozen member must not hold this stream's memory for ever.
+                    await asyncio.wait_for(context.write(response), self.config.dead_seconds)
+                    sent = version
+                await asyncio.wait((beats, changed), return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            if beats.result():
+                await asyncio.wait_for(context.write(AttendResponse(fenced=True)), self.config.dead_seconds)
+        except InvalidMember as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the member does not read its stream")
+        finally:
+            beats.cancel()
+
+    async def _beats(self, requests: AsyncIterator[AttendRequest]) -> bool:
+        """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""
+        async for request in requests:
+            if not self.membership.attend(request.member, request.load):
+                member = request.member
+                logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
+                return True
+            self._tell()
+        return False
+
+    async def GetStatus(  # noqa: N802  # the name that the contract gives it
+        self,
+        request: GetStatusRequest,
+        context: "grpc.aio.ServicerContext[GetStatusRequest, GetStatusResponse]",
+    ) -> GetStatusResponse:
+        return GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
+
+
+def main() -> int:
+    """Runs a supervisor in the foreground; exit code 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(description="kvrelay's supervisor, for members that somebody else starts")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    arguments = parser.parse_args()
+    config = SupervisorConfig(host=arguments.host, port=arguments.port)
+    return serve.run(SupervisorServer(config), part="supervisor", name="supervisor")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Who holds which block of the KV pool.
+
+Every block is in exactly one of three states:
+
+    free      nothing in it is worth keeping
+    cached    nobody holds it, but the prefix index knows its content; evicted least recently used first
+    held      one or more holds refer to it
+
+                     allocate
+         free ---------------------> held <---.
+          ^   <--------------------- |  |     | share
+          |     last release         |  v     |
+          '------- evict -------- cached -----'
+                                 (last release of a block that the prefix index knows)
+
+A `Hold` is the only thing that keeps a block alive. Whoever has one must release it; whoever wants blocks to outlive
+somebody else's hold takes a share of them first.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence, Set
+
+
+class IntegrityError(RuntimeError):
+    """A broken invariant of this process (never a user's mistake); the message names the ids involved."""
+
+
+class Hold:
+    """References on blocks, in the order of a sequence's logical blocks. Made by `BlockPool` only.
+
+    Attributes:
+        blocks: pool blocks, in order; empty once released. Grown by `extend` only.
+        owner: who must release it, for messages; renamed when the hold changes hands.
+        chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
+        published: leading blocks that the prefix index has been offered.
+    """
+
+    __slots__ = ("_pool", "blocks", "chain", "owner", "published", "released")
+
+    def __init__(self, pool: "BlockPool", blocks: list[int], owner: str) -> None:
+        self._pool = pool
+        self.blocks = blocks
+        self.owner = owner
+        self.chain: list[bytes] = []
+        self.published = 0
+        self.released = False
+
+    def extend(self, count: int) -> bool:
+        """Adds `count` fresh blocks at the end; False, and nothing changes, where the pool has no room.
+
+        Raises:
+            IntegrityError: the hold was released.
+        """
+        if self.released:
+            raise IntegrityError(f"hold of {self.owner!r} was extended after its release")
+        fresh = self._pool._take(count)
+        if fresh is None:
+            return False
+        self.blocks += fresh
+        return True
+
+    def release(self) -> None:
+        """Gives the references back, the last block's first, so that a chain is evicted from its tail. Idempotent."""
+        if not self.released:
+            self.released = True
+            self._pool._give_back(self)
+            self.blocks = []
+
+    def __repr__(self) -> str:
+        return f"Hold(owner={self.owner!r}, blocks={self.blocks}, released={self.released})"
+
+
+class BlockPool:
+    """Book-keeping of `num_blocks` blocks: states, reference counts, live holds. Not thread-safe.
+
+    All operations take O(1) per block; `check_integrity` takes O(pool).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
+        self.total = num_blocks
+        self.on_evict: Callable[[int], None] | None = None
+        """Told of each cached block before it is reused; the prefix index sets it."""
+        self._refs = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._indexed: set[int] = set()
+        self._holds: dict[Hold, None] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks with nothing in them."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds and the prefix index knows."""
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        """Blocks that a hold refers to."""
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` could hand out now: free plus cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def indexed(self) -> Set[int]:
+        """Blocks that the prefix index knows, held or cached."""
+        return self._indexed
+
+    def owners(self) -> dict[str, int]:
+        """Blocks in the live holds of each owner; a leak shows here by name."""
+        owners: Counter[str] = Counter()
+        for hold in self._holds:
+            owners[hold.owner] += len(hold.blocks)
+        return dict(owners)
+
+    def room_for(self, shared: Sequence[int], fresh: int) -> bool:
+        """Whether `shared` (held or cached) blocks can be shared and then `fresh` more be allocated."""
+        refs = self._refs
+        return fresh + sum(refs[block] == 0 for block in shared) <= self.available
+
+    def allocate(self, count: int, owner: str) -> Hold | None:
+        """A hold of `count` blocks with undefined content; None where there is no room.
+
+        Takes free blocks first, then evicts the least recently used cached ones.
+        """
+        blocks = self._take(count)
+        return None if blocks is None else self._register(blocks, owner)
+
+    def share(self, blocks: Sequence[int], owner: str) -> Hold:
+        """A further hold of blocks that are held or cached. `blocks` may be empty.
+
+        Raises:
+            IntegrityError: one of them is free, so that its content is nobody's; nothing is shared then.
+        """
+        stray = [block for block in blocks if self._refs[block] == 0 and block not in self._cached]
+        if stray:
+            raise IntegrityError(f"{owner!r} wants to share free blocks {stray}")
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+        return self._register(list(blocks), owner)
+
+    def remember(self, block: int) -> None:
+        """The prefix index knows the content of `block` (held) now: it is cached when its last hold goes.
+
+        Raises:
+            IntegrityError: nobody holds it, or it is known already.
+        """
+        if self._refs[block] == 0 or block in self._indexed:
+            raise IntegrityError(f"block {block} can't be indexed: refs {self._refs[block]}, {self._state(block)}")
+        self._indexed.add(block)
+
+    def forget(self, block: int) -> None:
+        """The prefix index no longer knows `block`: it is free now, or when its last hold goes."""
+        self._indexed.discard(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Recounts everything from the live holds.
+
+        Raises:
+            IntegrityError: a block is in no state or in two, its reference count isn't that of the live holds, or
+                free + cached + held isn't total. Names the blocks and the owners of the holds on them.
+        """
+        expected: Counter[int] = Counter()
+        for hold in self._holds:
+            expected.update(hold.blocks)
+            if hold.released or len(set(hold.blocks)) != len(hold.blocks):
+                raise IntegrityError(f"{hold!r} is released but live, or names a block twice")
+        free = Counter(self._free)
+        for block in range(self.total):
+            states = free[block] + (block in self._cached) + (expected[block] > 0)
+            indexed_as_it_should = block not in self._indexed if free[block] else True
+            cached_as_it_should = block in self._indexed if block in self._cached else True
+            counted = self._refs[block] == expected[block]
+            if states != 1 or not (counted and indexed_as_it_should and cached_as_it_should):
+                raise IntegrityError(f"block {block}: {self._state(block)}, held by {self._owners_of(block)}")
+        held = len(expected)
+        if self.free + self.cached + held != self.total:
+            raise IntegrityError(f"free {self.free} + cached {self.cached} + held {held} != total {self.total}")
+
+    def _take(self, count: int) -> list[int] | None:
+        if count < 0:
+            raise ValueError(f"count is {count}; it must be at least 0")
+        if count > self.available:
+            return None
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in taken:
+            self._refs[block] = 1
+        return taken
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._indexed.discard(block)
+        if self.on_evict is not None:
+            self.on_evict(block)
+        return block
+
+    def _register(self, blocks: list[int], owner: str) -> Hold:
+        hold = Hold(self, blocks, owner)
+        self._holds[hold] = None
+        return hold
+
+    def _give_back(self, hold: Hold) -> None:
+        del self._holds[hold]
+        refs = self._refs
+        for block in reversed(hold.blocks):
+            refs[block] -= 1
+            if refs[block] == 0:
+                if block in self._indexed:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def _state(self, block: int) -> str:
+        where = [name for name, blocks in (("free", self._free), ("cached", self._cached)) if block in blocks]
+        indexed = "indexed" if block in self._indexed else "not indexed"
+        return f"refs {self._refs[block]}, {indexed}, listed as {where or 'neither free nor cached'}"
+
+    def _owners_of(self, block: int) -> list[str]:
+        return [hold.owner for hold in self._holds if block in hold.blocks]

@@ -1,0 +1,45 @@
+"""The block tables of the running sequences, as one matrix that a step copies its rows out of."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BlockTables:
+    """int32 [rows, width]: row `slot` lists the pool blocks of one sequence; unused entries are 0.
+
+    Rows are only appended to while in use, so a decode step costs one copy, whatever the contexts' lengths.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        self._matrix = np.zeros((rows, width), np.int32)
+        self._used = [0] * rows
+        self._vacant = list(range(rows - 1, -1, -1))
+
+    @property
+    def vacant(self) -> int:
+        """Rows not in use."""
+        return len(self._vacant)
+
+    def acquire(self) -> int:
+        """Takes a vacant row. There must be one."""
+        return self._vacant.pop()
+
+    def release(self, slot: int) -> None:
+        """Clears the row and makes it vacant."""
+        self._matrix[slot, : self._used[slot]] = 0
+        self._used[slot] = 0
+        self._vacant.append(slot)
+
+    def grow(self, slot: int, blocks: Sequence[int], used: int) -> None:
+        """Makes the row list `blocks[:used]`, of which it already lists a prefix."""
+        known = self._used[slot]
+        if used > known:
+            self._matrix[slot, known:used] = blocks[known:used]
+            self._used[slot] = used
+
+    def gather(self, slots: Sequence[int]) -> NDArray[np.int32]:
+        """A copy of the given rows, as wide as the longest of them."""
+        width = max([self._used[slot] for slot in slots])
+        return self._matrix[:, :width].take(slots, axis=0)

@@ -1,0 +1,501 @@
+"""Trains the bundled models, `pico` and `pico-draft`, on the source files of the Python standard library.
+
+    python models/train.py pico-draft --minutes 10
+    python models/train.py pico --minutes 65
+
+One CPU thread is enough. The script needs torch, tokenizers, safetensors and numpy, and downloads nothing: the data is the
+standard library of the interpreter that runs it. It writes a Hugging Face folder beside itself early and again every few
+minutes, so that an unfinished model can already be served, and ends with the model card. An interrupted run goes on from its
+last checkpoint; `--steps` in place of `--minutes` makes the learning rate, and so the run, independent of the machine's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import string
+import sysconfig
+import time
+import tokenize
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+BOS, EOS = "<s>", "</s>"  # ids 0 and 1; a document ends with EOS, and nothing is put before it
+EOS_ID = 1
+VOCAB = 4096
+CONTEXT = 4096
+ROPE_THETA = 10000.0
+NORM_EPS = 1e-5
+
+ROWS, LENGTH = 4, 512  # a step: four short windows ...
+LONG_EVERY = 32  # ... or, once in so many steps, one of the whole context
+WARMUP = 0.02  # of the budget
+FLOOR = 0.05  # of the peak learning rate, at the end
+FIRST_SAVE_S, SAVE_EVERY_S = 60.0, 240.0
+
+# Tests repeat themselves, tables (codecs, help topics) aren't code, lib2to3 holds Python 2, the rest isn't the library.
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+SKIPPED_PREFIX = "_sysconfigdata"  # generated, and full of the build machine's paths
+
+PROMPT = "def __init__(self,"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's dimensions, and the peak learning rate that suits them."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    peak_lr: float
+    head_dim: int = 32
+
+    def config(self) -> dict[str, Any]:
+        """The `config.json` that transformers reads."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": VOCAB,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT,
+            "rope_theta": ROPE_THETA,
+            "rope_scaling": None,
+            "rms_norm_eps": NORM_EPS,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": EOS_ID,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "pico": Shape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=704, peak_lr=2e-3),
+    "pico-draft": Shape(hidden=128, layers=3, heads=4, kv_heads=2, intermediate=352, peak_lr=4e-3),
+}
+
+
+# The model, with the tensor names of transformers' LlamaForCausalLM.
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, width, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` [rows, length, hidden]; `cos` and `sin` [length, head_dim / 2]."""
+        rows, length, _ = x.shape
+        group = self.shape.heads // self.shape.kv_heads
+
+        def split(projected: Tensor) -> Tensor:
+            return projected.view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
+
+        def rotate(t: Tensor) -> Tensor:
+            a, b = t.chunk(2, dim=-1)
+            c, s = cos.to(t.dtype), sin.to(t.dtype)
+            return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+
+        query = rotate(split(self.q_proj(x)))
+        key = rotate(split(self.k_proj(x))).repeat_interleave(group, dim=1)
+        value = split(self.v_proj(x)).repeat_interleave(group, dim=1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [..., hidden]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` [rows, length, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """The `model.` half of the names: embedding, layers, last norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
+
+
+class Llama(nn.Module):
+    """A Llama whose output matrix is its embedding."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.model = Decoder(shape)
+        frequency = ROPE_THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        angle = torch.arange(CONTEXT)[:, None] * frequency
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # What adds to the residual stream starts small, so that depth doesn't blow it up.
+                shrink = math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+                nn.init.normal_(weight, std=0.02 / shrink)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`ids` [rows, length] to logits [rows, length, vocabulary] in float32."""
+        length = ids.shape[1]
+        x = self.model.embed_tokens(ids)
+        for layer in self.model.layers:
+            x = layer(x, self.cos[:length], self.sin[:length])
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight).float()
+
+
+# The data.
+
+
+def library_files() -> dict[str, str]:
+    """The standard library's sources by path relative to its folder, in sorted order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and not path.name.startswith(SKIPPED_PREFIX):
+            with tokenize.open(path) as source:
+                files[relative.as_posix()] = source.read()
+    return files
+
+
+def is_held_out(path: str) -> bool:
+    """Whether this file (one in twenty, by the hash of its path) is kept from training."""
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 20 == 0
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """A byte-level BPE over `texts`: every text encodes, and decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, texts: list[str]) -> npt.NDArray[np.int64]:
+    """All texts in one row, each followed by EOS, the whole led by EOS: no token lacks a context."""
+    ids = [EOS_ID]
+    for encoding in tokenizer.encode_batch(texts):
+        ids += [*encoding.ids, EOS_ID]
+    return np.array(ids, dtype=np.int64)
+
+
+class Corpus:
+    """The training stream, served as batches that depend only on the seed and the step."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
+        shuffled = random.Random(seed).sample(texts, len(texts))
+        self.stream = token_stream(tokenizer, shuffled)
+        self.windows = (len(self.stream) - 1) // LENGTH
+        self.seed = seed
+
+    def batch(self, step: int) -> Tensor:
+        """[rows, length + 1] ids. An epoch visits every window once, in an order and at a phase of its own."""
+        starts = [self._start(step * ROWS + row) for row in range(ROWS)]
+        length = LENGTH
+        if step % LONG_EVERY == LONG_EVERY - 1:
+            starts, length = starts[:1], CONTEXT
+        last = len(self.stream) - length - 1
+        return torch.from_numpy(np.stack([self.stream[s : s + length + 1] for s in (min(s, last) for s in starts)]))
+
+    def _start(self, position: int) -> int:
+        epoch, place = divmod(position, self.windows)
+        order = np.random.default_rng((self.seed, epoch))
+        return int(order.integers(LENGTH)) + int(order.permutation(self.windows)[place]) * LENGTH
+
+
+# Measuring.
+
+
+@torch.inference_mode()
+def bits_per_byte(model: Llama, stream: npt.NDArray[np.int64], window: int, n_bytes: int) -> float:
+    """Code length of `stream` in bits over `n_bytes`, each window of `window` tokens read without what came before it."""
+    nats = 0.0
+    for start in range(0, len(stream) - 1, window):
+        ids = torch.from_numpy(stream[start : start + window + 1])
+        nats += F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="sum").item()
+    return nats / math.log(2) / n_bytes
+
+
+@torch.inference_mode()
+def continue_greedily(model: Llama, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
+    """The text of `prompt` and its `n_tokens` most likely next tokens."""
+    ids: list[int] = tokenizer.encode(prompt).ids
+    for _ in range(n_tokens):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+# Training.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to train: by steps, or by minutes of wall time where steps is None."""
+
+    minutes: float
+    steps: int | None
+
+    def progress(self, step: int, seconds: float) -> float:
+        """How much of the budget is used: training ends at 1."""
+        return step / self.steps if self.steps is not None else seconds / (60.0 * self.minutes)
+
+
+@dataclass
+class Spent:
+    """What a run has used so far, over all its interruptions."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def learning_rate(peak: float, progress: float) -> float:
+    """Linear warm-up, then half a cosine down to the floor."""
+    if progress < WARMUP:
+        return peak * (0.01 + 0.99 * progress / WARMUP)
+    falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - WARMUP) / (1.0 - WARMUP))))
+    return peak * (FLOOR + (1.0 - FLOOR) * falling)
+
+
+class Training:
+    """A model, its optimizer and what has been spent on them; `checkpoint` makes the three survive an interruption."""
+
+    def __init__(self, shape: Shape, seed: int, checkpoint: Path) -> None:
+        torch.manual_seed(seed)
+        self.shape = shape
+        self.model = Llama(shape)
+        self.spent = Spent()
+        weights = [p for p in self.model.parameters() if p.ndim == 2]
+        gains = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=shape.peak_lr, betas=(0.9, 0.98), fused=True)
+        self.checkpoint = checkpoint
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.spent = Spent(**state["spent"])
+
+    def save(self) -> None:
+        """Replaces the checkpoint; a crash in the middle leaves the old one."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "spent": asdict(self.spent)}
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def step(self, ids: Tensor, progress: float) -> float:
+        """One update on `ids` [rows, length + 1]; the loss in nats per token."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.shape.peak_lr, progress)
+        # bfloat16 matrix products are twice as fast where the CPU has AVX512_BF16; the weights stay float32.
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.spent.steps += 1
+        self.spent.tokens += ids.shape[0] * (ids.shape[1] - 1)
+        return loss.item()
+
+    def run(self, corpus: Corpus, budget: Budget) -> Iterator[None]:
+        """Trains to the end of the budget, printing as it goes; yields whenever it is time to save."""
+        before, started = self.spent.seconds, time.monotonic()
+        next_save = before + FIRST_SAVE_S
+        mean_loss = math.nan
+        while (progress := budget.progress(self.spent.steps, self.spent.seconds)) < 1.0:
+            loss = self.step(corpus.batch(self.spent.steps), progress)
+            mean_loss = loss if math.isnan(mean_loss) else 0.98 * mean_loss + 0.02 * loss
+            self.spent.seconds = before + time.monotonic() - started
+            if self.spent.steps % 50 == 0:
+                rate = self.spent.tokens / self.spent.seconds
+                print(f"{progress:6.1%}  step {self.spent.steps}  loss {mean_loss:.3f}  {rate:.0f} tok/s", flush=True)
+            if self.spent.seconds >= next_save:
+                yield
+                next_save = self.spent.seconds + SAVE_EVERY_S
+
+
+# Writing the folder.
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`value` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def export(folder: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> None:
+    """Writes the Hugging Face folder, weights in bfloat16; safe to run under a reader."""
+    folder.mkdir(parents=True, exist_ok=True)
+    special = {"bos_token": BOS, "eos_token": EOS}
+    write_json(folder / "config.json", shape.config())
+    write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": EOS_ID})
+    write_json(folder / "special_tokens_map.json", special)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONTEXT,
+        },
+    )
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    partial = folder / "model.safetensors.partial"
+    weights = {name: w.detach().to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
+    save_file(weights, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+
+
+def write_card(folder: Path, record: dict[str, Any], sample: str) -> None:
+    """Writes `training.json` and the model card that quotes it, from `model_card.md` beside this script."""
+    write_json(folder / "training.json", record)
+    template = string.Template(Path(__file__).with_name("model_card.md").read_text())
+    bpb = {f"bits_per_byte_{window}": value for window, value in record["held_out_bits_per_byte"].items()}
+    figures = {key: f"{value:,}" if isinstance(value, int) else value for key, value in record.items()}
+    write_atomically(folder / "README.md", template.substitute(figures, sample=sample, **bpb))
+
+
+def main() -> None:
+    """Trains one model."""
+    here = Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("--minutes", type=float, default=65.0, help="wall time to train for")
+    parser.add_argument("--steps", type=int, help="steps to train for, in place of --minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=here, help="where the model's folder goes")
+    parser.add_argument("--work", type=Path, default=here.parent / "build" / "train", help="for checkpoints")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    shape: Shape = SHAPES[args.name]
+    files = library_files()
+    seen = [text for path, text in files.items() if not is_held_out(path)]
+    unseen = [text for path, text in files.items() if is_held_out(path)]
+    tokenizer = train_tokenizer(seen)
+    corpus = Corpus(tokenizer, seen, args.seed)
+    held_out, held_out_bytes = token_stream(tokenizer, unseen), sum(len(text.encode()) for text in unseen)
+
+    training = Training(shape, args.seed, args.work / f"{args.name}.pt")
+    parameters = sum(p.numel() for p in training.model.parameters())
+    print(f"{args.name}: {parameters:,} parameters, {len(seen)} files, {len(corpus.stream):,} tokens an epoch")
+    print(f"held out: {len(unseen)} files, {held_out_bytes:,} bytes, {len(held_out):,} tokens", flush=True)
+    folder: Path = args.out / args.name
+    for _ in training.run(corpus, Budget(args.minutes, args.steps)):
+        training.save()
+        export(folder, training.model, shape, tokenizer)
+        print(continue_greedily(training.model, tokenizer, PROMPT, 40), flush=True)
+
+    export(folder, training.model, shape, tokenizer)
+    shipped = Llama(shape)
+    shipped.load_state_dict(load_file(folder / "model.safetensors"))
+    record = {
+        "name": args.name,
+        "parameters": parameters,
+        "python": platform.python_version(),
+        "seed": args.seed,
+        "train_files": len(seen),
+        "train_bytes": sum(len(text.encode()) for text in seen),
+        "train_tokens_per_epoch": len(corpus.stream),
+        "steps": training.spent.steps,
+        "tokens": training.spent.tokens,
+        "epochs": round(training.spent.tokens / len(corpus.stream), 2),
+        "minutes": round(training.spent.seconds / 60, 1),
+        "tokens_per_second": round(training.spent.tokens / training.spent.seconds),
+        "threads": args.threads,
+        "peak_learning_rate": shape.peak_lr,
+        "held_out_files": len(unseen),
+        "held_out_bytes": held_out_bytes,
+        "held_out_bits_per_byte": {
+            str(window): round(bits_per_byte(shipped, held_out, window, held_out_bytes), 4) for window in (LENGTH, CONTEXT)
+        },
+    }
+    write_card(folder, record, continue_greedily(shipped, tokenizer, PROMPT, 60))
+    training.checkpoint.unlink(missing_ok=True)
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

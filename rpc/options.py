@@ -1,0 +1,37 @@
+"""gRPC options of every channel and server, public and internal."""
+
+from collections.abc import Sequence
+
+Option = tuple[str, int | str]
+
+# Without ping_timeout_ms, keepalive_timeout_ms alone notices a frozen peer only after a minute.
+_KEEPALIVE: tuple[Option, ...] = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def channel_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
+    """Options of a channel between kvrelay's own processes: a dead or frozen peer is noticed within three seconds."""
+    return (
+        *_KEEPALIVE,
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    )
+
+
+def server_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
+    """Options of a server. Without so_reuseport=0 a second server binds the same port and takes half of its calls."""
+    return (
+        *_KEEPALIVE,
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    )

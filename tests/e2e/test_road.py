@@ -1,0 +1,127 @@
+"""The whole road, router -> prefill -> link -> decode in separate processes, against the transformers library."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kvrelay.client import Client, Completion
+from support.checkpoints import ARCHITECTURES, make_checkpoint
+from support.processes import ProcessCluster, process_cluster, wait_until
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+BLOCK = 16
+CHUNK = 64
+OUT = 20
+# One below, at and above the borders of blocks and of chunks, and several chunks long.
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 215)
+
+
+@dataclass
+class Road:
+    """A running pair and the same model in transformers."""
+
+    cluster: ProcessCluster
+    oracle: PreTrainedModel
+    vocab_size: int
+    kv_bytes_per_token: int
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        return random.Random(f"{length} {seed}").choices(range(self.vocab_size), k=length)
+
+    def expected(self, prompt: list[int], count: int) -> list[int]:
+        greedy = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with torch.inference_mode():
+            return self.oracle.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
+
+    def complete(self, prompt: list[int], count: int = OUT) -> Completion:
+        with Client(self.cluster.router) as client:
+            return client.complete(prompt, max_tokens=count, temperature=0, ignore_eos=True, timeout=60)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "model", request.param)
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    config = oracle.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 8 * 2**20, "threads": 1}
+    with process_cluster(folder / "cluster", checkpoint, worker={"engine": engine}) as cluster:
+        yield Road(
+            cluster,
+            oracle,
+            config.vocab_size,
+            kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4,
+        )
+
+
+def test_greedy_tokens_equal_transformers(road: Road) -> None:
+    for length in LENGTHS:
+        prompt = road.prompt(length, seed=0)
+        completion = road.complete(prompt)
+        assert list(completion.token_ids) == road.expected(prompt, OUT), f"prompt of {length} tokens"
+        assert completion.finish_reason == "length"
+        assert completion.usage.prompt_tokens == length
+        assert completion.usage.completion_tokens == OUT
+    road.cluster.wait_idle()
+
+
+def test_sixteen_concurrent_mixed_requests(road: Road) -> None:
+    shared = road.prompt(3 * BLOCK, seed=1)
+    prompts = [road.prompt(length, seed=2) for length in (3, 17, 40, 64, 65, 90, 130, 200)]
+    prompts += [shared + road.prompt(length, seed=3) for length in (1, 5, 16, 31, 32, 50, 64, 100)]
+    counts = [1, 2, 5, 11, OUT, 7, 30, 3] * 2
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        completions = list(pool.map(road.complete, prompts, counts))
+    for prompt, count, completion in zip(prompts, counts, completions, strict=True):
+        assert list(completion.token_ids) == road.expected(prompt, count)
+    road.cluster.wait_idle()
+
+
+def test_prefix_cache_hits_change_no_token(road: Road) -> None:
+    prompt = road.prompt(5 * BLOCK + 3, seed=4)
+    first = road.complete(prompt)
+    again = road.complete(prompt)
+    longer = road.complete(prompt + road.prompt(20, seed=5))
+    assert first.usage.cached_tokens == 0
+    assert again.usage.cached_tokens == 5 * BLOCK
+    assert longer.usage.cached_tokens == 5 * BLOCK
+    assert first.token_ids == again.token_ids
+    assert list(first.token_ids) == road.expected(prompt, OUT)
+    assert list(longer.token_ids) == road.expected(prompt + road.prompt(20, seed=5), OUT)
+    # The decode worker keeps finished blocks as well: only the last, partial one crosses the link again.
+    assert again.timeline.transfer_bytes == 3 * road.kv_bytes_per_token
+
+
+def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road) -> None:
+    for length in (1, BLOCK, 3 * CHUNK + 5):
+        prompt = road.prompt(length, seed=6)
+        road.cluster.wait_idle()
+        before = {name: road.cluster.member(name).load.computed_tokens for name in ("prefill-0", "decode-0")}
+        completion = road.complete(prompt)
+        # 2 x layers x tokens x kv_heads x head_dim x dtype
+        assert completion.timeline.transfer_bytes == length * road.kv_bytes_per_token
+        assert completion.timeline.prefill_worker == "prefill-0"
+        assert completion.timeline.decode_worker == "decode-0"
+        road.cluster.wait_idle()
+
+        def computed(name: str, before: dict[str, int] = before) -> int:
+            return road.cluster.member(name).load.computed_tokens - before[name]
+
+        # Token 0 is prefill's; each further one takes decode one step, the last one none.
+        wait_until(lambda: computed("decode-0") == OUT - 1, "decode computed its own tokens only")
+        assert computed("prefill-0") == length
+
+
+def test_a_client_that_goes_away_frees_its_blocks_at_once(road: Road, tmp_path: Path) -> None:
+    with Client(road.cluster.router) as client:
+        prompt = road.prompt(100, seed=7)
+        stream = client.generate(prompt, max_tokens=400, temperature=0, ignore_eos=True, timeout=60)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        road.cluster.wait_idle(seconds=0.5)

@@ -1,0 +1,102 @@
+"""Tiny random Hugging Face checkpoints, made by transformers, so that they look as real ones do."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+VOCAB_SIZE = 320
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+# What sets each architecture apart. The windows are shorter than the tests' prompts.
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": 40, "head_dim": 32},
+    "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 32},
+}
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint with random weights and a byte-level BPE tokenizer into `folder`, and returns it.
+
+    Args:
+        architecture: one of ARCHITECTURES.
+        dtype: of the weights in the file.
+        overrides: further fields of the architecture's transformers config. Qwen3 without windows unless given.
+    """
+    options = {**COMMON, **OWN[architecture], **overrides}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **options), dtype=torch.float32)
+    _randomize(model, seed)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    make_tokenizer(options["vocab_size"]).save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that can spell any text and knows a few hundred merges at most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+
+
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draws every parameter, norms and biases too, so large that logits are far apart and each part shows in them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.3 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.5 * noise)
+            elif "embed" in name:
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1.7 * noise / parameter.shape[1] ** 0.5)

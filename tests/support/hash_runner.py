@@ -1,0 +1,210 @@
+"""The hash model: a runner whose output shows every wrong byte of KV.
+
+The KV of a token is pseudo-random bytes of (token, position, layer), and the next token is a hash of all KV bytes of
+the sequence, read through its block table. So one wrong, stale or swapped byte changes every later token, and
+`expected_tokens` says what an undisturbed run yields. It needs numpy only and takes some ten microseconds a row.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    import torch
+
+    Bytes = NDArray[np.uint8] | torch.Tensor
+
+VOCAB_SIZE = 251
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
+
+
+def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec:
+    return ModelSpec(
+        name="hash",
+        architecture="HashModel",
+        vocab_size=vocab_size,
+        max_context=max_context,
+        eos_token_ids=(),
+        dtype="float32",
+        fingerprint=f"hash-{vocab_size}",
+    )
+
+
+def kv_bytes(tokens: Sequence[int], first_position: int, layout: KVLayout = LAYOUT) -> NDArray[np.uint8]:
+    """The KV of consecutive tokens: uint8 [token, layer, k|v, head, bytes of a head]."""
+    head_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+    layer_bytes = 2 * layout.kv_heads * head_bytes
+    words = -(-layer_bytes // 8)
+    token = np.asarray(tokens, np.uint64)[:, None, None]
+    position = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)[:, None, None]
+    layer = np.arange(layout.layers, dtype=np.uint64)[None, :, None]
+    word = np.arange(words, dtype=np.uint64)[None, None, :]
+    seed = (((token << np.uint64(24)) + position << np.uint64(8)) + layer << np.uint64(12)) + word
+    raw = _mix(_mix(seed)).view(np.uint8).reshape(len(tokens), layout.layers, words * 8)[:, :, :layer_bytes]
+    return raw.reshape(len(tokens), layout.layers, 2, layout.kv_heads, head_bytes)
+
+
+def expected_tokens(
+    prompt: Sequence[int], n: int, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE
+) -> list[int]:
+    """The `n` tokens that the hash model yields after `prompt`."""
+    state = hashlib.blake2b(kv_bytes(prompt, 0, layout).tobytes(), digest_size=8)
+    tokens: list[int] = []
+    while len(tokens) < n:
+        tokens.append(_token(state.digest(), vocab_size))
+        state.update(kv_bytes(tokens[-1:], len(prompt) + len(tokens) - 1, layout).tobytes())
+    return tokens
+
+
+def expected_outcome(request: Request, max_context: int) -> tuple[list[int], FinishReason]:
+    """The tokens after `request.tokens` and the reason for the last, by the rules of a request's end."""
+    sampling = request.sampling
+    done = len(request.tokens) - request.prompt_tokens
+    most = min(sampling.max_tokens - done, max_context - len(request.tokens))
+    tokens = expected_tokens(request.tokens, most)
+    for count, token in enumerate(tokens, start=1):
+        if token in sampling.stop_token_ids and done + count >= sampling.min_tokens:
+            return tokens[:count], FinishReason.STOP
+    return tokens, FinishReason.LENGTH
+
+
+class HashPool:
+    """KV memory with the contract of `kvrelay.engine.kv.pool.KVPool`, on numpy.
+
+    Attributes:
+        array: uint8 [block, byte]: the blocks as they lie in memory. Starts as noise, as real memory does.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        noise = np.random.default_rng(num_blocks)
+        self.array = noise.integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
+        *inner, dim = layout.inner
+        shape = num_blocks, layout.layers, 2, *inner, dim * DTYPE_BYTES[layout.dtype]
+        self._blocks = self.array.reshape(shape)
+        self.slots = np.moveaxis(self._blocks, 3 if layout.order == "NHD" else 4, 1)
+        """View [block, slot, layer, k|v, head, bytes of a head]."""
+
+    @property
+    def tensor(self) -> "torch.Tensor":
+        """The same memory as a torch tensor [block, layer, k|v, *inner]."""
+        import torch
+
+        whole = torch.from_numpy(self.array).view(getattr(torch, self.layout.dtype))
+        return whole.view(self.layout.shape(self.num_blocks))
+
+    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes") -> int:
+        """Copies the KV of a token range of a sequence into the start of `out`; returns the bytes."""
+        target = _flat(out)
+        offset = 0
+        for piece in self._pieces(blocks, first_token, num_tokens):
+            target[offset : offset + piece.size] = piece.reshape(-1)
+            offset += piece.size
+        return offset
+
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes") -> None:
+        """Copies what `read` yields into the pool."""
+        source = _flat(data)
+        offset = 0
+        for piece in self._pieces(blocks, first_token, num_tokens):
+            piece[...] = source[offset : offset + piece.size].reshape(piece.shape)
+            offset += piece.size
+
+    def _pieces(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Iterable[NDArray[np.uint8]]:
+        """Views of the whole blocks, then of the used slots of a partial last one."""
+        size = self.layout.block_size
+        if first_token % size:
+            raise ValueError(f"first_token is {first_token}; it must be a multiple of {size}")
+        for start in range(first_token, first_token + num_tokens, size):
+            used = min(size, first_token + num_tokens - start)
+            block = self._blocks[blocks[start // size]]
+            yield block[:, :, :used] if self.layout.order == "NHD" else block[:, :, :, :used]
+
+
+class HashRunner:
+    """A `kvrelay.engine.runner.Runner`. `steps` counts what it ran."""
+
+    def __init__(self, num_blocks: int, layout: KVLayout = LAYOUT, spec: ModelSpec | None = None) -> None:
+        self.spec = hash_spec() if spec is None else spec
+        self.layout = layout
+        self.pool = HashPool(layout, num_blocks)
+        self.steps = 0
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        check_plan(plan, self.layout.block_size, self.pool.num_blocks)
+        self.steps += 1
+        offsets = np.cumsum(plan.lengths) - plan.lengths
+        for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
+            tokens = plan.tokens[offset : offset + length]
+            self.fill(plan.block_tables[row], tokens.tolist(), int(start))
+        tokens_out: list[int | None] = [None] * plan.num_rows
+        for row in np.flatnonzero(plan.sample):
+            data = self.held_bytes(plan.block_tables[row], int(plan.starts[row] + plan.lengths[row]))
+            digest = hashlib.blake2b(data.tobytes(), digest_size=8).digest()
+            tokens_out[row] = _token(digest, self.spec.vocab_size)
+        return StepOutput(tuple(tokens_out))
+
+    def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
+        """Writes the KV of consecutive tokens through a block table, as computing them does."""
+        positions = np.arange(first_position, first_position + len(tokens))
+        size = self.layout.block_size
+        where = np.asarray(blocks)[positions // size]
+        self.pool.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
+
+    def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
+        """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
+        used = np.asarray(blocks, np.int64)[: -(-num_tokens // self.layout.block_size)]
+        slots = self.pool.slots[used]
+        return slots.reshape(-1, *slots.shape[2:])[:num_tokens]
+
+    def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether the pool has the KV of exactly these tokens in `blocks`."""
+        return np.array_equal(self.held_bytes(blocks, len(tokens)), kv_bytes(tokens, 0, self.layout))
+
+
+def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
+    """Asserts what `StepPlan` promises."""
+    rows = plan.num_rows
+    assert rows > 0
+    assert len(set(plan.handles)) == rows == len(plan.sampling)
+    assert plan.starts.shape == plan.lengths.shape == plan.sample.shape == plan.generated.shape == (rows,)
+    assert plan.lengths.min() >= 1
+    assert plan.starts.min() >= 0
+    assert plan.num_tokens == plan.lengths.sum()
+    for array in (plan.tokens, plan.starts, plan.lengths, plan.generated, plan.block_tables):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+    used = -(-(plan.starts + plan.lengths) // block_size)
+    assert plan.block_tables.shape == (rows, used.max())
+    beyond = np.arange(plan.block_tables.shape[1])[None, :] >= used[:, None]
+    assert not plan.block_tables[beyond].any()
+    assert plan.block_tables.min() >= 0
+    assert plan.block_tables.max() < num_blocks
+
+
+def _token(digest: bytes, vocab_size: int) -> int:
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64: every input bit moves every output bit."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _flat(data: Any) -> NDArray[np.uint8]:
+    """A flat view of uint8 bytes that lie in a numpy array or a torch tensor."""
+    array = data if isinstance(data, np.ndarray) else data.numpy()
+    assert array.dtype == np.uint8
+    return array.reshape(-1)

@@ -1,0 +1,165 @@
+"""A cluster of plain processes on loopback: supervisor, workers, router, each `python -m kvrelay.<part>`; no Ray.
+
+Used by the end-to-end tests: what is tested is the same servers that the Ray actors run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from kvrelay.internal.v1.supervisor_pb2 import GetStatusRequest, GetStatusResponse, MemberStatus
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 10.0, every: float = 0.01) -> Any:
+    """Polls until `condition()` is true and returns what it returned; fails naming `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(every)
+    return value
+
+
+class Process:
+    """One `python -m` server; its stderr goes to `log`."""
+
+    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+        self.log = log
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        with log.open("wb") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def address(self) -> str:
+        """Waits for the line that says where the server listens."""
+        if self.popen.stdout is None:
+            raise RuntimeError("stdout is not piped")
+        line = self.popen.stdout.readline()
+        if not line:
+            raise AssertionError(f"exit {self.popen.wait(STOP_SECONDS)}: {self.log.read_text()[-4000:]}")
+        return str(json.loads(line)["address"])
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL; the exit status."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.terminate()
+        try:
+            return self.popen.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait(STOP_SECONDS)
+            raise AssertionError(f"did not stop on SIGTERM: {self.log.read_text()[-4000:]}") from None
+        finally:
+            if self.popen.stdout is not None:
+                self.popen.stdout.close()
+
+
+@dataclass
+class ProcessCluster:
+    """A running cluster."""
+
+    folder: Path
+    supervisor: str = ""
+    router: str = ""
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def start(self, name: str, module: str, config: dict[str, Any]) -> Process:
+        path = self.folder / f"{name}.json"
+        path.write_text(json.dumps(config))
+        process = Process(module, ["--config", str(path)], self.folder / f"{name}.log")
+        self.processes[name] = process
+        return process
+
+    def status(self) -> GetStatusResponse:
+        with grpc.insecure_channel(self.supervisor) as channel:
+            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5)
+
+    def member(self, name: str) -> MemberStatus:
+        return next(status for status in self.status().members if status.member.name == name)
+
+    def wait_idle(self, seconds: float = 5.0) -> None:
+        """Waits until no worker holds a block or a request."""
+
+        def idle() -> bool:
+            loads = [status.load for status in self.status().members if status.load.blocks.total]
+            return bool(loads) and all(
+                load.blocks.held == 0
+                and load.requests.running == 0
+                and load.requests.waiting == 0
+                and load.blocks.free + load.blocks.cached == load.blocks.total
+                for load in loads
+            )
+
+        wait_until(idle, f"no block held on any worker: {self.status()}", seconds)
+
+    def stop(self) -> None:
+        failures = []
+        for process in reversed(self.processes.values()):
+            try:
+                process.stop()
+            except AssertionError as failure:
+                failures.append(str(failure))
+        if failures:
+            raise AssertionError("\n".join(failures))
+
+
+MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
+
+
+@contextmanager
+def process_cluster(
+    folder: Path,
+    model: Path | str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    colocated: int = 0,
+    worker: dict[str, Any] | None = None,
+    router: dict[str, Any] | None = None,
+) -> Iterator[ProcessCluster]:
+    """Starts a cluster on free ports, waits until it is ready, and stops it. `worker` and `router` are further options."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cluster = ProcessCluster(folder)
+    try:
+        supervisor = Process("kvrelay.cluster.supervisor", ["--port", "0"], folder / "supervisor.log")
+        cluster.processes["supervisor"] = supervisor
+        cluster.supervisor = supervisor.address()
+        counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
+        for role, count in counts.items():
+            for index in range(count):
+                name = f"{role}-{index}"
+                options = {"name": name, "role": role, "model": str(model), "supervisor": cluster.supervisor}
+                cluster.start(name, MODULES[role], {**options, "dtype": "float32", **(worker or {})})
+        options = {"name": "router-0", "model": str(model), "grpc_port": 0, "supervisor": cluster.supervisor}
+        cluster.start("router-0", "kvrelay.router", {**options, **(router or {})})
+        cluster.router = cluster.processes["router-0"].address()
+        for name in list(cluster.processes)[1:-1]:
+            cluster.processes[name].address()
+        wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,390 @@
+"""A worker process of any role: identity, engine, relay, attendance.
+
+    STARTING   listens; weights load in a thread of their own; a relay is refused
+    READY      takes requests
+    DRAINING   finishes what it has, takes nothing new
+    (gone)     by SIGTERM after draining, by a failure of the engine, or fenced by the supervisor
+
+Two threads: the event loop (gRPC and everything here) and the engine thread (`EngineThread`). A request lives here from
+its Submit until its last event has been handed to its router's stream, or until it is cancelled.
+"""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import FinishReason, Request
+from kvrelay.engine.runner import ModelRunner
+from kvrelay.engine.scheduler import Progress
+from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    ROLE_COLOCATED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    Member,
+)
+from kvrelay.internal.v1.worker_pb2 import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FINISH_UNSPECIFIED,
+    Blocks,
+    DecodeReport,
+    Failure,
+    Finish,
+    Load,
+    PrefillReport,
+    RequestEvent,
+    Requests,
+    Submit,
+    WorkerHello,
+)
+from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from kvrelay.models import resolve
+from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.options import server_options
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.relay import RelayService, RelayStream, key_of
+from kvrelay.worker.requests import InvalidSubmit, model_info, request_of
+from kvrelay.worker.role import Role
+
+logger = logging.getLogger(__name__)
+
+ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
+FINISHES: dict[FinishReason | None, Finish] = {
+    FinishReason.STOP: FINISH_STOP,
+    FinishReason.LENGTH: FINISH_LENGTH,
+    None: FINISH_UNSPECIFIED,
+}
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Live:
+    """A request that this worker has, from its Submit to its last event."""
+
+    request: Request
+    stream: RelayStream
+    expiry: asyncio.TimerHandle | None
+    """Ends the request if it has no token by then."""
+
+
+class WorkerServer:
+    """Serves one worker. `observer` is given the load at every heartbeat."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Callable[["WorkerServer"], Role] = Role,
+        observer: Callable[[Load], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.incarnation = uuid.uuid4().hex
+        self.role = role(self)
+        self._observer = observer
+        self._state = MEMBER_STATE_STARTING
+        self._loaded = 0.0
+        self._load = Load()
+        self._live: dict[Key, Live] = {}
+        self._port = 0
+        self._hello: WorkerHello | None = None
+        self._engine: Engine | None = None
+        self._runner: ModelRunner | None = None
+        self._thread: EngineThread | None = None
+        self._attendance: Attendance | None = None
+        self._health = health.aio.HealthServicer()
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """host:port of the internal gRPC."""
+        return f"{self.config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Binds, attends the supervisor, loads the model; returns when ready.
+
+        Raises:
+            OSError: the port is in use.
+            ValueError: the model or an option can't be used; the text says which and why.
+        """
+        self.loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[BaseException] = self.loop.create_future()
+        folder = resolve(self.config.model)
+        self._server = grpc.aio.server(options=server_options())
+        add_WorkerServiceServicer_to_server(RelayService(self), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.role.add_services(self._server)
+        try:
+            self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
+        await self._server.start()
+        if self.config.supervisor:
+            self._attendance = Attendance(
+                self.config.supervisor, self._describe, self.role.members_changed, self._on_fenced
+            )
+            self._attendance.start()
+        self._engine, self._runner = await asyncio.to_thread(
+            build_engine, folder, self.config.dtype, self.config.engine, self._on_loaded
+        )
+        await asyncio.to_thread(self._runner.warm_up)
+        self._thread = EngineThread(self._engine, self._on_step, self._on_failure)
+        self._thread.start()
+        self._load = await self._thread.call(self._read_load)
+        await self.role.start()
+        self._hello = WorkerHello(
+            name=self.config.name, incarnation=self.incarnation, model=model_info(self._runner.spec)
+        )
+        await self._enter(MEMBER_STATE_READY)
+        logger.info("ready", extra={"address": self.address, "incarnation": self.incarnation})
+
+    async def stop(self, grace: float) -> None:
+        """Takes nothing new, gives what is running `grace` seconds, then ends it."""
+        if self._hello is not None:
+            await self._enter(MEMBER_STATE_DRAINING)
+            deadline = self.loop.time() + grace
+            while self._live and self.loop.time() < deadline:
+                await asyncio.sleep(0.02)
+            for key in list(self._live):
+                self.fail(key, Failure.CODE_RETRY, f"worker {self.config.name} is shutting down")
+            await self.role.stop()
+        await self._server.stop(0.5)
+        if self._attendance is not None:
+            await self._attendance.stop()
+        if self._thread is not None and not await asyncio.to_thread(self._thread.stop, 5.0):
+            logger.error("the engine's step did not end within 5 s")
+
+    async def failed(self) -> BaseException:
+        """Returns when the worker can't go on, with the reason."""
+        return await self._failure
+
+    async def _enter(self, state: int) -> None:
+        self._state = state  # type: ignore[assignment]  # protobuf enums are ints at run time
+        serving = state == MEMBER_STATE_READY
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", status)
+        if self._attendance is not None:
+            self._attendance.beat()
+
+    def _on_loaded(self, share: float) -> None:
+        self._loaded = share
+
+    def _on_fenced(self) -> None:
+        self._on_failure(RuntimeError(f"{self.config.name} {self.incarnation} was declared dead by the supervisor"))
+
+    def _on_failure(self, error: BaseException) -> None:
+        def settle() -> None:
+            if not self._failure.done():
+                self._failure.set_result(error)
+
+        self.loop.call_soon_threadsafe(settle)
+
+    def _describe(self) -> tuple[Member, Load]:
+        member = Member(
+            name=self.config.name,
+            role=ROLES[self.config.role],
+            incarnation=self.incarnation,
+            address=self.address,
+            pid=os.getpid(),
+            state=self._state,
+            loaded=self._loaded,
+        )
+        self.role.describe(member)
+        if self._observer is not None:
+            self._observer(self._load)
+        return member, self._load
+
+    # ---- what the role works with ------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the worker has not started")
+        return self._engine
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the worker has not started")
+        return self._runner
+
+    @property
+    def thread(self) -> EngineThread:
+        if self._thread is None:
+            raise RuntimeError("the worker has not started")
+        return self._thread
+
+    def request(self, key: Key) -> Request | None:
+        """The live request of this key."""
+        live = self._live.get(key)
+        return None if live is None else live.request
+
+    def compute(self, request: Request, *, handoff: bool = False) -> None:
+        """Gives the request to the engine; with `handoff` it leaves after its first token."""
+
+        def add() -> None:
+            self.engine.scheduler.add(request, handoff=handoff)
+
+        self.thread.post(add)
+
+    def send(self, event: RequestEvent, *, last: bool = False) -> None:
+        """Sends an event of a live request to its router; with `last` the request is over here."""
+        key = key_of(event)
+        live = self._live.get(key)
+        if live is None:
+            return
+        live.stream.report(self._load)
+        live.stream.push(event)
+        if event.token_ids and live.expiry is not None:
+            live.expiry.cancel()
+            live.expiry = None
+        if last:
+            self._forget(key)
+
+    def fail(self, key: Key, code: Failure.Code, message: str) -> None:
+        """Gives a live request back to its router and frees what it has here."""
+        if key not in self._live:
+            return
+        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": message})
+        event = RequestEvent(request_id=key[0], attempt=key[1], failure=Failure(code=code, message=message))
+        self._release(key)
+        self.send(event, last=True)
+
+    # ---- RelayHost ---------------------------------------------------------------------------------------------
+
+    def hello(self) -> WorkerHello | None:
+        return self._hello
+
+    def submit(self, submit: Submit, stream: RelayStream) -> None:
+        key = key_of(submit)
+        refusal = self._refusal(submit)
+        request: Request | None = None
+        if refusal is None:
+            try:
+                request = request_of(submit, self.runner.spec)
+            except InvalidSubmit as error:
+                refusal = Failure(code=Failure.CODE_INVALID, message=str(error))
+        if request is None:
+            stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
+            return
+        expiry = None
+        if submit.timeout_seconds > 0:
+            expiry = self.loop.call_later(submit.timeout_seconds, self._expire, key)
+        self._live[key] = Live(request, stream, expiry)
+        self.role.submit(request, submit)
+
+    def cancel(self, key: Key) -> None:
+        if key in self._live:
+            self._release(key)
+            self._forget(key)
+
+    def abandon(self, stream: RelayStream) -> None:
+        for key in [key for key, live in self._live.items() if live.stream is stream]:
+            self.cancel(key)
+
+    def _refusal(self, submit: Submit) -> Failure | None:
+        if key_of(submit) in self._live:
+            return Failure(code=Failure.CODE_INTERNAL, message=f"attempt {submit.attempt} was submitted twice")
+        if submit.phase not in self.role.phases:
+            return Failure(code=Failure.CODE_INTERNAL, message=f"a {self.config.role} worker takes no such phase")
+        if self._state != MEMBER_STATE_READY:
+            return Failure(code=Failure.CODE_RETRY, message=f"worker {self.config.name} is draining")
+        if len(self._live) >= self.config.max_waiting:
+            message = f"worker {self.config.name} has {len(self._live)} requests; max_waiting is {self.config.max_waiting}"
+            return Failure(code=Failure.CODE_FULL, message=message)
+        return None
+
+    def _expire(self, key: Key) -> None:
+        self.fail(key, Failure.CODE_FULL, f"no token within the request's time on worker {self.config.name}")
+
+    def _release(self, key: Key) -> None:
+        """Frees what the request has in the engine and in the role."""
+        self.role.cancel(key)
+
+        def cancel() -> None:
+            self.engine.scheduler.cancel(key)
+            load = self._read_load()
+            self.loop.call_soon_threadsafe(self._set_load, load)
+
+        self.thread.post(cancel)
+
+    def _forget(self, key: Key) -> None:
+        live = self._live.pop(key)
+        if live.expiry is not None:
+            live.expiry.cancel()
+
+    # ---- engine thread -----------------------------------------------------------------------------------------
+
+    def _on_step(self, progress: Sequence[Progress]) -> None:
+        self.role.on_step(progress)
+        events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
+        self.loop.call_soon_threadsafe(self._deliver, events, self._read_load())
+
+    def _read_load(self) -> Load:
+        load = self.engine.scheduler.load()
+        return Load(
+            blocks=Blocks(total=load.total, free=load.free, cached=load.cached, held=load.held),
+            requests=Requests(waiting=load.waiting, running=load.running),
+            pending_tokens=load.pending_tokens,
+            computed_tokens=self.engine.computed_tokens,
+        )
+
+    # ---- event loop again --------------------------------------------------------------------------------------
+
+    def _set_load(self, load: Load) -> None:
+        """Told at once where something ended: who waits for free blocks should not wait for a heartbeat."""
+        told = load.blocks.held < self._load.blocks.held and self._attendance is not None
+        self._load = load
+        if told and self._attendance is not None:
+            self._attendance.beat()
+
+    def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
+        self._set_load(load)
+        for event in events:
+            self.send(event, last=event.finish != FINISH_UNSPECIFIED or event.HasField("failure"))
+
+
+def event_of(progress: Progress) -> RequestEvent:
+    """What the router is told of one sequence's step: its token, its end, and where its time went."""
+    sequence = progress.sequence
+    request = sequence.request
+    event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish=FINISHES[progress.finish])
+    if progress.error is not None:
+        event.failure.CopyFrom(Failure(code=Failure.CODE_INTERNAL, message=progress.error))
+        return event
+    if progress.token is not None:
+        event.first_index = sequence.generated - 1
+        event.token_ids.append(progress.token)
+    _report(event, sequence)
+    return event
+
+
+def _report(event: RequestEvent, sequence: EngineSequence) -> None:
+    lifetime = sequence.lifetime
+    first_here = len(sequence.request.tokens) - sequence.request.prompt_tokens
+    if lifetime.committed is None:
+        if event.first_index == first_here:
+            event.prefill.CopyFrom(
+                PrefillReport(
+                    queue_seconds=lifetime.queue_seconds,
+                    prefill_seconds=lifetime.prefill_seconds,
+                    cached_tokens=sequence.cached_tokens,
+                )
+            )
+    elif event.first_index == first_here + 1 or event.finish != FINISH_UNSPECIFIED:
+        event.decode.CopyFrom(
+            DecodeReport(queue_seconds=lifetime.queue_seconds, recomputed_tokens=sequence.recomputed_tokens)
+        )
