@@ -1,4 +1,4 @@
-"""`make demo`: a local cluster, three prompts streamed over gRPC, each request's timeline, and everything down again."""
+"""`make demo`: a local cluster, three prompts streamed over gRPC, each request's timeline, and all of it down again."""
 
 import json
 import subprocess
@@ -8,9 +8,10 @@ import time
 from os import environ
 from pathlib import Path
 
-from kvrelay.client import Client, Timeline
 from rich.console import Console
 from rich.table import Table
+
+from kvrelay.client import Client, Timeline
 
 KVRELAY = Path(sys.executable).parent / "kvrelay"
 PROMPTS = (
@@ -54,7 +55,18 @@ def stream(console: Console, client: Client, prompt: str) -> tuple[int, Timeline
 
 def timelines(rows: list[tuple[str, int, Timeline]]) -> Table:
     table = Table(title="Where the time went (ms)", title_justify="left")
-    for column in ("prompt", "queue", "prefill", "transfer", "KiB", "GB/s", "hand-off", "first token", "decode", "tokens"):
+    for column in (
+        "prompt",
+        "queue",
+        "prefill",
+        "transfer",
+        "KiB",
+        "GB/s",
+        "hand-off",
+        "first token",
+        "decode",
+        "tokens",
+    ):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for prompt, tokens, line in rows:
         rate = line.transfer_bytes / line.transfer_seconds / 1e9 if line.transfer_seconds else 0.0

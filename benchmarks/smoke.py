@@ -92,7 +92,8 @@ def main() -> None:
     results: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {cpu_name()}",
-        "versions": {name: version(name) for name in ("kvrelay", "torch", "ray", "grpcio")} | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("kvrelay", "torch", "ray", "grpcio")}
+        | {"python": platform.python_version()},
     }
     with tempfile.TemporaryDirectory(prefix="kvrelay-smoke-") as state:
         os.environ["KVRELAY_STATE_DIR"] = state

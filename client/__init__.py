@@ -1,1 +1,51 @@
-"""The Python client."""
+"""The Python client: `Client` for ordinary code, `AsyncClient` for asyncio.
+
+>>> from kvrelay.client import Client
+>>> with Client("localhost:50051") as client:
+...     for chunk in client.generate("def __init__(self,", max_tokens=64, temperature=0):
+...         print(chunk.text, end="", flush=True)
+"""
+
+from kvrelay.client.aio import AsyncChunkStream, AsyncClient
+from kvrelay.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Exhausted,
+    InternalError,
+    InvalidRequest,
+    KvrelayError,
+    Unavailable,
+)
+from kvrelay.client.messages import (
+    Chunk,
+    Completion,
+    FinishReason,
+    GenerateOptions,
+    ModelInfo,
+    Prompt,
+    Timeline,
+    Usage,
+)
+from kvrelay.client.sync import ChunkStream, Client
+
+__all__ = [
+    "AsyncChunkStream",
+    "AsyncClient",
+    "Cancelled",
+    "Chunk",
+    "ChunkStream",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Exhausted",
+    "FinishReason",
+    "GenerateOptions",
+    "InternalError",
+    "InvalidRequest",
+    "KvrelayError",
+    "ModelInfo",
+    "Prompt",
+    "Timeline",
+    "Unavailable",
+    "Usage",
+]

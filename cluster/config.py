@@ -86,7 +86,7 @@ class RouterSection(Section):
     """The front door; see RouterConfig for what each process is told."""
 
     host: str = _ROUTER.host
-    """Address that the public gRPC binds to."""
+    """Address that the public gRPC binds to; on a Ray cluster that was joined, 127.0.0.1 means the node's own one."""
 
     grpc_port: int = _ROUTER.grpc_port
     """Of the public gRPC; 0 takes a free one."""

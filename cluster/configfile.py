@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvrelay.cluster.config import ClusterConfig, schema
+from kvrelay.cluster.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
@@ -25,14 +26,6 @@ class Override:
 
     flag: str
     value: object
-
-
-class ConfigError(ValueError):
-    """The configuration can't be used; `lines` says why, one line for each mistake."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,7 +47,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     """The configuration of a YAML file (None: the defaults), with `overrides` (by key, e.g. `router.grpc_port`) on top.
 
     Raises:
-        ConfigError: the file can't be read, or a key or value isn't allowed.
+        UsageError: the file can't be read, or a key or value isn't allowed.
     """
     values = {} if path is None else _read(path)
     overrides = overrides or {}
@@ -67,7 +60,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
         source = "" if path is None else f"{path}: "
-        raise ConfigError([_line(problem, source, overrides) for problem in error.errors()]) from None
+        raise UsageError(*(_line(problem, source, overrides) for problem in error.errors())) from None
 
 
 def dump(config: ClusterConfig) -> str:
@@ -80,21 +73,21 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise ConfigError([f"{path}: more than {MAX_FILE_BYTES} bytes"])
+            raise UsageError(f"{path}: more than {MAX_FILE_BYTES} bytes")
         values = yaml.load(data.decode(), _Loader)
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: byte {error.start} is not UTF-8"]) from None
+        raise UsageError(f"{path}: byte {error.start} is not UTF-8") from None
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
-        raise ConfigError([f"{path}: {where}{error.problem or 'not YAML'}"]) from None
+        raise UsageError(f"{path}: {where}{error.problem or 'not YAML'}") from None
     except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {' '.join(str(error).split())}"]) from None
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections"])
+        raise UsageError(f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections")
     # An empty section (`engine:` and nothing below) is its defaults.
     return {str(key): {} if value is None else value for key, value in values.items()}
 

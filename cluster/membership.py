@@ -99,7 +99,7 @@ class Membership:
         return True
 
     def gone(self, identity: Identity) -> bool:
-        """The process of this incarnation is known to have ended; False if it isn't the present one, or dead already."""
+        """The process of this incarnation has ended; False if it isn't the present one, or is dead already."""
         self._advance()
         self._fenced.add(identity.incarnation)
         entry = self._entries.get(identity.name)

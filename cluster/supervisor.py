@@ -1,12 +1,11 @@
 """The supervisor: knows every member by its heartbeats, tells each of them who else is there, replaces the lost.
 
-A plain server: `python -m kvrelay.cluster.supervisor --port 0` runs one that replaces nobody. With a `Launcher` it keeps
-one process for each name: started, watched, and started anew when it ended or was declared dead.
+A plain server: `python -m kvrelay.cluster.supervisor --port 0` runs one that replaces nobody. With a `Launcher` it
+keeps one process for each name: started, watched, and started anew when it ended or was declared dead.
 
 Requests and tokens never pass through here: with the supervisor away, running streams go on.
 """
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -22,6 +21,7 @@ from kvrelay.cluster.replacement import Backoff, Ended
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_UNSPECIFIED,
+    ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
     GetStatusRequest,
@@ -29,8 +29,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
-from kvrelay.rpc import serve
 from kvrelay.rpc.options import server_options
+from kvrelay.rpc.serve import main
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,23 @@ class Progress:
     """Unspecified before its first heartbeat."""
     loaded: float
     """Share of the weights, 0 to 1."""
-    error: str
-    """Why it can't start; it isn't tried again."""
+    failures: int
+    """Processes of this member that ended so far without having been told to."""
+    reason: str
+    """Why the last of them did."""
+    hopeless: bool
+    """It isn't tried again: what it was told is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """How far the cluster is."""
+
+    ready: bool
+    """Requests can be served, though not every member may be there."""
+    router: str
+    """host:port of the public gRPC of a router that is ready; empty before."""
+    members: list[Progress]
 
 
 class SupervisorServer(SupervisorServiceServicer):
@@ -88,7 +103,9 @@ class SupervisorServer(SupervisorServiceServicer):
         self.membership = Membership(config.suspect_seconds, config.dead_seconds)
         self._launcher = launcher
         self._names = tuple(names) if launcher is not None else ()
-        self._errors: dict[str, str] = {}
+        self._failures: dict[str, int] = dict.fromkeys(self._names, 0)
+        self._reasons: dict[str, str] = {}
+        self._hopeless: set[str] = set()
         self._served: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: grpc.aio.Server | None = None
@@ -112,7 +129,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server(options=server_options())
-        add_SupervisorServiceServicer_to_server(self, self._server)
+        add_SupervisorServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # generated code
         try:
             self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
         except RuntimeError as error:
@@ -141,18 +158,22 @@ class SupervisorServer(SupervisorServiceServicer):
         """Returns when the supervisor can't go on, with the reason."""
         return await self._failure
 
-    def progress(self) -> list[Progress]:
+    def startup(self) -> Startup:
         """How far every expected member is."""
         members = {member.name: member for member in self.membership.members()}
-        return [
+        routers = [m.address for m in members.values() if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
+        progress = [
             Progress(
                 name,
-                members[name].state if name in members else MEMBER_STATE_UNSPECIFIED,
-                members[name].loaded if name in members else 0.0,
-                self._errors.get(name, ""),
+                state=members[name].state if name in members else MEMBER_STATE_UNSPECIFIED,
+                loaded=members[name].loaded if name in members else 0.0,
+                failures=self._failures[name],
+                reason=self._reasons.get(name, ""),
+                hopeless=name in self._hopeless,
             )
             for name in self._names
         ]
+        return Startup(self.membership.ready, routers[0] if routers else "", progress)
 
     # ---- members' processes --------------------------------------------------------------------------------------
 
@@ -165,8 +186,10 @@ class SupervisorServer(SupervisorServiceServicer):
             self._lost(name)
             if self._stopping:
                 return
+            self._failures[name] += 1
+            self._reasons[name] = ended.reason
             if ended.mistake and name not in self._served:
-                self._errors[name] = ended.reason
+                self._hopeless.add(name)
                 logger.error("cannot start", extra={"member": name, "reason": ended.reason})
                 return
             wait = backoff.after(time.monotonic() - started)
@@ -218,26 +241,26 @@ class SupervisorServer(SupervisorServiceServicer):
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def Attend(  # noqa: N802  # the name that the contract gives it
+    async def Attend(
         self,
         request_iterator: AsyncIterator[AttendRequest],
         context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]",
     ) -> None:
-        beats = asyncio.create_task(self._beats(request_iterator), name="beats")
+        heard = asyncio.Event()
+        beats = asyncio.create_task(self._beats(request_iterator, heard), name="beats")
+        beats.add_done_callback(lambda _: heard.set())
         sent = -1
         try:
+            await heard.wait()  # a member finds itself in the first membership that it gets
             while not beats.done():
-                changed = asyncio.create_task(self._changed.wait())
-                version = self.membership.version
-                if version != sent:
-                    response = AttendResponse(version=version, members=self.membership.members())
-                    # A frozen member must not hold this stream's memory for ever.
-                    await asyncio.wait_for(context.write(response), self.config.dead_seconds)
+                changed = asyncio.ensure_future(self._changed.wait())
+                if (version := self.membership.version) != sent:
+                    await self._write(context, AttendResponse(version=version, members=self.membership.members()))
                     sent = version
                 await asyncio.wait((beats, changed), return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
             if beats.result():
-                await asyncio.wait_for(context.write(AttendResponse(fenced=True)), self.config.dead_seconds)
+                await self._write(context, AttendResponse(fenced=True))
         except InvalidMember as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
@@ -245,7 +268,13 @@ class SupervisorServer(SupervisorServiceServicer):
         finally:
             beats.cancel()
 
-    async def _beats(self, requests: AsyncIterator[AttendRequest]) -> bool:
+    async def _write(
+        self, context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]", response: AttendResponse
+    ) -> None:
+        """Writes within the time to death: a frozen member must not hold its stream's memory for ever."""
+        await asyncio.wait_for(context.write(response), self.config.dead_seconds)
+
+    async def _beats(self, requests: AsyncIterator[AttendRequest], heard: asyncio.Event) -> bool:
         """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""
         async for request in requests:
             if not self.membership.attend(request.member, request.load):
@@ -253,25 +282,14 @@ class SupervisorServer(SupervisorServiceServicer):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True
             self._tell()
+            heard.set()
         return False
 
-    async def GetStatus(  # noqa: N802  # the name that the contract gives it
-        self,
-        request: GetStatusRequest,
-        context: "grpc.aio.ServicerContext[GetStatusRequest, GetStatusResponse]",
+    async def GetStatus(
+        self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[GetStatusRequest, GetStatusResponse]"
     ) -> GetStatusResponse:
         return GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
 
 
-def main() -> int:
-    """Runs a supervisor in the foreground; exit code 2 for a mistake of the user's."""
-    parser = argparse.ArgumentParser(description="kvrelay's supervisor, for members that somebody else starts")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind to")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    arguments = parser.parse_args()
-    config = SupervisorConfig(host=arguments.host, port=arguments.port)
-    return serve.run(SupervisorServer(config), part="supervisor", name="supervisor")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SupervisorConfig, SupervisorServer, "A kvrelay supervisor that replaces nobody, in the foreground."))

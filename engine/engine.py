@@ -18,6 +18,8 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.computed_tokens = 0
+        """Tokens computed since start."""
 
     @property
     def has_work(self) -> bool:
@@ -37,4 +39,5 @@ class Engine:
             out = self.runner.run(plan)
         except RowFailure as failure:
             return self.scheduler.fail(plan, failure)
+        self.computed_tokens += plan.num_tokens
         return self.scheduler.commit(plan, out)

@@ -62,7 +62,7 @@ class Scheduler:
         self._rows = min(config.max_sequences, config.max_batch_tokens)
         self._tables = BlockTables(self._rows, self._limits.widest)
         self._reserved: list[Hold] = []
-        self._starved = False
+        self._starved: Sequence | None = None
         self._handles = itertools.count()
         self._steps = itertools.count()
         self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
@@ -96,7 +96,10 @@ class Scheduler:
         self._reserved = [hold for hold in self._reserved if not hold.released]
         spoken_for = len(self._running) + len(self._ready) + len(self._reserved)
         # A few more than there are rows, so that a row never waits for a transfer.
-        if (self._starved and self._waiting) or spoken_for >= self._rows + max(1, self._rows // 8):
+        if spoken_for >= self._rows + max(1, self._rows // 8):
+            return None
+        # Somebody here has waited for these blocks for longer.
+        if self._waiting and self._waiting[0] is self._starved:
             return None
         hold = self._acquire(request, request.tokens, [], len(request.tokens) + 1, _name("reservation", request))
         if hold is None:
@@ -225,12 +228,13 @@ class Scheduler:
         """
         waiting, ready = self._waiting, self._ready
         demand = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._running])
-        self._starved = False
+        no_room = False
         while self._tables.vacant:
-            hold_back = self._starved or demand >= self._config.max_batch_tokens
+            hold_back = no_room or demand >= self._config.max_batch_tokens
             if waiting and not hold_back and not (ready and ready[0].handle < waiting[0].handle):
                 if not self._find_room(waiting[0]):
-                    self._starved = True
+                    self._starved = waiting[0]
+                    no_room = True
                     continue
                 sequence = waiting.popleft()
             elif ready:
@@ -414,6 +418,7 @@ class Scheduler:
             victim.num_computed = 0
             victim.status = Status.PREEMPTED
             insort(self._waiting, victim, key=_arrival)
+            self._starved = self._waiting[0]
             if victim is sequence:
                 return False
         return True

@@ -3,10 +3,10 @@
     python models/train.py pico-draft --minutes 10
     python models/train.py pico --minutes 65
 
-One CPU thread is enough. The script needs torch, tokenizers, safetensors and numpy, and downloads nothing: the data is the
-standard library of the interpreter that runs it. It writes a Hugging Face folder beside itself early and again every few
-minutes, so that an unfinished model can already be served, and ends with the model card. An interrupted run goes on from its
-last checkpoint; `--steps` in place of `--minutes` makes the learning rate, and so the run, independent of the machine's speed.
+One CPU thread is enough, and nothing is downloaded: the data is the standard library of the interpreter that runs this.
+The script writes a Hugging Face folder beside itself early and again every few minutes, so that an unfinished model can
+already be served, and ends with the model card. An interrupted run goes on from its last checkpoint. `--steps` in place
+of `--minutes` makes the learning rate, and so the whole run, independent of the machine's speed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from kvrelay.models.llama import CONTEXT, EOS_ID, SHAPES, VOCAB, Llama, Shape
+
 BOS, EOS = "<s>", "</s>"  # ids 0 and 1; a document ends with EOS, and nothing is put before it
-EOS_ID = 1
-VOCAB = 4096
-CONTEXT = 4096
-ROPE_THETA = 10000.0
-NORM_EPS = 1e-5
 
 ROWS, LENGTH = 4, 512  # a step: four short windows ...
 LONG_EVERY = 32  # ... or, once in so many steps, one of the whole context
-WARMUP = 0.02  # of the budget
+WARMUP = 0.03  # of the budget
 FLOOR = 0.05  # of the peak learning rate, at the end
 FIRST_SAVE_S, SAVE_EVERY_S = 60.0, 240.0
 
@@ -53,156 +50,6 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_
 SKIPPED_PREFIX = "_sysconfigdata"  # generated, and full of the build machine's paths
 
 PROMPT = "def __init__(self,"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's dimensions, and the peak learning rate that suits them."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    peak_lr: float
-    head_dim: int = 32
-
-    def config(self) -> dict[str, Any]:
-        """The `config.json` that transformers reads."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": VOCAB,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": CONTEXT,
-            "rope_theta": ROPE_THETA,
-            "rope_scaling": None,
-            "rms_norm_eps": NORM_EPS,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": EOS_ID,
-            "torch_dtype": "bfloat16",
-        }
-
-
-SHAPES = {
-    "pico": Shape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=704, peak_lr=2e-3),
-    "pico-draft": Shape(hidden=128, layers=3, heads=4, kv_heads=2, intermediate=352, peak_lr=4e-3),
-}
-
-
-# The model, with the tensor names of transformers' LlamaForCausalLM.
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [rows, length, hidden]; `cos` and `sin` [length, head_dim / 2]."""
-        rows, length, _ = x.shape
-        group = self.shape.heads // self.shape.kv_heads
-
-        def split(projected: Tensor) -> Tensor:
-            return projected.view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
-
-        def rotate(t: Tensor) -> Tensor:
-            a, b = t.chunk(2, dim=-1)
-            c, s = cos.to(t.dtype), sin.to(t.dtype)
-            return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
-
-        query = rotate(split(self.q_proj(x)))
-        key = rotate(split(self.k_proj(x))).repeat_interleave(group, dim=1)
-        value = split(self.v_proj(x)).repeat_interleave(group, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
-        return out
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., hidden]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Layer(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [rows, length, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Decoder(nn.Module):
-    """The `model.` half of the names: embedding, layers, last norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=NORM_EPS)
-
-
-class Llama(nn.Module):
-    """A Llama whose output matrix is its embedding."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.model = Decoder(shape)
-        frequency = ROPE_THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angle = torch.arange(CONTEXT)[:, None] * frequency
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                # What adds to the residual stream starts small, so that depth doesn't blow it up.
-                shrink = math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                nn.init.normal_(weight, std=0.02 / shrink)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """`ids` [rows, length] to logits [rows, length, vocabulary] in float32."""
-        length = ids.shape[1]
-        x = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
-            x = layer(x, self.cos[:length], self.sin[:length])
-        return F.linear(self.model.norm(x), self.model.embed_tokens.weight).float()
 
 
 # The data.
@@ -277,7 +124,7 @@ class Corpus:
 
 @torch.inference_mode()
 def bits_per_byte(model: Llama, stream: npt.NDArray[np.int64], window: int, n_bytes: int) -> float:
-    """Code length of `stream` in bits over `n_bytes`, each window of `window` tokens read without what came before it."""
+    """Code length of `stream` in bits over `n_bytes`; a window of `window` tokens can't see what came before it."""
     nats = 0.0
     for start in range(0, len(stream) - 1, window):
         ids = torch.from_numpy(stream[start : start + window + 1])
@@ -348,7 +195,11 @@ class Training:
 
     def save(self) -> None:
         """Replaces the checkpoint; a crash in the middle leaves the old one."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "spent": asdict(self.spent)}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "spent": asdict(self.spent),
+        }
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
         os.replace(partial, self.checkpoint)
@@ -361,7 +212,7 @@ class Training:
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.model(ids[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -423,6 +274,7 @@ def export(folder: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> No
     partial = folder / "model.safetensors.partial"
     weights = {name: w.detach().to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
     save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors makes it readable by its owner only
     os.replace(partial, folder / "model.safetensors")
 
 
@@ -489,7 +341,8 @@ def main() -> None:
         "held_out_files": len(unseen),
         "held_out_bytes": held_out_bytes,
         "held_out_bits_per_byte": {
-            str(window): round(bits_per_byte(shipped, held_out, window, held_out_bytes), 4) for window in (LENGTH, CONTEXT)
+            str(window): round(bits_per_byte(shipped, held_out, window, held_out_bytes), 4)
+            for window in (LENGTH, CONTEXT)
         },
     }
     write_card(folder, record, continue_greedily(shipped, tokenizer, PROMPT, 60))

@@ -29,11 +29,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure(level: int = logging.INFO, **fields: str) -> None:
-    """Sends this process's `kvrelay` logs to stderr as JSON, each line with `fields` (e.g. worker, role)."""
+def configure(**fields: str) -> None:
+    """Sends this process's `kvrelay` logs to stderr as JSON, each line with `fields` (e.g. part, name)."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields))
     root = logging.getLogger("kvrelay")
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     root.propagate = False

@@ -38,7 +38,7 @@ class Server(Protocol):
 
 
 def main(kind: type[ConfigT], make: Callable[[ConfigT], Server], description: str) -> int:
-    """Reads the configuration, serves until SIGTERM or SIGINT, and returns the exit code: 2 for a mistake of the user's.
+    """Reads the configuration and serves until SIGTERM or SIGINT; the exit code, 2 for a mistake of the user's.
 
     Prints one JSON line, {"address": "host:port"}, on stdout when the server listens.
     """

@@ -1,6 +1,6 @@
 """Workers that this worker may speak to, as the supervisor knows them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -38,7 +38,7 @@ class PeerTable:
     def __contains__(self, peer: Peer) -> bool:
         return self.get(peer.name, peer.incarnation) is not None
 
-    def __iter__(self) -> Iterable[Peer]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.scheduler import Progress
+from kvrelay.engine.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineThread:
                 if progress:
                     self._on_step(progress)
                 stalled = not progress
-        except BaseException as error:  # noqa: BLE001  # whatever it was, the process must learn of it
+        except BaseException as error:  # whatever it was, the process must learn of it
             logger.exception("the engine failed")
             self._on_failure(error)
 

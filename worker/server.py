@@ -14,6 +14,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -21,9 +22,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request
 from kvrelay.engine.runner import ModelRunner
-from kvrelay.engine.scheduler import Progress
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -98,13 +99,16 @@ class WorkerServer:
         self._loaded = 0.0
         self._load = Load()
         self._live: dict[Key, Live] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._port = 0
+        self._server: grpc.aio.Server | None = None
         self._hello: WorkerHello | None = None
         self._engine: Engine | None = None
         self._runner: ModelRunner | None = None
         self._thread: EngineThread | None = None
         self._attendance: Attendance | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -123,45 +127,50 @@ class WorkerServer:
         self.loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[BaseException] = self.loop.create_future()
         folder = resolve(self.config.model)
-        self._server = grpc.aio.server(options=server_options())
-        add_WorkerServiceServicer_to_server(RelayService(self), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.role.add_services(self._server)
-        try:
-            self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
-        except RuntimeError as error:
-            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
-        await self._server.start()
+        self._server = await self._listen()
         if self.config.supervisor:
             self._attendance = Attendance(
                 self.config.supervisor, self._describe, self.role.members_changed, self._on_fenced
             )
             self._attendance.start()
-        self._engine, self._runner = await asyncio.to_thread(
+        engine, runner = await asyncio.to_thread(
             build_engine, folder, self.config.dtype, self.config.engine, self._on_loaded
         )
-        await asyncio.to_thread(self._runner.warm_up)
-        self._thread = EngineThread(self._engine, self._on_step, self._on_failure)
+        await asyncio.to_thread(runner.warm_up)
+        self._engine, self._runner = engine, runner
+        self._thread = EngineThread(engine, self._on_step, self._on_failure)
         self._thread.start()
         self._load = await self._thread.call(self._read_load)
         await self.role.start()
         self._hello = WorkerHello(
-            name=self.config.name, incarnation=self.incarnation, model=model_info(self._runner.spec)
+            name=self.config.name, incarnation=self.incarnation, model=model_info(runner.spec)
         )
         await self._enter(MEMBER_STATE_READY)
         logger.info("ready", extra={"address": self.address, "incarnation": self.incarnation})
+
+    async def _listen(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=server_options())
+        add_WorkerServiceServicer_to_server(RelayService(self), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self.role.add_services(server)
+        try:
+            self._port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
+        except RuntimeError as error:
+            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
+        await server.start()
+        return server
 
     async def stop(self, grace: float) -> None:
         """Takes nothing new, gives what is running `grace` seconds, then ends it."""
         if self._hello is not None:
             await self._enter(MEMBER_STATE_DRAINING)
-            deadline = self.loop.time() + grace
-            while self._live and self.loop.time() < deadline:
-                await asyncio.sleep(0.02)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), grace)
             for key in list(self._live):
                 self.fail(key, Failure.CODE_RETRY, f"worker {self.config.name} is shutting down")
             await self.role.stop()
-        await self._server.stop(0.5)
+        if self._server is not None:
+            await self._server.stop(0.5)
         if self._attendance is not None:
             await self._attendance.stop()
         if self._thread is not None and not await asyncio.to_thread(self._thread.stop, 5.0):
@@ -284,6 +293,7 @@ class WorkerServer:
         if submit.timeout_seconds > 0:
             expiry = self.loop.call_later(submit.timeout_seconds, self._expire, key)
         self._live[key] = Live(request, stream, expiry)
+        self._idle.clear()
         self.role.submit(request, submit)
 
     def cancel(self, key: Key) -> None:
@@ -303,7 +313,9 @@ class WorkerServer:
         if self._state != MEMBER_STATE_READY:
             return Failure(code=Failure.CODE_RETRY, message=f"worker {self.config.name} is draining")
         if len(self._live) >= self.config.max_waiting:
-            message = f"worker {self.config.name} has {len(self._live)} requests; max_waiting is {self.config.max_waiting}"
+            message = (
+                f"worker {self.config.name} has {len(self._live)} requests; max_waiting is {self.config.max_waiting}"
+            )
             return Failure(code=Failure.CODE_FULL, message=message)
         return None
 
@@ -325,6 +337,8 @@ class WorkerServer:
         live = self._live.pop(key)
         if live.expiry is not None:
             live.expiry.cancel()
+        if not self._live:
+            self._idle.set()
 
     # ---- engine thread -----------------------------------------------------------------------------------------
 

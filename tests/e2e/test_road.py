@@ -1,17 +1,19 @@
 """The whole road, router -> prefill -> link -> decode in separate processes, against the transformers library."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
 from kvrelay.client import Client, Completion
 from support.checkpoints import ARCHITECTURES, make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 BLOCK = 16
 CHUNK = 64
@@ -117,11 +119,33 @@ def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road
         assert computed("prefill-0") == length
 
 
-def test_a_client_that_goes_away_frees_its_blocks_at_once(road: Road, tmp_path: Path) -> None:
+ENDLESS = """
+import sys
+from kvrelay.client import Client
+
+with Client(sys.argv[1]) as client:
+    for number, chunk in enumerate(client.generate([5] * 100, max_tokens=400, temperature=0, ignore_eos=True)):
+        if number == 3:
+            print("streaming", flush=True)
+"""
+
+
+def test_a_client_that_stops_reading_the_stream_frees_its_blocks(road: Road) -> None:
     with Client(road.cluster.router) as client:
-        prompt = road.prompt(100, seed=7)
-        stream = client.generate(prompt, max_tokens=400, temperature=0, ignore_eos=True, timeout=60)
+        stream = client.generate(road.prompt(100, seed=7), max_tokens=400, temperature=0, ignore_eos=True, timeout=60)
         for _ in range(3):
             next(stream)
         stream.close()
         road.cluster.wait_idle(seconds=0.5)
+
+
+def test_a_killed_client_frees_its_blocks(road: Road) -> None:
+    client = subprocess.Popen([sys.executable, "-c", ENDLESS, road.cluster.router], stdout=subprocess.PIPE, text=True)
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "streaming\n"
+        assert road.cluster.member("decode-0").load.blocks.held > 0
+    finally:
+        client.kill()
+        client.communicate(timeout=10)
+    road.cluster.wait_idle(seconds=0.5)

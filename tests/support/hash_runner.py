@@ -124,6 +124,8 @@ class HashPool:
         size = self.layout.block_size
         if first_token % size:
             raise ValueError(f"first_token is {first_token}; it must be a multiple of {size}")
+        if not 0 < num_tokens <= len(blocks) * size - first_token:
+            raise ValueError(f"num_tokens is {num_tokens} from {first_token} on; {len(blocks)} blocks are held")
         for start in range(first_token, first_token + num_tokens, size):
             used = min(size, first_token + num_tokens - start)
             block = self._blocks[blocks[start // size]]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from kvrelay.internal.v1.supervisor_pb2 import GetStatusRequest, GetStatusResponse, MemberStatus
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 
@@ -141,13 +142,11 @@ def process_cluster(
     worker: dict[str, Any] | None = None,
     router: dict[str, Any] | None = None,
 ) -> Iterator[ProcessCluster]:
-    """Starts a cluster on free ports, waits until it is ready, and stops it. `worker` and `router` are further options."""
+    """A ready cluster on free ports, stopped in the end. `worker` and `router` are further options."""
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder)
     try:
-        supervisor = Process("kvrelay.cluster.supervisor", ["--port", "0"], folder / "supervisor.log")
-        cluster.processes["supervisor"] = supervisor
-        cluster.supervisor = supervisor.address()
+        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", {}).address()
         counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
         for role, count in counts.items():
             for index in range(count):

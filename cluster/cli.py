@@ -1,0 +1,253 @@
+"""The command line. Exit codes: 0 done; 1 it can't be done now; 2 what was typed can't be used, told in one line each.
+
+Ray, gRPC and the configuration's classes are imported by the commands that need them, so that each starts at once.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvrelay.cluster.errors import ClusterError, RunError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvrelay.cluster.config import ClusterConfig
+    from kvrelay.cluster.state import ClusterState
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+class OneLineErrors(click.Group):
+    """A group whose errors are single lines on stderr."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except ClusterError as error:
+            for line in error.lines:
+                click.echo(f"kvrelay: {line}", err=True)
+            sys.exit(error.code)
+        except click.ClickException as error:
+            click.echo(f"kvrelay: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(130)
+        except BrokenPipeError:
+            # Whoever read our output has gone; Python must not trip over it again when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+
+@click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvrelay")
+def main() -> None:
+    """Serves a language model with prefill and decode on separate workers."""
+
+
+config_option = click.option(
+    "--config", type=click.Path(path_type=Path), help="YAML file; see `kvrelay config schema`."
+)
+
+
+@main.command()
+@config_option
+@click.option("--model", help="Folder of a Hugging Face checkpoint, or a bundled model's name (default pico).")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
+@click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
+@click.option("--decode", type=int, metavar="N", help="Decode workers.")
+@click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
+@click.option("--host", metavar="H", help="Address that the router listens on (default 127.0.0.1).")
+@click.option("--grpc-port", type=int, metavar="P", help="Port that the router listens on; 0 takes a free one.")
+@click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
+@click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
+def up(config: Path | None, detach: bool, **flags: Any) -> None:
+    """Starts a cluster and serves until Ctrl-C."""
+    from rich.console import Console
+
+    from kvrelay.cluster import background, launch, preflight
+    from kvrelay.cluster.report import PipeReport, console_report
+    from kvrelay.cluster.signals import Interrupted
+
+    loaded = _load(config, flags)
+    console = Console(highlight=False)
+    pipe = background.report_descriptor()
+    _refuse_second()
+    try:
+        if pipe is not None:
+            with os.fdopen(pipe, "w") as file:
+                _up_in_background(loaded, PipeReport(file))
+        elif not detach:
+            launch.run(loaded, console_report(console), lambda state: _print_ready(console, state, "Ctrl-C"))
+        elif loaded.local:
+            preflight.check(loaded)
+            _print_ready(console, background.start(loaded, console_report(console)), "kvrelay down")
+        else:
+            _print_ready(console, launch.leave_running(loaded, console_report(console)), "kvrelay down")
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def status(as_json: bool) -> None:
+    """Shows what runs: the workers, their blocks and their requests."""
+    from kvrelay.cluster import state
+    from kvrelay.cluster import status as status_of
+
+    current = state.current()
+    found = status_of.get_status(current.supervisor) if current is not None and current.supervisor else None
+    if as_json:
+        click.echo(json.dumps(status_of.NOT_RUNNING if found is None else status_of.as_json(found)))
+    elif found is not None and current is not None:
+        from rich.console import Console
+
+        Console(highlight=False).print(status_of.as_table(found, current.dashboard))
+    else:
+        click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
+    if found is None:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("prompt")
+@click.option("--target", metavar="H:P", help=f"The router; default: the running cluster's, else {DEFAULT_TARGET}.")
+@click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
+@click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
+@click.option("--timeline", is_flag=True, help="Print where the time went.")
+def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
+    """Continues PROMPT; the text comes as it is generated."""
+    from kvrelay.cluster.generate import complete_as_json, stream_text
+
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        # Bytes of the command line that aren't UTF-8 arrive as lone surrogates.
+        byte = ord(prompt[error.start]) & 0xFF
+        raise click.BadParameter(
+            f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
+        ) from None
+    if target is None:
+        from kvrelay.cluster import state
+
+        current = state.current()
+        target = current.router if current is not None and current.router else DEFAULT_TARGET
+    if as_json:
+        complete_as_json(target, prompt, sampling)
+    else:
+        stream_text(target, prompt, sampling, timeline)
+
+
+@main.command()
+def down() -> None:
+    """Ends the cluster that was started from this machine."""
+    from rich.console import Console
+
+    from kvrelay.cluster import launch
+    from kvrelay.cluster.report import console_report
+
+    report = console_report(Console(highlight=False))
+    try:
+        ended = launch.down(report)
+    finally:
+        report.close()
+    click.echo("the cluster has ended" if ended else "no cluster is running")
+
+
+@main.group()
+def config() -> None:
+    """Shows and checks the configuration."""
+
+
+@config.command()
+@config_option
+def show(config: Path | None) -> None:
+    """Prints the configuration that holds, every default written out."""
+    from kvrelay.cluster import configfile
+
+    click.echo(configfile.dump(configfile.load(config)), nl=False)
+
+
+@config.command()
+@config_option
+def validate(config: Path | None) -> None:
+    """Checks a configuration file."""
+    from kvrelay.cluster import configfile
+
+    configfile.load(config)
+    click.echo(f"{config or 'defaults'}: ok")
+
+
+@config.command()
+def schema() -> None:
+    """Prints the configuration file's JSON schema."""
+    from kvrelay.cluster.config import schema as schema_of
+
+    click.echo(json.dumps(schema_of(), indent=2))
+
+
+OPTIONS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "prefill": "prefill.replicas",
+    "decode": "decode.replicas",
+    "colocated": "colocated.replicas",
+    "host": "router.host",
+    "grpc_port": "router.grpc_port",
+    "address": "ray.address",
+}
+"""Key in the configuration of each of `up`'s options."""
+
+
+def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
+    from kvrelay.cluster import configfile
+
+    overrides = {
+        OPTIONS[name]: configfile.Override(f"--{name.replace('_', '-')}", value)
+        for name, value in flags.items()
+        if value is not None
+    }
+    return configfile.load(path, overrides)
+
+
+def _refuse_second() -> None:
+    from kvrelay.cluster import state, status
+
+    current = state.current()
+    if current is None:
+        return
+    if current.pid is None and (not current.supervisor or status.get_status(current.supervisor) is None):
+        state.forget()  # it was left on a shared Ray cluster and has ended without us
+        return
+    owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"
+    raise RunError(f"a cluster is already running ({owner}); `kvrelay down` ends it")
+
+
+def _up_in_background(config: "ClusterConfig", report: Any) -> None:
+    from kvrelay.cluster import launch
+
+    try:
+        launch.run(config, report, report.ready)
+    except ClusterError as error:
+        report.error(error)
+        raise
+
+
+def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
+    console.print("[bold green]kvrelay is ready[/]")
+    console.print(f"  router     {state.router}")
+    if state.dashboard:
+        console.print(f"  dashboard  {state.dashboard}   (asks for the token that `ray get-auth-token` prints)")
+    console.print("  try        kvrelay generate 'def __init__(self, '")
+    console.print(f"  stop       {stop}")
+
+
+if __name__ == "__main__":
+    main()

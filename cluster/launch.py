@@ -1,0 +1,305 @@
+"""`kvrelay up` and `kvrelay down`: a cluster's life as seen from the process that owns it.
+
+    up    what can be checked without Ray -> Ray, started or joined -> the supervisor's actor, which starts the others
+          -> ready -> until SIGINT, SIGTERM or SIGHUP -> members finish and end -> Ray is ended or left
+    down  a SIGTERM to the owner; or the same teardown from here, for a cluster left on a shared Ray cluster
+
+A signal never breaks into a step, as it would leave half-started Ray processes behind: it is looked at between steps.
+"""
+
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError
+
+from kvrelay.cluster import placement, state
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.preflight import check
+from kvrelay.cluster.signals import Interrupted, Signals
+from kvrelay.cluster.state import ClusterState
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.report import Report
+    from kvrelay.cluster.supervisor import Startup
+
+POLL_SECONDS = 0.1
+STALL_SECONDS = 180.0
+"""How long a start may go without any progress of any member."""
+MOST_FAILURES = 3
+"""Processes of one member that may end before the cluster is ready."""
+DRAIN_SECONDS = 5.0
+STOP_SECONDS = 30.0
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Nearly Ray's least: nothing here travels through its object store."""
+
+
+def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterState], None]) -> None:
+    """Owns a cluster: starts it, calls `on_ready`, waits for a signal, and ends it.
+
+    Raises:
+        ClusterError: it can't be started; nothing of it is left.
+        Interrupted: a signal came before it was ready; nothing of it is left.
+    """
+    config = check(config)
+    signals = Signals()
+    with state.owned():
+        signals.install()
+        cluster = Cluster(config, report, signals, owner=os.getpid())
+        try:
+            cluster.start()
+            on_ready(cluster.state)
+            cluster.wait()
+        finally:
+            report.phase("stopping")
+            cluster.stop()
+            report.close()
+
+
+def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
+    """Starts a cluster on a shared Ray cluster and leaves it there, for `kvrelay down` to end.
+
+    Raises:
+        ClusterError, Interrupted: as `run`.
+    """
+    signals = Signals()
+    with state.owned():
+        signals.install()
+        cluster = Cluster(config, report, signals, owner=None)
+        try:
+            cluster.start()
+        except BaseException:
+            cluster.stop()
+            raise
+        finally:
+            report.close()
+        ray.shutdown()
+        left = cluster.state
+    state.save(left)
+    return left
+
+
+class Cluster:
+    """One cluster on Ray, from this process's side."""
+
+    def __init__(self, config: ClusterConfig, report: "Report", signals: Signals, owner: int | None) -> None:
+        self._config = config
+        self._report = report
+        self._signals = signals
+        self._supervisor: Any = None
+        self._serving: Any = None
+        self.state = ClusterState(pid=owner, started=time.time(), namespace=config.ray.namespace)
+
+    def start(self) -> None:
+        """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
+        self._know(self.state)
+        self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
+        self._connect()
+        self._signals.check()
+        self._report.phase("starting the cluster")
+        self._supervisor = placement.create_supervisor(self._config)
+        self._serving = self._supervisor.serve.remote()
+        self._know(replace(self.state, supervisor=self._ask(self._supervisor.address)))
+        self._know(replace(self.state, router=self._until_ready()))
+
+    def wait(self) -> None:
+        """Returns when a signal has come. Without its supervisor the cluster goes on: that much is only said."""
+        while not self._signals.wait(1.0):
+            if self._serving is not None and ray.wait([self._serving], timeout=0)[0]:
+                self._serving = None
+                self._report.phase("the supervisor is gone: requests are served, but lost workers are not replaced")
+
+    def stop(self) -> None:
+        """Ends every member and actor, then Ray itself, or this process's part in it."""
+        if not ray.is_initialized():
+            return
+        if self._supervisor is not None:
+            end(self._supervisor)
+        if not self._config.local:
+            placement.remove_all(self._config.ray.namespace)
+        ray.shutdown()
+
+    def _know(self, fresh: ClusterState) -> None:
+        self.state = fresh
+        state.save(fresh)
+
+    def _connect(self) -> None:
+        options: dict[str, Any] = {
+            "namespace": self._config.ray.namespace,
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        if self._config.local:
+            context = self._start_ray(options)
+            self._check_gpus()
+        else:
+            context = _join(self._config.ray.address, options)
+        dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        self._know(replace(self.state, ray_address=context.address_info["gcs_address"], dashboard=dashboard))
+
+    def _start_ray(self, options: dict[str, Any]) -> Any:
+        section = self._config.ray
+        resources = self._config.total_resources()
+        cpus = max(len(os.sched_getaffinity(0)), math.ceil(resources.pop("CPU", 0)))
+        resources.pop("GPU", None)  # Ray counts them
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            return ray.init(
+                address="local",
+                num_cpus=cpus,
+                resources=resources,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=section.include_dashboard,
+                dashboard_host=section.dashboard_host,
+                dashboard_port=section.dashboard_port or None,
+                **options,
+            )
+        except SystemExit:
+            self._signals.note(signal.SIGTERM)  # Ray's own handler, in force while it starts
+            raise Interrupted(signal.SIGTERM) from None
+        finally:
+            self._signals.install()
+
+    def _check_gpus(self) -> None:
+        wanted = self._config.total_resources().get("GPU", 0.0)
+        there = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
+        if wanted > there:
+            raise UsageError(f"gpus of all workers together are {wanted:g}; allowed: at most {there:g} on this machine")
+
+    def _ask(self, method: Any) -> Any:
+        """What the supervisor's actor answers, while signals are looked at."""
+        answer = method.remote()
+        while not ray.wait([answer], timeout=POLL_SECONDS)[0]:
+            self._signals.check()
+        try:
+            return ray.get(answer)
+        except RayActorError as error:
+            raise RunError(f"the supervisor ended: {' '.join(str(error).split())}") from None
+
+    def _until_ready(self) -> str:
+        """The router's address."""
+        last: Startup | None = None
+        changed = time.monotonic()
+        while True:
+            startup: Startup = self._ask(self._supervisor.startup)
+            self._report.progress(startup.members)
+            _check_failures(startup)
+            if startup.ready and all(member.state == MEMBER_STATE_READY for member in startup.members):
+                return startup.router
+            if startup != last:
+                last, changed = startup, time.monotonic()
+            elif time.monotonic() - changed > STALL_SECONDS:
+                missing = ", ".join(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
+                if startup.ready:
+                    self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
+                    return startup.router
+                raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; see {_logs()}")
+            self._signals.wait(POLL_SECONDS)
+            self._signals.check()
+
+
+def down(report: "Report") -> bool:
+    """Ends the cluster that was started from this machine; False if there is none.
+
+    Raises:
+        RunError: it did not end as it should.
+    """
+    current = state.current()
+    if current is None:
+        return False
+    report.phase("stopping")
+    if current.pid is None:
+        _end_left_running(current)
+        return True
+    os.kill(current.pid, signal.SIGTERM)
+    if _until_released(2 * STOP_SECONDS):
+        return True
+    os.kill(current.pid, signal.SIGKILL)  # Ray's local processes end with it
+    _until_released(STOP_SECONDS)
+    state.forget()
+    raise RunError(f"pid {current.pid} did not end within {2 * STOP_SECONDS:g} s and was killed")
+
+
+def end(supervisor: Any) -> None:
+    """Lets the supervisor end its members and itself."""
+    try:
+        ray.get(supervisor.stop.remote(DRAIN_SECONDS), timeout=STOP_SECONDS)
+    except (RayError, GetTimeoutError) as error:
+        logging.getLogger(__name__).warning("the supervisor did not end by itself: %s", error)
+    ray.kill(supervisor)
+
+
+def _join(address: str, options: dict[str, Any]) -> Any:
+    namespace = options["namespace"]
+    if address != "auto":
+        _check_reachable(address)
+    try:
+        context = ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+        raise RunError(f"--address {address}: {str(error).strip().splitlines()[0]}") from None
+    if placement.find_supervisor(namespace) is not None:
+        ray.shutdown()
+        raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
+    return context
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5.0):
+            return
+    except ValueError:
+        raise UsageError(f"--address is {address!r}; allowed: local, auto or HOST:PORT") from None
+    except OSError as error:
+        raise RunError(f"--address {address}: {error.strerror or error}") from None
+
+
+def _check_failures(startup: "Startup") -> None:
+    hopeless = [f"{member.name}: {member.reason}" for member in startup.members if member.hopeless]
+    if hopeless:
+        raise UsageError(*hopeless)
+    for member in startup.members:
+        if member.failures >= MOST_FAILURES:
+            raise RunError(
+                f"{member.name} ended {member.failures} times while starting: {member.reason}; see {_logs()}"
+            )
+
+
+def _logs() -> str:
+    """Where Ray keeps its processes' output."""
+    context = ray.get_runtime_context()
+    return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"
+
+
+def _end_left_running(current: ClusterState) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(address=current.ray_address, namespace=current.namespace, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, AuthenticationError) as error:
+        state.forget()
+        raise RunError(f"Ray at {current.ray_address} is gone: {str(error).strip().splitlines()[0]}") from None
+    supervisor = placement.find_supervisor(current.namespace)
+    if supervisor is not None:
+        end(supervisor)
+    placement.remove_all(current.namespace)
+    ray.shutdown()
+    state.forget()
+
+
+def _until_released(seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while state.held():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

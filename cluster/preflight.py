@@ -1,0 +1,61 @@
+"""What can be found wrong before Ray is started, so that a mistake costs no ten seconds."""
+
+import errno
+import socket
+from pathlib import Path
+
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.errors import UsageError
+from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
+from kvrelay.engine.models.config import read_config
+from kvrelay.models import resolve
+
+
+def check(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the model's folder resolved. Says nothing about other machines' folders and ports.
+
+    Raises:
+        UsageError: the model isn't there, or a port is in use.
+    """
+    if not config.local:
+        return config
+    try:
+        folder = resolve(config.model.path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    check_checkpoint(folder)
+    check_port("grpc_port", config.router.host, config.router.grpc_port)
+    check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Checks the files' headers; what the weights are is the workers' to say.
+
+    Raises:
+        UsageError: a file is missing, pickled, broken, or holds other tensors than the architecture has.
+    """
+    try:
+        config = read_config(folder)
+        optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
+        Checkpoint(folder).verify(expected_tensors(config), optional)
+    except ValueError as error:
+        raise UsageError(f"model: {error}") from None
+    if not (folder / "tokenizer.json").is_file():
+        raise UsageError(f"model: {folder / 'tokenizer.json'} is missing")
+
+
+def check_port(name: str, host: str, port: int) -> None:
+    """Raises UsageError, naming the option, if this machine can't listen on host:port; port 0 is any free one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # As a server would: a port whose last connections are only now fading away is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise UsageError(f"host {host}: {error.strerror}") from None
+    except OSError as error:
+        reason = "already in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise UsageError(f"{name} {port}: {reason} on {host}") from None

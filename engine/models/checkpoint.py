@@ -1,0 +1,182 @@
+"""The safetensors files of a Hugging Face folder: what is in them, without reading the weights. No torch."""
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.fields import Fields, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 100 * 2**20
+SAMPLE_BYTES = 4096
+# Left behind by old exporters; their values follow from the config.
+HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor in a file."""
+
+    path: Path
+    dtype: str
+    """As safetensors names it, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of its bytes from the start of the file."""
+    end: int
+
+
+class Checkpoint:
+    """The tensors of one folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers of the folder's safetensors files.
+
+        Raises:
+            ValueError: no safetensors files, pickled ones only, or a broken one; the text names the file.
+        """
+        self.folder = folder
+        self.tensors: dict[str, TensorEntry] = {}
+        for path in _files(folder):
+            for name, entry in _read_header(path).items():
+                if name in self.tensors:
+                    raise ValueError(f"{path}: tensor {name} is in {self.tensors[name].path.name} too")
+                self.tensors[name] = entry
+        self._check_index()
+
+    def verify(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+        """Checks that the files hold the tensors `expected`, by shape, and no others but `optional` and harmless ones.
+
+        Raises:
+            ValueError: they don't; the text names the tensor, the shape found and the shape expected.
+        """
+        for name, shape in expected.items():
+            entry = self.tensors.get(name)
+            if entry is None:
+                raise ValueError(f"{self.folder}: tensor {name} {list(shape)} is missing")
+            if entry.shape != shape:
+                raise ValueError(f"{entry.path}: tensor {name} has shape {list(entry.shape)}; expected: {list(shape)}")
+            if entry.dtype not in FLOATS:
+                raise ValueError(f"{entry.path}: tensor {name} has dtype {entry.dtype}; allowed: {', '.join(FLOATS)}")
+        extra = [name for name in self.tensors if name not in expected and name not in optional]
+        extra = sorted(name for name in extra if not name.endswith(HARMLESS))
+        if extra:
+            names = ", ".join(extra[:SHOWN]) + (f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else "")
+            raise ValueError(f"{self.folder}: tensors that this architecture doesn't have: {names}")
+
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, over config.json, every tensor's name, dtype and shape, and a sample of its bytes.
+
+        The sample is 4 KiB at the start, the middle and the end of each tensor: another training run or a fine-tune
+        changes it, and it takes milliseconds.
+        """
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for name, entry in sorted(self.tensors.items()):
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            with entry.path.open("rb") as file:
+                for offset in (entry.begin, (entry.begin + entry.end) // 2, max(entry.begin, entry.end - SAMPLE_BYTES)):
+                    file.seek(offset)
+                    digest.update(file.read(min(SAMPLE_BYTES, entry.end - offset)))
+        return digest.hexdigest()
+
+    def _check_index(self) -> None:
+        index = self.folder / INDEX
+        if not index.exists():
+            return
+        for name, file in read_json(index)["weight_map"].items():
+            if name not in self.tensors or self.tensors[name].path.name != file:
+                raise ValueError(f"{self.folder / file}: tensor {name} is missing, though {INDEX} says it is there")
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this shape has; weights are [out, in]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    traits = config.traits
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, out: int, inputs: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (out, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (out,)
+
+    for layer in range(config.layers):
+        base = f"model.layers.{layer}"
+        linear(f"{base}.self_attn.q_proj", queries, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.k_proj", keys, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.v_proj", keys, hidden, traits.qkv_bias)
+        linear(f"{base}.self_attn.o_proj", hidden, queries, traits.output_bias)
+        linear(f"{base}.mlp.gate_proj", inner, hidden, traits.mlp_bias)
+        linear(f"{base}.mlp.up_proj", inner, hidden, traits.mlp_bias)
+        linear(f"{base}.mlp.down_proj", hidden, inner, traits.mlp_bias)
+        shapes[f"{base}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{base}.post_attention_layernorm.weight"] = (hidden,)
+        if traits.qk_norm:
+            shapes[f"{base}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{base}.self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint."""
+    index = folder / INDEX
+    if index.exists():
+        shards = Fields(INDEX, read_json(index)).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ValueError(f"{index}: weight_map is {shards!r}; allowed: an object from tensor to file")
+        names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{index}: weight_map names {name!r}; allowed: files in the same folder")
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder / name}: no such file, though {INDEX} names it")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pth"))
+    if pickled:
+        raise ValueError(
+            f"{folder / pickled[0]}: a pickled checkpoint, which can run code when read; "
+            f"allowed: {SINGLE}, or shards with {INDEX}"
+        )
+    raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file: 8 bytes of header length, the header as JSON, then the tensors' bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path}: not a safetensors file: {size} bytes, header of {length}")
+        try:
+            header = json.loads(file.read(length))
+            start = 8 + length
+            return {name: _entry(path, start, fields) for name, fields in header.items() if name != "__metadata__"}
+        except (UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a safetensors file, or cut short: {error}") from error
+
+
+def _entry(path: Path, start: int, fields: Mapping[str, Any]) -> TensorEntry:
+    begin, end = fields["data_offsets"]
+    entry = TensorEntry(
+        path, str(fields["dtype"]), tuple(map(int, fields["shape"])), start + int(begin), start + int(end)
+    )
+    if not start <= entry.begin <= entry.end <= path.stat().st_size:
+        raise ValueError(f"a tensor's bytes end at {entry.end}, the file at {path.stat().st_size}")
+    if entry.dtype in FLOATS and entry.end - entry.begin != math.prod(entry.shape) * FLOATS[entry.dtype]:
+        raise ValueError(f"{entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
+    return entry

@@ -1,0 +1,156 @@
+"""config.json and generation_config.json of a Hugging Face folder, read strictly into one value. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from kvrelay.engine.kv.layout import KVDtype
+from kvrelay.engine.models.architecture import Architecture, Traits
+from kvrelay.engine.models.fields import Fields, read_json
+from kvrelay.engine.models.registry import ARCHITECTURES
+
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: frequencies `theta ** (-2i / head_dim)`, scaled as `kind` says."""
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    """linear, llama3: how many times longer the context became."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    """llama3: positions that the model was first trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model."""
+
+    architecture: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    traits: Traits
+    eos_token_ids: tuple[int, ...]
+    dtype: KVDtype
+    """Of the weights in the files, as config.json has it."""
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in `folder`.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or a field is missing, mis-typed or not supported; the text names
+            file, field, value and what is allowed.
+    """
+    fields = Fields("config.json", read_json(folder / "config.json"))
+    architecture = _architecture(fields)
+    if fields.get("quantization_config") is not None:
+        fields.refuse("quantization_config", "null; quantized checkpoints can't be loaded")
+    fields.choice("hidden_act", ("silu",), default="silu")
+    layers = fields.integer("num_hidden_layers")
+    hidden_size = fields.integer("hidden_size")
+    vocab_size = fields.integer("vocab_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if fields.get("head_dim") is None and hidden_size % heads:
+        fields.refuse("num_attention_heads", f"a divisor of hidden_size ({hidden_size}), or head_dim given")
+    head_dim = fields.integer("head_dim", default=hidden_size // heads)
+    if head_dim % 2:
+        fields.refuse("head_dim", "an even number")
+    return ModelConfig(
+        architecture=architecture.model_type,
+        layers=layers,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_positions=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        rope=_rope(fields),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        traits=architecture.traits(fields, layers),
+        eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
+        dtype=_dtype(fields),
+    )
+
+
+def _architecture(fields: Fields) -> Architecture:
+    architecture = ARCHITECTURES[fields.choice("model_type", tuple(ARCHITECTURES))]
+    classes = fields.get("architectures")
+    if classes is not None and classes != [architecture.model_class]:
+        fields.refuse(
+            "architectures", f"[{architecture.model_class!r}], because model_type is {architecture.model_type}"
+        )
+    return architecture
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as older ones do."""
+    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
+        fields.refuse("partial_rotary_factor", "1.0")
+    scaling = fields.fields("rope_parameters")
+    if scaling is not None:
+        theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    else:
+        scaling = fields.fields("rope_scaling")
+        theta = fields.number("rope_theta", default=10000.0)
+    if scaling is None:
+        return RopeConfig(theta)
+    name = "rope_type" if scaling.get("rope_type") is not None else "type"
+    kind = scaling.choice(name, get_args(RopeKind), default="default")
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor=scaling.number("factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            "llama3",
+            factor=scaling.number("factor"),
+            low_freq_factor=scaling.number("low_freq_factor"),
+            high_freq_factor=scaling.number("high_freq_factor"),
+            original_max_positions=scaling.integer("original_max_position_embeddings"),
+        )
+    return RopeConfig(theta)
+
+
+def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json's where it has any, else config.json's; perhaps none."""
+    sources = [fields]
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        sources.insert(0, Fields(generation.name, read_json(generation)))
+    for source in sources:
+        ids = source.token_ids("eos_token_id")
+        if ids is not None:
+            if any(token >= vocab_size for token in ids):
+                source.refuse("eos_token_id", f"ids below vocab_size ({vocab_size})")
+            return ids
+    return ()
+
+
+def _dtype(fields: Fields) -> KVDtype:
+    """`dtype` as transformers 5 writes it, or `torch_dtype`; float32 where neither is given."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    match fields.choice(name, get_args(KVDtype), default="float32"):
+        case "bfloat16":
+            return "bfloat16"
+        case "float16":
+            return "float16"
+        case _:
+            return "float32"

@@ -1,0 +1,96 @@
+"""Strict reading of a checkpoint's JSON files."""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else; the text names the file.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; a model is a Hugging Face checkpoint folder") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a JSON {type(value).__name__}; allowed: an object")
+    return value
+
+
+class Fields:
+    """One JSON object and the name of the file that it is from.
+
+    Each getter takes the field's name and a default for a field that is absent or null; without a default the field
+    is required. Every getter raises ValueError naming file, field, value and what is allowed.
+    """
+
+    def __init__(self, source: str, values: dict[str, Any]) -> None:
+        self.source = source
+        self._values = values
+
+    def get(self, name: str) -> Any:
+        """The raw value; None where it is absent or null."""
+        return self._values.get(name)
+
+    def refuse(self, name: str, allowed: str) -> NoReturn:
+        """Raises the ValueError for the field."""
+        if name not in self._values:
+            raise ValueError(f"{self.source}: {name} is missing; allowed: {allowed}")
+        raise ValueError(f"{self.source}: {name} is {self._values[name]!r}; allowed: {allowed}")
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
+            self.refuse(name, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            self.refuse(name, "a number above 0")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.refuse(name, "true, false")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or value not in allowed:
+            self.refuse(name, ", ".join(allowed))
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...] | None:
+        """One id or a list of them; None where the field is absent or null."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            self.refuse(name, "a token id or a list of them")
+        return tuple(ids)
+
+    def fields(self, name: str) -> "Fields | None":
+        """A nested object; None where it is absent or null."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.refuse(name, "an object")
+        return Fields(f"{self.source}: {name}", value)

@@ -1,0 +1,95 @@
+"""From logits to tokens.
+
+A token is drawn as the largest of `p / e` over the vocabulary, where p is the filtered distribution (defined in
+`kernels.reference.token_probabilities`) and e is exponential noise: an exponential race, which token i wins with
+probability p_i. The noise of a row depends on its seed and position alone.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.noise import exponential, noise_keys
+
+CANDIDATES = 1024
+"""Largest logits that top-p looks at first; only a row whose these have less than top_p is sorted whole."""
+CHUNK_ELEMENTS = 4 * 2**20
+"""Logits that are drawn from at once at most, which bounds the memory that it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row asks for."""
+
+    params: SamplingParams
+    position: int
+    """Of the token to choose, in its sequence."""
+    generated: int
+    """Completion tokens before it."""
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+    """Chooses a token for each row.
+
+    Args:
+        logits: float32 [R, V]; may be changed.
+        draws: [R].
+
+    Returns:
+        Token ids [R], and the indices of rows without a finite largest logit, whose token means nothing.
+    """
+    for row, draw in enumerate(draws):
+        if draw.generated < draw.params.min_tokens and draw.params.stop_token_ids:
+            logits[row, list(draw.params.stop_token_ids)] = -torch.inf
+    # A NaN counts as largest, so the largest logit tells whether a row is sound.
+    largest, tokens = logits.max(-1)
+    unsound = (~largest.isfinite()).nonzero().flatten().tolist()
+    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in unsound]
+    rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    for begin in range(0, len(drawn), rows_at_once):
+        rows = drawn[begin : begin + rows_at_once]
+        index = torch.tensor(rows)
+        tokens[index] = _draw(logits[index], [draws[row] for row in rows])
+    return tokens.tolist(), unsound
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """int64 [R] tokens drawn for rows that are not greedy."""
+    temperatures = torch.tensor([draw.params.temperature for draw in draws])
+    logits -= logits.max(-1, keepdim=True).values
+    logits /= temperatures[:, None]
+    _filter(logits, [draw.params for draw in draws])
+    keys = torch.tensor([noise_keys(draw.params.seed, draw.position) for draw in draws], dtype=torch.int32)
+    tokens = torch.arange(logits.shape[1], dtype=torch.int32)
+    return (logits.exp_() / exponential(keys, tokens)).argmax(-1)
+
+
+def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Puts minus infinity in place of what top_k, top_p and min_p remove from `scaled`, [R, V] with maximum 0."""
+    vocab = scaled.shape[1]
+    lowest = [math.log(param.min_p) if param.min_p > 0 else -math.inf for param in params]
+    for row, param in enumerate(params):
+        if 0 < param.top_k < vocab or param.top_p < 1.0:
+            lowest[row] = max(lowest[row], _threshold(scaled[row], param.top_k, param.top_p))
+    if any(limit > -math.inf for limit in lowest):
+        scaled.masked_fill_(scaled < torch.tensor(lowest)[:, None], -torch.inf)
+
+
+def _threshold(scaled: Tensor, top_k: int, top_p: float) -> float:
+    """The smallest value, of one row [V], that top_k and then top_p leave."""
+    vocab = len(scaled)
+    limited = 0 < top_k < vocab
+    ordered = scaled.topk(top_k if limited else min(CANDIDATES, vocab)).values
+    if top_p >= 1.0:
+        return float(ordered[-1])
+    mass = scaled[scaled >= ordered[-1]].exp().sum() if limited else scaled.exp().sum()
+    reached = ordered.exp().cumsum(0) >= top_p * mass
+    if not reached[-1] and not limited and len(ordered) < vocab:
+        ordered = scaled.sort(descending=True).values
+        reached = ordered.exp().cumsum(0) >= top_p * mass
+    # Rounding, or equals of the last that top_k let through, can leave the end just short: then all of them stay.
+    return float(ordered[int(reached.int().argmax())] if reached[-1] else ordered[-1])

@@ -1,0 +1,40 @@
+#!/bin/bash
+# Starts kvrelay on this pod's Ray cluster, and starts it again when its supervisor is gone for good: after Ray's
+# container was restarted (a new, empty cluster), after the supervisor's pod was lost, after a start that failed.
+# Never ends, so that it works under every restartPolicy that KubeRay gives the pod.
+set -u
+
+config=${KVRELAY_CONFIG:-/etc/kvrelay/config.yaml}
+check=${KVRELAY_CHECK_SECONDS:-30}
+pause=5
+longest=60
+# Running streams outlive a supervisor that is slow to answer, but not a new start: so not at the first sign.
+strikes=3
+
+say() { echo "launcher: $*"; }
+
+silent=0
+wait=$pause
+while true; do
+  if ! ray health-check --address 127.0.0.1:6379 > /dev/null 2>&1; then
+    say "waiting for Ray's GCS"
+    sleep "$pause"
+  elif kvrelay status > /dev/null 2>&1; then
+    silent=0
+    wait=$pause
+    sleep "$check"
+  elif ((++silent < strikes)); then
+    sleep "$pause"
+  else
+    # Workers of a lost supervisor hold their names and their resources.
+    kvrelay down
+    say "starting kvrelay"
+    if kvrelay up --config "$config" --address auto --detach; then
+      say "kvrelay is up"
+    else
+      say "kvrelay up failed; again in $wait s"
+      sleep "$wait"
+      wait=$((wait * 2 < longest ? wait * 2 : longest))
+    fi
+  fi
+done

@@ -1,0 +1,129 @@
+{{/* Name of the chart in labels. */}}
+{{- define "kvrelay.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/*
+Name of the RayCluster. KubeRay wants a DNS-1035 label and cuts what it derives from it ("<name>-head-svc",
+"<name>-colocated-worker-...") at 50 characters from the front, so 40 keep every derived name whole.
+*/}}
+{{- define "kvrelay.fullname" -}}
+{{- $name := "" -}}
+{{- if .Values.fullnameOverride -}}
+{{- $name = .Values.fullnameOverride -}}
+{{- else if contains (include "kvrelay.name" .) .Release.Name -}}
+{{- $name = .Release.Name -}}
+{{- else -}}
+{{- $name = printf "%s-%s" .Release.Name (include "kvrelay.name" .) -}}
+{{- end -}}
+{{- $name = $name | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the name %q can't name a RayCluster; allowed: lower-case letters, digits and '-', starting with a letter. Set fullnameOverride." $name) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- define "kvrelay.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "kvrelay.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kvrelay.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "kvrelay.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* Labels that KubeRay puts on every pod of a group; templates can't change them. Argument: {root, group}. */}}
+{{- define "kvrelay.groupSelector" -}}
+ray.io/cluster: {{ include "kvrelay.fullname" .root }}
+ray.io/group: {{ .group }}
+{{- end -}}
+
+{{- define "kvrelay.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kvrelay.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Secret with Ray's token. KubeRay names the one that it makes like the RayCluster. */}}
+{{- define "kvrelay.authSecret" -}}
+{{- default (include "kvrelay.fullname" .) .Values.auth.existingSecret -}}
+{{- end -}}
+
+{{/* Argument: {root, image: a group's overrides}. */}}
+{{- define "kvrelay.image" -}}
+{{- $image := mergeOverwrite (deepCopy .root.Values.image) (default (dict) .image) -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository (default .root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whole CPUs of a quantity ("1500m" is 1), at least 1: Ray's num-cpus, and the threads of a forward pass. */}}
+{{- define "kvrelay.wholeCpus" -}}
+{{- $cpu := toString . -}}
+{{- if hasSuffix "m" $cpu -}}
+{{- max 1 (div (trimSuffix "m" $cpu | int64) 1000) -}}
+{{- else -}}
+{{- max 1 (floor (float64 $cpu) | int64) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Roles whose workers this release runs, as a JSON list. */}}
+{{- define "kvrelay.roles" -}}
+{{- $roles := list -}}
+{{- range $role := list "prefill" "decode" "colocated" -}}
+{{- if gt (int (index $.Values $role).replicas) 0 -}}
+{{- $roles = append $roles $role -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $roles -}}
+{{- end -}}
+
+{{/* What the schema can't say because it takes two values to see it. */}}
+{{- define "kvrelay.validate" -}}
+{{- $port := int .Values.router.grpcPort -}}
+{{- if or (eq $port 8080) (eq $port 52365) (and (ge $port 10002) (le $port 19999)) -}}
+{{- fail (printf "router.grpcPort is %d; allowed: not 8080, 52365 or 10002 to 19999, where Ray listens" $port) -}}
+{{- end -}}
+{{- if eq (int .Values.colocated.replicas) 0 -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if eq (int (index $.Values $role).replicas) 0 -}}
+{{- fail (printf "%s.replicas is 0; allowed: at least 1, unless colocated.replicas is" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := fromJsonArray (include "kvrelay.roles" .) -}}
+{{- $values := index $.Values $role -}}
+{{- $bounds := include "kvrelay.bounds" (dict "root" $ "values" $values) | fromJson -}}
+{{- if lt (int $bounds.max) (int $values.replicas) -}}
+{{- fail (printf "%s.maxReplicas is %d; allowed: at least %s.replicas (%d)" $role (int $bounds.max) $role (int $values.replicas)) -}}
+{{- end -}}
+{{- if gt (int $bounds.min) (int $values.replicas) -}}
+{{- fail (printf "%s.minReplicas is %d; allowed: at most %s.replicas (%d)" $role (int $bounds.min) $role (int $values.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- $volume := .Values.model.volume -}}
+{{- if and (hasPrefix (printf "%s/" $volume.mountPath) (printf "%s/" .Values.model.path)) (not $volume.source) -}}
+{{- fail (printf "model.path is %q, below model.volume.mountPath, but model.volume.source is empty" .Values.model.path) -}}
+{{- end -}}
+{{- if and .Values.rdma.enabled .Values.rdma.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.nodeCidrs) -}}
+{{- fail "networkPolicy.nodeCidrs is empty; with rdma.hostNetwork the workers call from the nodes' addresses, which the policy must allow. Set it, or networkPolicy.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* {min, max} of a role's group as JSON. Argument: {root, values}. */}}
+{{- define "kvrelay.bounds" -}}
+{{- $min := .values.replicas -}}
+{{- $max := .values.replicas -}}
+{{- if .root.Values.autoscaling.enabled -}}
+{{- if hasKey .values "minReplicas" }}{{ $min = .values.minReplicas }}{{ end -}}
+{{- if hasKey .values "maxReplicas" }}{{ $max = .values.maxReplicas }}{{ end -}}
+{{- end -}}
+{{- dict "min" (int $min) "max" (int $max) | toJson -}}
+{{- end -}}

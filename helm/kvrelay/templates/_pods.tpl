@@ -1,0 +1,206 @@
+{{/* Ray's token, for every container that speaks to Ray. An entry that is there already KubeRay leaves alone. */}}
+{{- define "kvrelay.authEnv" -}}
+{{- if .Values.auth.enabled -}}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "kvrelay.authSecret" . }}
+      key: auth_token
+{{- end -}}
+{{- end -}}
+
+{{/* Where `kvrelay up` leaves for `kvrelay status` what it started: beside Ray's own files, whose fate it shares. */}}
+{{- define "kvrelay.stateEnv" -}}
+- name: KVRELAY_STATE_DIR
+  value: /tmp/ray/kvrelay
+{{- end -}}
+
+{{/* The pod fields that every group takes from its values. Argument: {root, values}. */}}
+{{- define "kvrelay.podOptions" -}}
+serviceAccountName: {{ include "kvrelay.serviceAccountName" .root }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+terminationGracePeriodSeconds: {{ .root.Values.terminationGracePeriodSeconds }}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- with index $.values $field }}
+{{ $field }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+{{- with .values.extraInitContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Metadata of a group's pods. Argument: {root, group, values}.
+
+app.kubernetes.io/name and created-by are KubeRay's own: its head Service selects by them. Nothing here changes with the
+chart's version alone, and the checksum makes a changed configuration a changed template: KubeRay's upgradeStrategy
+replaces the pods when the templates change.
+*/}}
+{{- define "kvrelay.podMetadata" -}}
+labels:
+  app.kubernetes.io/instance: {{ .root.Release.Name }}
+  app.kubernetes.io/component: {{ .group }}
+  app.kubernetes.io/part-of: {{ include "kvrelay.name" .root }}
+  {{- with .values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/config: {{ include (print .root.Template.BasePath "/configmap.yaml") .root | sha256sum }}
+  {{- with .values.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Volumes of a pod. Argument: {root, values, model: whether it reads the model}. */}}
+{{- define "kvrelay.volumes" -}}
+- name: shared-mem
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .values.shmSize }}
+{{- if and .model .root.Values.model.volume.source }}
+- name: model
+  {{- toYaml .root.Values.model.volume.source | nindent 2 }}
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Argument: as of kvrelay.volumes. */}}
+{{- define "kvrelay.volumeMounts" -}}
+- name: shared-mem
+  mountPath: /dev/shm
+{{- if and .model .root.Values.model.volume.source }}
+- name: model
+  mountPath: {{ .root.Values.model.volume.mountPath }}
+  readOnly: {{ .root.Values.model.volume.readOnly }}
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Health of a Ray node: its raylet's, and on the head the GCS's. KubeRay would inject the same with Ray 2.53 or newer,
+but older operators inject a `wget` command, which the image doesn't have. The path needs no token.
+*/}}
+{{- define "kvrelay.rayHealth" -}}
+httpGet:
+  path: /api/healthz
+  port: 52365
+{{- end -}}
+
+{{- define "kvrelay.livenessProbe" -}}
+livenessProbe:
+  {{- include "kvrelay.rayHealth" . | nindent 2 }}
+  initialDelaySeconds: 30
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 12
+{{- end -}}
+
+{{/* A worker's securityContext with what RDMA adds to it. Argument: {root, handsOff}. */}}
+{{- define "kvrelay.securityContext" -}}
+{{- $context := deepCopy .root.Values.securityContext -}}
+{{- if and .handsOff .root.Values.rdma.enabled .root.Values.rdma.ipcLock -}}
+{{- $capabilities := default (dict) $context.capabilities -}}
+{{- $_ := set $capabilities "add" (append (default (list) $capabilities.add) "IPC_LOCK" | uniq) -}}
+{{- $_ := set $context "capabilities" $capabilities -}}
+{{- end -}}
+{{- toYaml $context -}}
+{{- end -}}
+
+{{/* Quantities of a container, as both requests and limits. Argument: {root, values, handsOff}. */}}
+{{- define "kvrelay.resources" -}}
+{{- $amounts := dict "cpu" (toString .values.resources.cpu) "memory" .values.resources.memory -}}
+{{- if gt (int .values.gpus) 0 -}}
+{{- $_ := set $amounts .values.gpuResource (toString .values.gpus) -}}
+{{- end -}}
+{{- with .root.Values.rdma -}}
+{{- if and $.handsOff .enabled .resource -}}
+{{- $_ := set $amounts .resource (toString .count) -}}
+{{- end -}}
+{{- end -}}
+requests:
+  {{- toYaml $amounts | nindent 2 }}
+limits:
+  {{- toYaml $amounts | nindent 2 }}
+{{- end -}}
+
+{{/* Argument: {root, values, handsOff}. */}}
+{{- define "kvrelay.workerEnv" -}}
+{{ include "kvrelay.authEnv" .root }}
+{{- if .handsOff }}
+{{- range $name, $value := .root.Values.nccl }}
+- name: {{ $name }}
+  value: {{ toString $value | quote }}
+{{- end }}
+{{- end }}
+{{- with .values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/*
+One worker group. Argument: {root, group, values, replicas, bounds, handsOff, readinessProbe, ports, model}.
+
+`resources` offers one unit of kvrelay_<group> per pod; the configuration makes each actor take one, so every actor
+lands on a pod of its group, and no two on the same. The value is JSON in single quotes, because KubeRay pastes it into
+a shell command and also parses it itself: with the escaped double quotes of many examples that parse fails, and then
+KubeRay leaves out num-gpus. (num-gpus is given here all the same.)
+*/}}
+{{- define "kvrelay.workerGroup" -}}
+groupName: {{ .group }}
+replicas: {{ .replicas }}
+minReplicas: {{ .bounds.min }}
+maxReplicas: {{ .bounds.max }}
+rayStartParams:
+  num-cpus: {{ include "kvrelay.wholeCpus" .values.resources.cpu | quote }}
+  num-gpus: {{ int .values.gpus | quote }}
+  resources: {{ printf "'%s'" (dict (printf "kvrelay_%s" .group) 1 | toJson) | quote }}
+  object-store-memory: {{ int64 .root.Values.ray.objectStoreMemoryBytes | quote }}
+template:
+  metadata:
+    {{- include "kvrelay.podMetadata" . | nindent 4 }}
+  spec:
+    automountServiceAccountToken: false
+    {{- include "kvrelay.podOptions" . | nindent 4 }}
+    {{- if and .handsOff .root.Values.rdma.enabled .root.Values.rdma.hostNetwork }}
+    hostNetwork: true
+    dnsPolicy: ClusterFirstWithHostNet
+    {{- end }}
+    containers:
+      - name: ray-worker
+        image: {{ include "kvrelay.image" (dict "root" .root "image" .values.image) }}
+        imagePullPolicy: {{ default .root.Values.image.pullPolicy .values.image.pullPolicy }}
+        {{- with include "kvrelay.workerEnv" . | trim }}
+        env:
+          {{- . | nindent 10 }}
+        {{- end }}
+        ports:
+          - name: metrics
+            containerPort: 8080
+          {{- with .ports }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+        readinessProbe:
+          {{- .readinessProbe | nindent 10 }}
+        {{- include "kvrelay.livenessProbe" . | nindent 8 }}
+        resources:
+          {{- include "kvrelay.resources" . | nindent 10 }}
+        securityContext:
+          {{- include "kvrelay.securityContext" . | nindent 10 }}
+        volumeMounts:
+          {{- include "kvrelay.volumeMounts" . | nindent 10 }}
+    volumes:
+      {{- include "kvrelay.volumes" . | nindent 6 }}
+{{- end -}}

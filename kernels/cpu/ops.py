@@ -1,0 +1,33 @@
+"""The model's operations on CPU; formulas and shapes are in `kernels/reference.py`.
+
+Each is written in as few torch calls as it takes: at the handful of rows of a decode step, calls are what costs.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvrelay.kernels.cpu.linear import linear
+
+__all__ = ["add_rms_norm", "linear", "rms_norm", "rope", "silu_mul"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dim() == 1:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x, weight.shape[-1:], None, eps) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x.add_(residual)
+    return functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y = x.float()
+    return torch.addcmul(y * cos, y.roll(y.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate).mul_(up)

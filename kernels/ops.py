@@ -1,0 +1,22 @@
+"""The operations that a model is written in. A module with these functions is a backend: `reference`, `cpu.ops`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class Ops(Protocol):
+    """What such a module has; formulas and shapes are in `reference.py`."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...

@@ -1,0 +1,104 @@
+"""Plain torch definitions of every operation: what a kernel must compute. Slow, and the tests' oracle."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """`x [T, in] -> x @ weight.T + bias [T, out]`; weight is [out, in]."""
+
+    def apply(x: Tensor) -> Tensor:
+        y = x.float() @ weight.float().T
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    return apply
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32.
+
+    Args:
+        x: [..., D].
+        weight: [D], or anything that broadcasts to x, e.g. a weight per head [H, D].
+    """
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`s = x + residual`; returns (rms_norm(s), s). May write s into `x`."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (x[i], x[i + D/2]) by its position's angle (Su et al., arXiv:2104.09864, halves convention).
+
+    Args:
+        x: [T, H, D].
+        cos, sin: float32 [T, 1, D]; both halves hold the same angles, and the first half of `sin` is negated, so that
+            `x * cos + swapped(x) * sin` is the rotation, where `swapped` exchanges the halves.
+    """
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat((second, first), -1) * sin).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up`, [T, 2I] -> [T, I]; gate is the first half."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def paged_attention(
+    query: Tensor, pool: Tensor, layer: int, blocks: list[int], context: int, window: int = 0
+) -> Tensor:
+    """Causal attention of one sequence's last T tokens over its paged KV, theirs included.
+
+        out[t, h] = sum_j softmax_j(query[t, h] . key[j, h // G] / sqrt(D)) value[j, h // G],  G = H / Hkv
+        over the positions j of p - window < j <= p, or all j <= p without a window, where p = context - T + t
+
+    Args:
+        query: [T, H, D].
+        pool: [block, layer, k|v, slot, Hkv, D].
+        blocks: the sequence's block table.
+        context: tokens of the sequence that are in the pool.
+        window: keys that a query sees, itself included; 0 for all.
+
+    Returns:
+        [T, H, D].
+    """
+    tokens, heads, _ = query.shape
+    keys, values = pool[blocks, layer].float().transpose(0, 1).flatten(1, 2)[:, :context]
+    group = heads // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("thd,jhd->htj", query.float(), keys) * query.shape[-1] ** -0.5
+    positions = torch.arange(context - tokens, context)[:, None]
+    others = torch.arange(context)[None]
+    seen = others <= positions
+    if window:
+        seen &= others > positions - window
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype)
+
+
+def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The distribution that a token is drawn from: float64 [V], from one row of logits [V].
+
+    Temperature first; then each filter removes tokens from what the one before it left, by rules that don't depend on
+    an order among equals:
+
+        top_k   keeps a token if fewer than top_k tokens have larger logits; 0 keeps all
+        top_p   keeps a token if those with larger logits have less than top_p of the probability
+        min_p   keeps a token if its probability is at least min_p of the largest
+    """
+    scaled = logits.double() / temperature
+    if top_k:
+        larger = (scaled[None, :] > scaled[:, None]).sum(-1)
+        scaled = scaled.masked_fill(larger >= top_k, -torch.inf)
+    probabilities = scaled.softmax(-1)
+    larger_mass = ((probabilities[None, :] > probabilities[:, None]) * probabilities[None, :]).sum(-1)
+    keep = (larger_mass < top_p) & (probabilities >= min_p * probabilities.max())
+    probabilities = probabilities * keep
+    return probabilities / probabilities.sum()

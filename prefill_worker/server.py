@@ -1,0 +1,13 @@
+"""A prefill worker: the worker's shell with the prefill role."""
+
+from collections.abc import Callable
+
+from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.server import WorkerServer
+
+
+def prefill_server(config: WorkerConfig, observer: Callable[[Load], None] | None = None) -> WorkerServer:
+    """Serves one prefill worker; `observer` is given its load at every heartbeat."""
+    return WorkerServer(config, PrefillRole, observer)

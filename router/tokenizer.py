@@ -1,0 +1,101 @@
+"""The model's tokenizer: text and chat messages to token ids, and back."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+
+from kvrelay.router.chat import ChatTemplate, load_chat_template
+from kvrelay.router.detokenizer import TokenBytes
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS = 4096
+"""Longer texts are encoded on a thread: about a millisecond of work, which the other streams would wait for."""
+
+INLINE_TOKENS = 16384
+"""As INLINE_CHARACTERS, for decoding."""
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json`, `tokenizer_config.json` and chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads them from `folder`.
+
+        Raises:
+            ValueError: a file is missing or can't be used; the text names it.
+        """
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        self._template: ChatTemplate | None = load_chat_template(folder, _read_config(folder / "tokenizer_config.json"))
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self.token_bytes = TokenBytes(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have a text, added tokens counted."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the model expects around one."""
+        return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant goes on.
+
+        Raises:
+            LookupError: the model has no chat template.
+            TemplateFailed: the template refuses the messages.
+        """
+        template = self._template
+        if template is None:
+            raise LookupError("the model has no chat template")
+        length = sum(len(text) for message in messages for text in message.values())
+        return await self._run(
+            length <= INLINE_CHARACTERS, lambda: self._encode(template.render(messages), special=False)
+        )
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        return await self._run(
+            len(token_ids) <= INLINE_TOKENS, lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        # encode_batch releases the interpreter lock while it works; encode does not.
+        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+
+    async def _run(self, inline: bool, work: Callable[[], T]) -> T:
+        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ValueError(f"{path}: missing; the model folder needs a tokenizer.json")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception for whatever is wrong in the file
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: holds {type(config).__name__}; allowed: an object")
+    return config

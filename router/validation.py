@@ -1,0 +1,174 @@
+"""From what a client sent to a request that any worker can serve, or to an error that names field, value and limit."""
+
+import math
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling
+from kvrelay.router.chat import TemplateFailed
+from kvrelay.router.errors import InvalidRequest, shorten
+from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.v1.inference_pb2 import ChatMessages, GenerateRequest, SamplingParams, TokenizeRequest
+
+DEFAULT_MAX_TOKENS = 128
+MAX_TEMPERATURE = 100.0
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_IDS = 64
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_TENANT_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request within every limit, with the defaults filled in."""
+
+    request_id: str
+    """The client's name for it, or one drawn here."""
+    wire_id: str
+    """Its name between router and workers: unlike the client's, never that of another request in flight."""
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    """As workers get it; not to be changed."""
+    stop: tuple[str, ...]
+    tenant: str
+
+
+async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+    """Checks what costs nothing, tokenizes, then checks what depends on the tokens.
+
+    Raises:
+        InvalidRequest: what is wrong with it, never with any text of the prompt.
+    """
+    request_id, wire_id = _names(request.request_id)
+    if len(request.tenant) > MAX_TENANT_CHARACTERS:
+        raise InvalidRequest("tenant", request.tenant, f"at most {MAX_TENANT_CHARACTERS} characters")
+    params = request.sampling
+    _check_choice(params)
+    _check_stops(params, model)
+    tokens = await prompt_tokens(request, tokenizer)
+    given = request.WhichOneof("input") == "token_ids"
+    check_ids("token_ids.ids" if given else "prompt: token ids", tokens, model.vocab_size)
+    max_tokens = _max_tokens(params, len(tokens), model.max_context)
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+    return CheckedRequest(request_id, wire_id, tuple(tokens), sampling, tuple(params.stop), request.tenant)
+
+
+async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a request's input, at least one.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    match request.WhichOneof("input"):
+        case "text":
+            tokens = await _encode(request.text, tokenizer)
+        case "messages":
+            tokens = await _encode_chat(request.messages, tokenizer)
+        case "token_ids" if isinstance(request, GenerateRequest):
+            tokens = list(request.token_ids.ids)
+            if not tokens:
+                raise InvalidRequest("token_ids.ids", [], "at least 1 id")
+        case _:
+            raise InvalidRequest("input", None, "text, messages or token ids")
+    return tokens
+
+
+def check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first id outside of the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        index, token = next((at, token) for at, token in enumerate(token_ids) if token >= vocab_size)
+        raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
+
+
+async def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    if not text:
+        raise InvalidRequest("text", text, "at least 1 character")
+    tokens = await tokenizer.encode(text)
+    if not tokens:
+        raise InvalidRequest("text: number of tokens", 0, "at least 1")
+    return tokens
+
+
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> list[int]:
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    if not messages:
+        raise InvalidRequest("messages: number of messages", 0, "at least 1")
+    try:
+        tokens = await tokenizer.encode_chat(messages)
+    except LookupError as error:
+        limit = "0: this model has no chat template, send text or token ids"
+        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+    except TemplateFailed as error:
+        limit = f"what the model's chat template renders ({shorten(str(error))})"
+        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+    if not tokens:
+        raise InvalidRequest("messages: number of tokens", 0, "at least 1")
+    return tokens
+
+
+def _names(request_id: str) -> tuple[str, str]:
+    unique = uuid.uuid4().hex
+    if not request_id:
+        return unique, unique
+    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
+        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
+        raise InvalidRequest("request_id", request_id, limit)
+    return request_id, f"{request_id}/{unique[:12]}"
+
+
+def _check_choice(params: SamplingParams) -> None:
+    """How tokens are chosen. Written so that NaN fails each comparison."""
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", params.max_tokens, "1 or more")
+    if params.HasField("temperature") and not 0.0 <= params.temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest("sampling.temperature", _number(params.temperature), f"0 to {MAX_TEMPERATURE:g}")
+    if params.HasField("top_p") and not 0.0 < params.top_p <= 1.0:
+        raise InvalidRequest("sampling.top_p", _number(params.top_p), "above 0, up to 1")
+    if params.HasField("min_p") and not 0.0 <= params.min_p <= 1.0:
+        raise InvalidRequest("sampling.min_p", _number(params.min_p), "0 to 1")
+
+
+def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidRequest("sampling.stop: number of strings", len(params.stop), f"at most {MAX_STOPS}")
+    for index, stop in enumerate(params.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            field = f"sampling.stop[{index}]: number of characters"
+            raise InvalidRequest(field, len(stop), f"1 to {MAX_STOP_CHARACTERS}")
+    if len(params.stop_token_ids) > MAX_STOP_IDS:
+        field = "sampling.stop_token_ids: number of ids"
+        raise InvalidRequest(field, len(params.stop_token_ids), f"at most {MAX_STOP_IDS}")
+    check_ids("sampling.stop_token_ids", params.stop_token_ids, model.vocab_size)
+
+
+def _max_tokens(params: SamplingParams, prompt: int, max_context: int) -> int:
+    left = max_context - prompt
+    if left < 1:
+        limit = f"up to {max_context - 1}: the model's context is {max_context}, and one must be left to generate"
+        raise InvalidRequest("prompt: number of tokens", prompt, limit)
+    if not params.HasField("max_tokens"):
+        return min(DEFAULT_MAX_TOKENS, left)
+    if params.max_tokens > left:
+        limit = f"up to {left}: the prompt has {prompt} tokens and the model's context is {max_context}"
+        raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
+    return params.max_tokens
+
+
+def _number(value: float) -> float:
+    """A 32-bit float as its sender wrote it."""
+    return float(f"{value:.7g}") if math.isfinite(value) else value

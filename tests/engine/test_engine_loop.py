@@ -1,0 +1,231 @@
+"""The engine's loop on the hash model: right tokens, alone or handed over, whatever the runner does."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.hash_runner import LAYOUT, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.blocks import BlockPool
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.scheduler import Progress, Scheduler
+
+CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
+
+
+class Worker:
+    """An engine on the hash model with everything it needs."""
+
+    def __init__(self, blocks: int, config: EngineConfig = CONFIG) -> None:
+        self.blocks = BlockPool(blocks)
+        self.runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size))
+        prefix = PrefixIndex(self.blocks, config.block_size, b"hash") if config.prefix_cache else None
+        self.scheduler = Scheduler(config, self.blocks, prefix, self.runner.spec.max_context)
+        self.engine = Engine(self.scheduler, self.runner)
+
+    def run(self, most: int = 10_000) -> dict[str, list[int]]:
+        """Steps until idle; the tokens of each request."""
+        heard: dict[str, list[int]] = {}
+        for _ in range(most):
+            if not self.engine.has_work:
+                return heard
+            for report in self.engine.step():
+                assert report.error is None
+                if report.token is not None:
+                    heard.setdefault(report.sequence.request.request_id, []).append(report.token)
+        raise AssertionError(f"not idle after {most} steps")
+
+    def check_idle(self) -> None:
+        self.blocks.check_integrity()
+        assert self.blocks.owners() == {}
+        assert self.blocks.free + self.blocks.cached == self.blocks.total
+
+
+def request(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
+    return Request(name, 1, tokens, len(tokens), SamplingParams(max_tokens=max_tokens))
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=50).map(tuple)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=st.lists(st.tuples(prompts, st.integers(1, 30)), max_size=12), prefix_cache=st.booleans())
+def test_every_request_gets_its_tokens(batch: list[tuple[tuple[int, ...], int]], prefix_cache: bool) -> None:
+    config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
+    worker = Worker(14, config)
+    for number, (tokens, max_tokens) in enumerate(batch):
+        worker.scheduler.add(request(str(number), tokens, max_tokens))
+    heard = worker.run()
+    assert heard == {str(number): expected_tokens(*asked) for number, asked in enumerate(batch)}
+    worker.check_idle()
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=st.lists(st.tuples(prompts, st.integers(2, 20)), min_size=1, max_size=6))
+def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int, ...], int]]) -> None:
+    """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
+    prefill, decode = Worker(14), Worker(14)
+    size = LAYOUT.block_size
+
+    def ship(report: Progress, asked: Request) -> None:
+        """What is not there yet of what is computed."""
+        reservation = reservations[asked.request_id]
+        last = report.token is not None
+        end = len(asked.tokens) if last else report.computed // size * size
+        start = sent[asked.request_id]
+        if end > start:
+            frame = np.empty((end - start) * LAYOUT.token_bytes, np.uint8)
+            blocks = report.hold.blocks if report.hold is not None else report.sequence.hold.blocks
+            assert prefill.runner.pool.read(blocks, start, end - start, frame) == frame.size
+            decode.runner.pool.write(reservation.hold.blocks, start, end - start, frame)
+            sent[asked.request_id] = end
+
+    heard = {}
+    reservations, sent = {}, {}
+    for number, (tokens, max_tokens) in enumerate(batch):
+        asked = request(str(number), tokens, max_tokens)
+        prefill.scheduler.add(asked, handoff=True)
+        reservations[asked.request_id] = decode.scheduler.reserve(asked)
+        sent[asked.request_id] = reservations[asked.request_id].have_tokens
+        while prefill.engine.has_work:
+            for report in prefill.engine.step():
+                ship(report, asked)
+                if report.hold is not None:
+                    heard[asked.request_id] = [report.token]
+                    decode.scheduler.resume(asked, report.token, reservations[asked.request_id].hold)
+                    report.hold.release()
+        for name, tokens_heard in decode.run().items():
+            heard[name] += tokens_heard
+    assert heard == {str(number): expected_tokens(*asked) for number, asked in enumerate(batch)}
+    prefill.check_idle()
+    decode.check_idle()
+
+
+def test_an_idle_engine_does_nothing() -> None:
+    worker = Worker(4)
+    assert not worker.engine.has_work
+    assert worker.engine.step() == []
+    assert worker.runner.steps == 0
+
+
+def test_a_failed_row_ends_one_sequence_only() -> None:
+    worker = Worker(16)
+    good, bad = worker.scheduler.add(request("good", (1, 2), 6)), worker.scheduler.add(request("bad", (3, 4), 6))
+    run = worker.runner.run
+
+    def fail_late(plan: StepPlan) -> StepOutput:
+        if plan.generated.max() == 3 and bad.handle in plan.handles:
+            raise RowFailure([bad.handle], "logits of 1 row are not finite")
+        return run(plan)
+
+    worker.runner.run = fail_late
+    reports: list[Progress] = []
+    while worker.engine.has_work:
+        reports += worker.engine.step()
+    errors = [report for report in reports if report.error is not None]
+    assert [(report.sequence, report.error) for report in errors] == [(bad, "logits of 1 row are not finite")]
+    assert good.tokens[2:] == expected_tokens((1, 2), 6)
+    worker.check_idle()
+
+
+def test_any_other_failure_of_the_runner_comes_out() -> None:
+    worker = Worker(4)
+    worker.scheduler.add(request("r", (1,), 2))
+
+    def fail(plan: StepPlan) -> StepOutput:
+        raise RuntimeError("the device is gone")
+
+    worker.runner.run = fail
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        worker.engine.step()
+
+
+def test_nothing_grows_with_requests_served() -> None:
+    worker = Worker(32)
+    generator = np.random.default_rng(5)
+    for number in range(600):
+        tokens = tuple(generator.integers(0, 3, generator.integers(1, 60)).tolist())
+        worker.scheduler.add(request(str(number), tokens, 3))
+        worker.engine.step()
+    worker.run()
+    worker.check_idle()
+    scheduler = worker.scheduler
+    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._reserved)
+    assert [len(container) for container in kept] == [0] * 5
+    assert len(scheduler._prefix) <= worker.blocks.total
+
+
+# The hash model itself.
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), length=st.integers(1, 40))
+def test_one_wrong_bit_changes_the_next_token(data: st.DataObject, length: int) -> None:
+    """Of 251 tokens one in 251 is hit by chance, so the digest's whole vocabulary is taken."""
+    spec = hash_spec(64, vocab_size=2**31 - 1)
+    runner = HashRunner(8, spec=spec)
+    blocks = data.draw(st.permutations(range(8)))[:5]
+    tokens = list(range(length))
+    runner.fill(blocks, tokens, 0)
+    plan = decode_plan(blocks, length)
+    (right,) = runner.run(plan).tokens
+    assert [right] == expected_tokens([*tokens, 9], 1, vocab_size=spec.vocab_size)
+    position = data.draw(st.integers(0, length - 1))
+    layer, part, head, byte = (data.draw(st.integers(0, most)) for most in (1, 1, 1, 15))
+    where = (blocks[position // 8], position % 8, layer, part, head, byte)
+    runner.pool.slots[where] ^= 1 << data.draw(st.integers(0, 7))
+    assert runner.run(plan).tokens != (right,)
+    runner.fill(blocks, tokens, 0)
+    if length >= 16:
+        swapped = [blocks[1], blocks[0], *blocks[2:]]
+        assert runner.run(decode_plan(swapped, length)).tokens != (right,)
+    assert runner.run(plan).tokens == (right,)
+
+
+def decode_plan(blocks: list[int], length: int) -> StepPlan:
+    """One row that computes token 9 after `length` others."""
+    return StepPlan(
+        step=0,
+        handles=(0,),
+        tokens=np.array([9], np.int32),
+        starts=np.array([length], np.int32),
+        lengths=np.array([1], np.int32),
+        block_tables=np.array([blocks[: length // 8 + 1]], np.int32),
+        sample=np.array([True]),
+        sampling=(SamplingParams(),),
+        generated=np.array([1], np.int32),
+    )
+
+
+def test_no_two_places_have_the_same_kv() -> None:
+    kv = kv_bytes([5, 5, 6], 0)
+    parts = [kv[token, layer, part].tobytes() for token in range(3) for layer in range(2) for part in range(2)]
+    assert len(set(parts)) == 12
+    assert (kv_bytes([5, 6], 1) == kv[1:]).all()
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 24, 29])
+def test_its_pool_frames_bytes_as_the_real_one_does(order: str, tokens: int) -> None:
+    layout = KVLayout(layers=2, kv_heads=3, head_dim=4, block_size=8, dtype="bfloat16", order=order)
+    fake, real = HashPool(layout, 6), KVPool(layout, 6)
+    real.tensor.view(torch.uint8).copy_(fake.tensor.view(torch.uint8))
+    blocks = [4, 0, 5, 2]
+    first = 8 if tokens > 8 else 0
+    frames = [torch.zeros((tokens - first) * layout.token_bytes, dtype=torch.uint8) for _ in range(2)]
+    sizes = [pool.read(blocks, first, tokens - first, out) for pool, out in zip((fake, real), frames, strict=True)]
+    assert sizes == [len(frames[0])] * 2
+    assert frames[0].equal(frames[1])
+    other = HashPool(layout, 6)
+    other.array[...] = 0
+    other.write([1, 2, 3, 4], first, tokens - first, frames[0])
+    copy = torch.zeros_like(frames[0])
+    other.read([1, 2, 3, 4], first, tokens - first, copy)
+    assert copy.equal(frames[0])

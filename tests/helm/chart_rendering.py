@@ -1,0 +1,115 @@
+"""A rendered chart as Python objects, and what KubeRay makes of its RayCluster."""
+
+import json
+import shlex
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.configfile import load
+
+HELM = Path(__file__).parents[2] / "helm"
+CHART = HELM / "kvrelay"
+EXAMPLES = sorted((HELM / "examples").glob("*.yaml"))
+
+Object = dict[str, Any]
+
+
+class Rendered:
+    """The documents that `helm template` printed."""
+
+    def __init__(self, text: str) -> None:
+        self.objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
+
+    def all(self, kind: str) -> list[Object]:
+        """Every object of a kind."""
+        return [item for item in self.objects if item["kind"] == kind]
+
+    def one(self, kind: str) -> Object:
+        """The only object of a kind."""
+        (item,) = self.all(kind)
+        return item
+
+    def named(self, kind: str, name: str) -> Object:
+        """The object of a kind with a name."""
+        (item,) = [item for item in self.all(kind) if item["metadata"]["name"] == name]
+        return item
+
+    @cached_property
+    def cluster(self) -> Object:
+        """The RayCluster."""
+        return self.one("RayCluster")
+
+    @property
+    def name(self) -> str:
+        """The RayCluster's name."""
+        return str(self.cluster["metadata"]["name"])
+
+    @property
+    def head(self) -> Object:
+        """The head's pod template."""
+        template: Object = self.cluster["spec"]["headGroupSpec"]["template"]
+        return template
+
+    @property
+    def groups(self) -> dict[str, Object]:
+        """The worker groups by name."""
+        return {group["groupName"]: group for group in self.cluster["spec"]["workerGroupSpecs"]}
+
+    @property
+    def templates(self) -> dict[str, Object]:
+        """Every group's pod template, `headgroup` among them."""
+        return {"headgroup": self.head, **{name: group["template"] for name, group in self.groups.items()}}
+
+    def pod_labels(self, group: str) -> dict[str, str]:
+        """Labels of a group's pods: the template's under those that KubeRay sets itself."""
+        own = {
+            "ray.io/cluster": self.name,
+            "ray.io/group": group,
+            "ray.io/node-type": "head" if group == "headgroup" else "worker",
+            "ray.io/is-ray-node": "yes",
+        }
+        return {**self.templates[group]["metadata"]["labels"], **own}
+
+    def selected(self, selector: dict[str, str]) -> set[str]:
+        """Groups whose pods a selector matches."""
+        return {group for group in self.templates if selector.items() <= self.pod_labels(group).items()}
+
+    def config(self, folder: Path) -> ClusterConfig:
+        """The configuration in the ConfigMap, read the way `kvrelay up` reads it."""
+        path = folder / "config.yaml"
+        path.write_text(self.one("ConfigMap")["data"]["config.yaml"])
+        return load(path)
+
+
+def container(template: Object, name: str) -> Object:
+    """A container of a pod template."""
+    (found,) = [item for item in template["spec"]["containers"] if item["name"] == name]
+    return dict(found)
+
+
+def containers(rendered: Rendered) -> list[tuple[Object, Object]]:
+    """Every (pod spec, container), the test pod's among them."""
+    specs = [template["spec"] for template in rendered.templates.values()]
+    specs += [pod["spec"] for pod in rendered.all("Pod")]
+    return [(spec, item) for spec in specs for item in spec["containers"]]
+
+
+def environment(item: Object) -> dict[str, Object]:
+    """A container's environment by name."""
+    return {entry["name"]: entry for entry in item.get("env", [])}
+
+
+def custom_resources(group: Object) -> dict[str, float]:
+    """A group's custom Ray resources, after all three readers of that string agreed on them."""
+    text = group["rayStartParams"]["resources"]
+    _, _, pasted = shlex.split(f"ray start --resources={text}")  # KubeRay pastes it into a shell command
+    shell = json.loads(pasted.removeprefix("--resources="))
+    operator = json.loads(text.strip("'\"` "))  # KubeRay looks for accelerators in it
+    autoscaler = json.loads(text[1:-1].replace("\\", ""))  # Ray's autoscaler sizes a group by it
+    assert shell == operator == autoscaler
+    assert all(isinstance(amount, int) for amount in shell.values())
+    return dict(shell)

@@ -1,0 +1,253 @@
+"""What every rendering of the chart has in common: the defaults and each example."""
+
+import re
+from pathlib import Path
+
+import pytest
+from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, custom_resources, environment
+
+from kvrelay.v1 import inference_pb2
+
+HEADER = {"apiVersion", "kind", "metadata"}
+# Fields of KubeRay's ray.io/v1 types: the API server drops what it doesn't know without a word.
+CLUSTER_FIELDS = {
+    *("upgradeStrategy", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "rayVersion"),
+    *("headGroupSpec", "workerGroupSpecs"),
+}
+HEAD_FIELDS = {"rayStartParams", "template"}
+GROUP_FIELDS = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+
+
+@pytest.fixture(params=[None, *EXAMPLES], ids=lambda path: "defaults" if path is None else path.stem)
+def values(request: pytest.FixtureRequest) -> Path | None:
+    return request.param
+
+
+@pytest.fixture
+def rendered(render, values) -> Rendered:
+    return render(values)
+
+
+def test_lint_finds_nothing(helm, values):
+    helm("lint", "--strict", CHART, *(() if values is None else ("--values", values)))
+
+
+def test_every_object_is_named_once_and_labelled(rendered):
+    seen = set()
+    for item in rendered.objects:
+        assert item.keys() >= HEADER
+        metadata = item["metadata"]
+        key = (item["kind"], metadata["name"])
+        assert key not in seen
+        seen.add(key)
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", metadata["name"])
+        assert metadata["labels"]["app.kubernetes.io/instance"] == "demo"
+        assert all(isinstance(value, str) for value in metadata["labels"].values())
+
+
+def test_the_ray_cluster_has_only_fields_that_kuberay_knows(rendered):
+    assert rendered.cluster["apiVersion"] == "ray.io/v1"
+    spec = rendered.cluster["spec"]
+    assert spec.keys() <= CLUSTER_FIELDS
+    assert spec["headGroupSpec"].keys() == HEAD_FIELDS
+    for group in spec["workerGroupSpecs"]:
+        assert group.keys() == GROUP_FIELDS
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+
+
+def test_groups_agree_with_the_configuration(rendered, tmp_path):
+    config = rendered.config(tmp_path)
+    roles = {role: getattr(config, role).replicas for role in ("prefill", "decode", "colocated")}
+    expected = {"router": 1, **{role: replicas for role, replicas in roles.items() if replicas}}
+    assert {name: group["replicas"] for name, group in rendered.groups.items()} == expected
+    for group in rendered.groups.values():
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert config.ray.address == "auto"
+
+
+def test_every_actor_fits_a_pod_of_its_group_and_no_other(rendered, tmp_path):
+    config = rendered.config(tmp_path)
+    for name, group in rendered.groups.items():
+        needs = config.bundle(None if name == "router" else name)
+        parameters = group["rayStartParams"]
+        offered = {
+            "CPU": float(parameters["num-cpus"]),
+            "GPU": float(parameters["num-gpus"]),
+            **custom_resources(group),
+        }
+        assert offered[f"kvrelay_{name}"] == needs[f"kvrelay_{name}"] == 1  # so two never share a pod
+        assert needs.items() <= offered.items()
+        for other, elsewhere in rendered.groups.items():
+            if other != name:
+                assert f"kvrelay_{name}" not in custom_resources(elsewhere)
+
+
+def test_the_head_takes_no_work(rendered):
+    parameters = rendered.cluster["spec"]["headGroupSpec"]["rayStartParams"]
+    assert parameters["num-cpus"] == parameters["num-gpus"] == "0"
+    assert "resources" not in parameters
+
+
+def test_gpus_are_the_same_for_kubernetes_ray_and_kvrelay(rendered, tmp_path):
+    config = rendered.config(tmp_path)
+    for name, group in rendered.groups.items():
+        limits = container(group["template"], "ray-worker")["resources"]["limits"]
+        gpus = 0 if name == "router" else config.role(name).gpus
+        assert int(limits.get("nvidia.com/gpu", "0")) == gpus == int(group["rayStartParams"]["num-gpus"])
+
+
+def test_requests_equal_limits(rendered):
+    for template in rendered.templates.values():
+        for item in template["spec"]["containers"]:
+            assert item["resources"]["requests"] == item["resources"]["limits"]
+            assert item["resources"]["limits"].keys() >= {"cpu", "memory"}
+
+
+def test_the_service_reaches_the_router_and_nothing_else(rendered, tmp_path):
+    config = rendered.config(tmp_path)
+    service = rendered.named("Service", rendered.name)["spec"]
+    assert rendered.selected(service["selector"]) == {"router"}
+    (port,) = service["ports"]
+    ports = container(rendered.templates["router"], "ray-worker")["ports"]
+    (target,) = [item for item in ports if item["name"] == port["targetPort"]]
+    assert port["port"] == target["containerPort"] == config.router.grpc_port
+    assert "publishNotReadyAddresses" not in service
+
+
+def test_ready_means_that_the_routers_health_service_says_so(rendered, tmp_path):
+    config = rendered.config(tmp_path)
+    probe = container(rendered.templates["router"], "ray-worker")["readinessProbe"]
+    service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    assert probe["grpc"] == {"port": config.router.grpc_port, "service": service}
+    assert config.router.host != "127.0.0.1"
+
+
+def test_ray_containers_have_probes_that_need_no_program_in_the_image(rendered):
+    health = {"path": "/api/healthz", "port": 52365}
+    for group, template in rendered.templates.items():
+        ray = template["spec"]["containers"][0]  # KubeRay takes the first one for Ray's
+        assert ray["name"] == ("ray-head" if group == "headgroup" else "ray-worker")
+        assert ray["livenessProbe"]["httpGet"] == health
+        if group != "router":
+            assert ray["readinessProbe"]["httpGet"] == health
+
+
+def test_the_launcher_is_a_driver_beside_the_head(rendered):
+    spec = rendered.head["spec"]
+    launcher = container(rendered.head, "launcher")
+    ray = container(rendered.head, "ray-head")
+    assert launcher["command"] == ["/bin/bash", "/etc/kvrelay/launch.sh"]
+    # Ray finds the node of a driver by its raylet's process, and reaches it by the sockets in /tmp/ray.
+    assert spec["shareProcessNamespace"] is True
+    for path in ("/tmp/ray", "/dev/shm"):
+        (mine,) = [mount["name"] for mount in launcher["volumeMounts"] if mount["mountPath"] == path]
+        assert mine in [mount["name"] for mount in ray["volumeMounts"] if mount["mountPath"] == path]
+    # The head's Service must not wait for what waits for the head.
+    assert "readinessProbe" not in launcher
+    assert launcher["image"] == ray["image"]
+    (volume,) = [item for item in spec["volumes"] if item["name"] == "config"]
+    assert volume["configMap"]["name"] == rendered.one("ConfigMap")["metadata"]["name"]
+
+
+def test_every_mount_has_its_volume(rendered):
+    for spec, item in containers(rendered):
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
+        mounts = item.get("volumeMounts", [])
+        assert {mount["name"] for mount in mounts} <= volumes
+        assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
+
+
+def test_the_router_and_all_workers_see_the_model(rendered, tmp_path):
+    path = rendered.config(tmp_path).model.path
+    if not path.startswith("/"):
+        return
+    for group in rendered.groups.values():
+        item = container(group["template"], "ray-worker")
+        (mount,) = [mount for mount in item["volumeMounts"] if mount["name"] == "model"]
+        assert path.startswith(mount["mountPath"] + "/")
+        assert mount["readOnly"] is True
+
+
+def test_shared_memory_is_memory_with_a_limit(rendered):
+    for template in rendered.templates.values():
+        (volume,) = [item for item in template["spec"]["volumes"] if item["name"] == "shared-mem"]
+        assert volume["emptyDir"]["medium"] == "Memory"
+        assert volume["emptyDir"]["sizeLimit"]
+
+
+def test_every_container_of_ray_has_the_token_from_a_secret(rendered):
+    spec = rendered.cluster["spec"]
+    assert spec["authOptions"]["mode"] == "token"
+    # KubeRay names the Secret that it makes like the cluster.
+    secret = spec["authOptions"].get("secretName", rendered.name)
+    everyone = [item for template in rendered.templates.values() for item in template["spec"]["containers"]]
+    if spec["enableInTreeAutoscaling"]:
+        everyone.append(spec["autoscalerOptions"])
+    for item in everyone:
+        variables = environment(item)
+        assert variables["RAY_AUTH_MODE"]["value"] == "token"
+        assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": secret, "key": "auth_token"}
+        assert "value" not in variables["RAY_AUTH_TOKEN"]
+
+
+def test_nothing_runs_as_root_or_can_become_it(rendered):
+    for spec, item in containers(rendered):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert item["securityContext"]["allowPrivilegeEscalation"] is False
+        assert item["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert not item["securityContext"].get("privileged", False)
+
+
+def test_only_the_autoscaler_gets_an_api_token(rendered):
+    account = rendered.one("ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    for group, template in rendered.templates.items():
+        spec = template["spec"]
+        assert spec["serviceAccountName"] == account["metadata"]["name"]
+        wanted = group == "headgroup" and rendered.cluster["spec"]["enableInTreeAutoscaling"]
+        assert spec["automountServiceAccountToken"] is wanted
+
+
+def test_pods_keep_the_labels_that_kuberay_selects_by(rendered):
+    for template in rendered.templates.values():
+        labels = template["metadata"]["labels"]
+        assert not labels.keys() & {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
+        assert not [key for key in labels if key.startswith("ray.io/")]
+
+
+def test_policies_let_the_pods_talk_and_clients_call(rendered, tmp_path):
+    inside = rendered.named("NetworkPolicy", rendered.name)["spec"]
+    assert rendered.selected(inside["podSelector"]["matchLabels"]) == set(rendered.templates)
+    first = inside["ingress"][0]
+    assert "ports" not in first
+    assert rendered.selected(first["from"][0]["podSelector"]["matchLabels"]) == set(rendered.templates)
+    grpc = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")["spec"]
+    assert rendered.selected(grpc["podSelector"]["matchLabels"]) == {"router"}
+    assert grpc["ingress"][0]["ports"] == [{"port": rendered.config(tmp_path).router.grpc_port, "protocol": "TCP"}]
+    for policy in rendered.all("NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_budgets_leave_room_to_drain_a_node(rendered):
+    for budget in rendered.all("PodDisruptionBudget"):
+        (group,) = rendered.selected(budget["spec"]["selector"]["matchLabels"])
+        replicas = 1 if group == "headgroup" else rendered.groups[group]["replicas"]
+        minimum = budget["spec"]["minAvailable"]
+        assert isinstance(minimum, int)  # the only form that counts for pods of a custom resource
+        assert "maxUnavailable" not in budget["spec"]
+        assert minimum == (1 if group in ("headgroup", "router") else replicas - 1) > 0
+
+
+def test_the_test_pod_calls_the_service(rendered):
+    pod = rendered.one("Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    command = pod["spec"]["containers"][0]["command"]
+    port = rendered.named("Service", rendered.name)["spec"]["ports"][0]["port"]
+    assert command[command.index("--target") + 1] == f"{rendered.name}:{port}"
+    # Where the policy names who may call, it is among them.
+    (rule,) = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")["spec"]["ingress"]
+    peers = [peer.get("podSelector", {}).get("matchLabels") for peer in rule.get("from", [])]
+    assert not peers or any(labels and labels.items() <= pod["metadata"]["labels"].items() for labels in peers)

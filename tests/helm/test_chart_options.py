@@ -1,0 +1,240 @@
+"""What single values of the chart do."""
+
+from pathlib import Path
+
+import pytest
+from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, environment
+
+EXAMPLE = {path.stem: path for path in EXAMPLES}
+
+
+@pytest.fixture
+def pair(render) -> Rendered:
+    """Two prefill and four decode workers with a GPU each, over RDMA."""
+    return render(EXAMPLE["gpu-rdma"])
+
+
+def worker(rendered: Rendered, group: str) -> dict:
+    return container(rendered.templates[group], "ray-worker")
+
+
+def test_the_pair_over_rdma(pair, tmp_path):
+    config = pair.config(tmp_path)
+    assert (config.prefill.replicas, config.decode.replicas, config.colocated.replicas) == (2, 4, 0)
+    for group in ("prefill", "decode"):
+        item = worker(pair, group)
+        limits = item["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == limits["rdma/hca_shared_devices_a"] == "1"
+        assert environment(item)["NCCL_IB_HCA"]["value"] == "mlx5"
+        assert item["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert pair.templates[group]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+        assert "hostNetwork" not in pair.templates[group]["spec"]
+    for group in ("router", "headgroup"):
+        item = pair.templates[group]["spec"]["containers"][0]
+        assert item["resources"]["limits"].keys() == {"cpu", "memory"}
+        assert "NCCL_IB_HCA" not in environment(item)
+        assert "add" not in item["securityContext"]["capabilities"]
+
+
+def test_engine_options_of_a_role_win_over_everyones(pair, tmp_path):
+    options = {item.name: item.engine for item in pair.config(tmp_path).worker_configs()}
+    assert options["prefill-1"].max_batch_tokens == 8192
+    assert options["decode-3"].max_batch_tokens == 512
+    assert options["prefill-0"].kv_memory_bytes == 16 * 2**30
+    assert options["decode-0"].kv_memory_bytes == 40 * 2**30
+    assert all(item.block_size == 32 and item.threads == 8 for item in options.values())
+
+
+def test_a_pod_monitor_finds_every_pod(pair):
+    spec = pair.one("PodMonitor")["spec"]
+    assert pair.selected(spec["selector"]["matchLabels"]) == set(pair.templates)
+    (endpoint,) = spec["podMetricsEndpoints"]
+    for template in pair.templates.values():
+        ports = template["spec"]["containers"][0]["ports"]
+        assert [port["containerPort"] for port in ports if port["name"] == endpoint["port"]] == [8080]
+
+
+def test_colocated_workers_alone(render, tmp_path):
+    rendered = render(EXAMPLE["colocated"])
+    config = rendered.config(tmp_path)
+    assert set(rendered.groups) == {"router", "colocated"}
+    assert [item.name for item in config.worker_configs()] == ["colocated-0", "colocated-1"]
+
+
+def test_host_network_is_for_those_who_hand_over(render):
+    rendered = render(EXAMPLE["host-network"])
+    for group, template in rendered.templates.items():
+        spec = template["spec"]
+        assert spec.get("hostNetwork", False) is (group in ("prefill", "decode"))
+        if "hostNetwork" in spec:
+            assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+            assert not [name for name in spec["containers"][0]["resources"]["limits"] if name.startswith("rdma/")]
+    peers = rendered.named("NetworkPolicy", "relay")["spec"]["ingress"][0]["from"]
+    assert {"ipBlock": {"cidr": "10.0.0.0/16"}} in peers
+
+
+@pytest.mark.parametrize("port", [1024, 50052, 65535])
+def test_one_port_for_the_router_its_probe_its_service_and_its_policy(render, tmp_path, port):
+    rendered = render(router={"grpcPort": port})
+    assert rendered.config(tmp_path).router.grpc_port == port
+    assert worker(rendered, "router")["readinessProbe"]["grpc"]["port"] == port
+    assert rendered.one("Service")["spec"]["ports"][0]["port"] == port
+    policy = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")
+    assert policy["spec"]["ingress"][0]["ports"][0]["port"] == port
+
+
+@pytest.mark.parametrize(
+    ("cpu", "whole"), [("500m", 1), ("1500m", 1), ("2", 2), ("2.9", 2), (4, 4), (0.5, 1), ("16000m", 16)]
+)
+def test_whole_cpus_are_rays_and_the_forward_passs(render, tmp_path, cpu, whole):
+    rendered = render(prefill={"resources": {"cpu": cpu}})
+    assert rendered.groups["prefill"]["rayStartParams"]["num-cpus"] == str(whole)
+    assert worker(rendered, "prefill")["resources"]["limits"]["cpu"] == str(cpu)
+    (prefill, _) = rendered.config(tmp_path).worker_configs()
+    assert prefill.engine.threads == whole
+
+
+def test_threads_can_be_chosen(render, tmp_path):
+    (prefill, decode) = render(prefill={"threads": 1}).config(tmp_path).worker_configs()
+    assert (prefill.engine.threads, decode.engine.threads) == (1, 2)
+
+
+def test_every_section_of_the_configuration_can_be_given(render, tmp_path):
+    config = render(
+        model={"path": "pico-draft", "dtype": "float32"},
+        engine={"block_size": 32, "prefix_cache": False},
+        transfer={"checksum": False, "lease_seconds": 2.5},
+        heartbeat={"suspect_seconds": 2, "dead_seconds": 5},
+        router={"options": {"max_requests": 7}},
+        ray={"namespace": "blue"},
+    ).config(tmp_path)
+    assert (config.model.path, config.model.dtype) == ("pico-draft", "float32")
+    assert (config.engine.block_size, config.engine.prefix_cache) == (32, False)
+    assert (config.transfer.checksum, config.transfer.lease_seconds) == (False, 2.5)
+    assert (config.heartbeat.suspect_seconds, config.heartbeat.dead_seconds) == (2, 5)
+    assert (config.router.max_requests, config.ray.namespace) == (7, "blue")
+
+
+def test_a_path_that_looks_like_something_else_stays_a_path(render, tmp_path):
+    for path in ("1e3", "yes", "a: b", "# c", "'q'", '"'):
+        assert render(model={"path": path}).config(tmp_path).model.path == path
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"persistentVolumeClaim": {"claimName": "models"}},
+        {"hostPath": {"path": "/mnt/models"}},
+        {"emptyDir": {"sizeLimit": "40Gi"}},
+    ],
+)
+def test_the_model_volume_is_where_the_model_is_read(render, source):
+    fill = {"name": "fill", "image": "busybox", "volumeMounts": [{"name": "model", "mountPath": "/models"}]}
+    rendered = render(
+        model={"path": "/models/a", "volume": {"source": source}},
+        decode={"extraInitContainers": [fill]},
+    )
+    for group in ("router", "prefill", "decode"):
+        spec = rendered.templates[group]["spec"]
+        (volume,) = [item for item in spec["volumes"] if item["name"] == "model"]
+        assert {**volume, "name": "model"} == {"name": "model", **source}
+        assert {"name": "model", "mountPath": "/models", "readOnly": True} in spec["containers"][0]["volumeMounts"]
+    assert rendered.templates["decode"]["spec"]["initContainers"] == [fill]
+    assert "model" not in [item["name"] for item in rendered.head["spec"]["volumes"]]
+
+
+def test_images(render):
+    rendered = render(
+        image={"repository": "registry.example.com/kvrelay", "tag": "1", "pullPolicy": "Always"},
+        decode={"image": {"digest": "sha256:" + "a" * 64}},
+    )
+    assert worker(rendered, "prefill")["image"] == "registry.example.com/kvrelay:1"
+    assert worker(rendered, "decode")["image"] == "registry.example.com/kvrelay@sha256:" + "a" * 64
+    assert {item["imagePullPolicy"] for _, item in containers(rendered)} == {"Always"}
+
+
+def test_an_existing_secret_is_used_by_everyone(render):
+    rendered = render(auth={"existingSecret": "mine"})
+    assert rendered.cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "mine"}
+    for template in rendered.templates.values():
+        for item in template["spec"]["containers"]:
+            assert environment(item)["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+
+
+def test_authentication_can_be_switched_off(render):
+    rendered = render(auth={"enabled": False})
+    assert "authOptions" not in rendered.cluster["spec"]
+    for template in rendered.templates.values():
+        for item in template["spec"]["containers"]:
+            assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & environment(item).keys()
+            assert item.get("env") != []
+
+
+def test_autoscaling_bounds(render):
+    rendered = render(autoscaling={"enabled": True}, decode={"replicas": 2, "minReplicas": 0, "maxReplicas": 5})
+    group = rendered.groups["decode"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (0, 2, 5)
+    assert rendered.cluster["spec"]["enableInTreeAutoscaling"] is True
+    fixed = render(decode={"replicas": 2, "minReplicas": 0, "maxReplicas": 5}).groups["decode"]
+    assert (fixed["minReplicas"], fixed["maxReplicas"]) == (2, 2)
+
+
+def test_a_new_configuration_is_a_new_pod_template_and_nothing_else_is(render):
+    def checksum(**values: object) -> str:
+        return render(**values).head["metadata"]["annotations"]["checksum/config"]
+
+    assert checksum() == checksum(decode={"podAnnotations": {"a": "b"}})
+    assert len({checksum(), checksum(engine={"block_size": 32}), checksum(decode={"replicas": 2})}) == 3
+
+
+def test_policies_name_who_may_come_in(render):
+    peer = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
+    rendered = render(networkPolicy={"grpcFrom": [peer], "metricsFrom": [peer], "dashboardFrom": [peer]})
+    name = rendered.name
+    grpc = rendered.named("NetworkPolicy", f"{name}-grpc")["spec"]["ingress"][0]
+    assert peer in grpc["from"]
+    assert {"from": [peer], "ports": [{"port": 8080, "protocol": "TCP"}]} in rendered.named("NetworkPolicy", name)[
+        "spec"
+    ]["ingress"]
+    dashboard = rendered.named("NetworkPolicy", f"{name}-dashboard")["spec"]
+    assert rendered.selected(dashboard["podSelector"]["matchLabels"]) == {"headgroup"}
+    assert dashboard["ingress"] == [{"from": [peer], "ports": [{"port": 8265, "protocol": "TCP"}]}]
+
+
+def test_what_is_off_is_not_there(render):
+    rendered = render(
+        networkPolicy={"enabled": False},
+        podDisruptionBudget={"enabled": False},
+        serviceAccount={"create": False},
+        decode={"replicas": 3},
+    )
+    assert {item["kind"] for item in rendered.objects} == {"ConfigMap", "RayCluster", "Service", "Pod"}
+    assert rendered.head["spec"]["serviceAccountName"] == "default"
+
+
+def test_names_fit_what_kuberay_derives_from_them(render):
+    rendered = render(release="a" * 53)
+    assert len(rendered.name) <= 40
+    assert len(f"{rendered.name}-colocated") <= 50  # KubeRay cuts a pod's name there
+    assert len(f"{rendered.name}-head-svc") <= 50
+
+
+def test_the_notes_say_how_to_reach_it(helm, tmp_path):
+    """helm prints notes only when it installs, so here they are rendered as a template."""
+    chart = tmp_path / "chart"
+    for source in CHART.rglob("*"):
+        if source.is_file():
+            target = chart / source.relative_to(CHART)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+    text = (CHART / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "notes.yaml").write_text(
+        '{{ define "notes" }}' + text + '{{ end }}\nnotes: {{ include "notes" . | quote }}\n'
+    )
+    for example in (None, *EXAMPLES):
+        options: list[str | Path] = [] if example is None else ["--values", example]
+        notes = helm("template", "demo", chart, "--show-only", "templates/notes.yaml", *options).stdout
+        name = "relay" if example is EXAMPLE["host-network"] else "demo-kvrelay"
+        assert f"ray.io/cluster={name},ray.io/group=router" in notes
+        assert f"service/{name}-head-svc 8265" in notes
+        assert ("network: their ports are open" in notes) is (example is EXAMPLE["host-network"])

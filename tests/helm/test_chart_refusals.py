@@ -1,0 +1,160 @@
+"""Values that the chart refuses, and that it says which; and that its schema knows kvrelay's options."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from chart_rendering import CHART
+
+from kvrelay.cluster.config import schema
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} of "a.b"."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("prefill.replicas", -1),
+        ("decode.replicas", 1.5),
+        ("decode.replicas", "two"),
+        ("colocated.replicas", 1025),
+        ("decode.gpus", -1),
+        ("decode.threads", 1025),
+        ("router.grpcPort", 0),
+        ("router.grpcPort", 65536),
+        ("router.grpcPort", "50051"),
+        ("router.options.max_requests", 0),
+        ("model.path", ""),
+        ("model.dtype", "int8"),
+        ("model.volume.mountPath", "models"),
+        ("model.volume.source.hostPath.path", "relative"),
+        ("engine.block_size", 24),
+        ("engine.kv_memory_bytes", 0),
+        ("transfer.transport", "carrier-pigeon"),
+        ("transfer.chunk_bytes", 1),
+        ("heartbeat.dead_seconds", 0.1),
+        ("image.pullPolicy", "Sometimes"),
+        ("image.digest", "sha256:12"),
+        ("prefill.resources.memory", "lots"),
+        ("prefill.resources.cpu", "0"),
+        ("ray.version", "2.52.0"),
+        ("ray.upgradeStrategy", "Rolling"),
+        ("rdma.count", 0),
+        ("service.type", "ExternalName"),
+        ("service.nodePort", 80),
+        ("networkPolicy.nodeCidrs.0", "10.0.0.0"),
+        ("terminationGracePeriodSeconds", -1),
+        ("fullnameOverride", "x" * 41),
+    ],
+)
+def test_a_value_out_of_range_is_named(refusal, path, value):
+    values = nested(path.removesuffix(".0"), [value]) if path.endswith(".0") else nested(path, value)
+    assert path in refusal(**values)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "replicas",
+        "prefill.replica",
+        "router.replicas",
+        "router.options.grpc_port",
+        "engine.threads",
+        "decode.engine.block_sizes",
+        "transfer.checksums",
+        "model.volume.pvc",
+        "ray.address",
+        "service.ports",
+        "securityContexts",
+    ],
+)
+def test_an_unknown_key_is_named(refusal, path):
+    section, _, key = path.rpartition(".")
+    said = refusal(**nested(path, 1))
+    assert f"Additional property {key} is not allowed" in said
+    assert section in said
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"prefill": {"replicas": 0}}, "prefill.replicas is 0"),
+        ({"decode": {"replicas": 0}}, "decode.replicas is 0"),
+        ({"router": {"grpcPort": 8080}}, "router.grpcPort is 8080"),
+        ({"router": {"grpcPort": 10002}}, "router.grpcPort is 10002"),
+        ({"router": {"grpcPort": 19999}}, "router.grpcPort is 19999"),
+        ({"router": {"grpcPort": 52365}}, "router.grpcPort is 52365"),
+        ({"model": {"path": "/models/a"}}, "model.volume.source is empty"),
+        ({"model": {"path": "/models"}}, "model.volume.source is empty"),
+        ({"rdma": {"enabled": True, "hostNetwork": True}}, "networkPolicy.nodeCidrs is empty"),
+        ({"autoscaling": {"enabled": True}, "decode": {"maxReplicas": 0}}, "decode.maxReplicas is 0"),
+        ({"autoscaling": {"enabled": True}, "decode": {"minReplicas": 2}}, "decode.minReplicas is 2"),
+        ({"fullnameOverride": "Relay"}, '"Relay"'),
+        ({"fullnameOverride": "1relay"}, '"1relay"'),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(refusal, values, named):
+    assert named in refusal(**values)
+
+
+def test_a_release_whose_name_kuberay_would_refuse_is_refused(refusal):
+    assert '"9-kvrelay"' in refusal(release="9")
+
+
+def test_an_old_kubernetes_is_refused(helm):
+    done = helm("template", "demo", CHART, "--kube-version", "1.26.15", check=False)
+    assert done.returncode != 0
+    assert "1.27.0" in done.stderr
+    helm("template", "demo", CHART, "--kube-version", "1.27.0")
+    helm("template", "demo", CHART, "--kube-version", "v1.29.4-gke.1043004")
+
+
+@pytest.mark.parametrize("key", ["ray.io/group", "app.kubernetes.io/name"])
+def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
+    assert "podLabels" in refusal(decode={"podLabels": {key: "mine"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "node", "elsewhere"),
+    [
+        ("EngineConfig", "engine", {"threads"}),
+        ("TransferConfig", "transfer", set()),
+        ("HeartbeatSection", "heartbeat", set()),
+        ("RouterSection", "router.options", {"host", "grpc_port", "cpus", "resources"}),
+    ],
+)
+def test_the_schema_has_exactly_the_options_of_the_configuration(section, node, elsewhere):
+    there = schema()["$defs"][section]["properties"].keys() - elsewhere
+    here = SCHEMA
+    for key in node.split("."):
+        here = here["properties"][key]
+    assert here["properties"].keys() == there
+
+
+def test_a_roles_engine_has_the_options_of_everyones():
+    assert SCHEMA["definitions"]["role"]["properties"]["engine"] == SCHEMA["properties"]["engine"]
+
+
+def test_the_schema_is_strict_and_every_value_is_in_it():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values.keys() <= SCHEMA["properties"].keys()
+    free = {"affinity", "csi", "global", "image", "items", "podSecurityContext", "securityContext", "valueFrom"}
+
+    def check(node: dict[str, Any], name: str) -> None:
+        if node.get("type") == "object":
+            assert "additionalProperties" in node or name in free, name
+        for key in ("properties", "definitions"):
+            for child_name, child in node.get(key, {}).items():
+                check(child, child_name)
+        if isinstance(node.get("items"), dict):
+            check(node["items"], "items")
+
+    check(SCHEMA, "")

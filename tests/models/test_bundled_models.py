@@ -1,0 +1,190 @@
+"""What the bundled models promise: they load, they are small, they write Python, and their cards tell the truth."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvrelay import models
+from kvrelay.models import llama, train
+
+PARAMETERS = {"pico": (5_000_000, 8_000_000), "pico-draft": (800_000, 1_300_000)}
+NAMES = sorted(PARAMETERS)
+PROMPT = "def __init__(self,"
+
+
+def folder(name: str) -> Path:
+    path = models.bundled(name)
+    assert path is not None
+    return path
+
+
+def read_json(name: str, file: str) -> dict[str, Any]:
+    value = json.loads((folder(name) / file).read_text())
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    return request.param, AutoModelForCausalLM.from_pretrained(folder(request.param), dtype="auto")
+
+
+def greedy(model: Any, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_tokens, pad_token_id=1
+    )
+    text = tokenizer.decode(out[0, ids.shape[1] :].tolist())
+    assert isinstance(text, str)
+    return text
+
+
+def test_transformers_loads_it_whole_in_bfloat16(loaded: tuple[str, Any]) -> None:
+    name, model = loaded
+    low, high = PARAMETERS[name]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert low <= model.num_parameters() <= high
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_is_small_and_holds_just_the_named_tensors(name: str) -> None:
+    file = folder(name) / "model.safetensors"
+    assert file.stat().st_size <= 16 * 2**20
+    with safe_open(file, framework="pt") as tensors:
+        stored = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a mapping)
+    assert set(stored) == set(llama.Llama(llama.SHAPES[name]).state_dict())
+    assert set(stored.values()) == {"BF16"}
+    assert read_json(name, "config.json") == llama.SHAPES[name].config()
+
+
+def test_the_trained_forward_is_that_of_transformers(loaded: tuple[str, Any]) -> None:
+    name, _ = loaded
+    reference = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32).eval()
+    own = llama.Llama(llama.SHAPES[name])
+    own.load_state_dict(reference.state_dict(), strict=False)
+    ids = torch.randint(0, llama.VOCAB, (2, 70), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(own(ids), reference(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_both_models_share_one_tokenizer() -> None:
+    assert (folder("pico") / "tokenizer.json").read_bytes() == (folder("pico-draft") / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(folder("pico"))
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 0)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 1)
+    assert len(tokenizer) == 4096
+    assert tokenizer(PROMPT).input_ids == Tokenizer.from_file(str(folder("pico") / "tokenizer.json")).encode(PROMPT).ids
+
+
+TOKENIZER = Tokenizer.from_file(str(folder("pico") / "tokenizer.json"))
+
+
+@given(st.text())
+def test_any_text_comes_back_from_its_tokens(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\t\r\n  \n", "naïve — 漢字 🙂‍↔️ \u202e\x00", "    def f(x) -> None: ...\n", "a</s>b<s>"]
+)
+def test_awkward_text_comes_back_from_its_tokens(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_pico_goes_on_like_python() -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder("pico"), dtype=torch.float32)
+    text = PROMPT + greedy(model, TOKENIZER, PROMPT, 40)
+    assert "self." in text
+    signature, colon, body = text.partition("):\n")
+    assert colon, f"the signature never ends: {text!r}"
+    whole_lines = body.splitlines()[:-1]
+    assert whole_lines, f"no line of the body is whole: {text!r}"
+    # The signature is Python with an empty body, and so is the first statement after it.
+    ast.parse(signature + "): pass")
+    ast.parse(signature + "):\n" + whole_lines[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_quotes_the_training_record(name: str) -> None:
+    record, card = read_json(name, "training.json"), (folder(name) / "README.md").read_text()
+    bits = record["held_out_bits_per_byte"]
+    assert f"**{bits['512']}** in windows of 512 tokens" in card
+    assert f"**{bits['4096']}** in windows of 4,096" in card
+    assert f"{record['steps']:,} steps, {record['tokens']:,} tokens" in card
+    assert f"{record['minutes']} minutes" in card
+    assert "PSF License" in card
+    assert "$" not in card
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
+    """On the small held-out files of this interpreter's library; another Python version has other files."""
+    files = {path: text for path, text in train.library_files().items() if train.is_held_out(path)}
+    texts, n_bytes = [], 0
+    for path in sorted(files, key=lambda path: len(files[path])):
+        texts.append(files[path])
+        n_bytes += len(files[path].encode())
+        if n_bytes > 60_000:
+            break
+    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    own = llama.Llama(llama.SHAPES[name])
+    own.load_state_dict(model.state_dict(), strict=False)
+    measured = train.bits_per_byte(own, train.token_stream(TOKENIZER, texts), train.LENGTH, n_bytes)
+    assert measured == pytest.approx(read_json(name, "training.json")["held_out_bits_per_byte"]["512"], rel=0.25)
+
+
+def test_resolve_takes_a_name_or_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert set(NAMES) <= set(models.names())
+    assert models.resolve("pico") == models.bundled("pico") == folder("pico")
+    assert models.resolve(str(tmp_path)) == tmp_path
+    assert models.bundled("nothing") is None
+
+
+@pytest.mark.parametrize("value", ["", "pico-huge", "/nowhere/at/all", "../pico"])
+def test_resolve_names_the_value_and_what_is_allowed(value: str) -> None:
+    with pytest.raises(ValueError, match="pico, pico-draft") as error:
+        models.resolve(value)
+    assert repr(value) in str(error.value)
+
+
+def test_resolve_refuses_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json"):
+        models.resolve(str(tmp_path))
+
+
+def test_names_need_no_torch() -> None:
+    code = "import sys; from kvrelay import models; models.resolve('pico'); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
+    shape = llama.Shape(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, peak_lr=1e-3, head_dim=16)
+    corpus = train.Corpus(TOKENIZER, ["def f(x):\n    return x\n" * 400], seed=0)
+    budget = train.Budget(minutes=1.0, steps=6)
+
+    whole = train.Training(shape, 0, tmp_path / "whole.pt")
+    list(whole.run(corpus, budget))
+
+    first = train.Training(shape, 0, tmp_path / "cut.pt")
+    for step in range(3):
+        first.step(corpus.batch(step), budget.progress(step, 0.0))
+    first.save()
+    second = train.Training(shape, 1, tmp_path / "cut.pt")
+    assert second.spent.steps == 3
+    list(second.run(corpus, budget))
+
+    for name, weight in whole.model.state_dict().items():
+        torch.testing.assert_close(second.model.state_dict()[name], weight, atol=0.0, rtol=0.0)

@@ -1,0 +1,356 @@
+"""A scripted worker and supervisor: real gRPC servers in the test's own event loop."""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_COLOCATED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    AttendRequest,
+    AttendResponse,
+    Member,
+    MemberState,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import (
+    SupervisorServiceServicer,
+    add_SupervisorServiceServicer_to_server,
+)
+from kvrelay.internal.v1.worker_pb2 import (
+    FINISH_LENGTH,
+    FINISH_UNSPECIFIED,
+    DecodeReport,
+    Failure,
+    Finish,
+    ModelInfo,
+    PrefillReport,
+    RelayRequest,
+    RelayResponse,
+    RequestEvent,
+    Submit,
+    TransferReport,
+    WorkerHello,
+)
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.records import RequestRecord
+from kvrelay.router.server import RouterServer
+from kvrelay.rpc.options import server_options
+
+EOS = "</s>"
+CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant:"
+ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
+WAIT_SECONDS = 5.0
+
+
+def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
+    """A tiny byte-level BPE; ids 0 and 1 are special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<s>", EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def model_folder(folder: Path) -> Path:
+    """A checkpoint's folder, as far as a router reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
+    """Waits until `condition()` is true and returns what it returned."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not (value := condition()):
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        await asyncio.sleep(0.005)
+    return value
+
+
+@dataclass
+class Job:
+    """One submitted part of a request, as a script sees it."""
+
+    worker: "FakeWorker"
+    submit: Submit
+    stream: "asyncio.Queue[RelayResponse | None]"
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def base(self) -> int:
+        """Index of the first token that this attempt is to yield."""
+        return len(self.submit.token_ids) - self.submit.prompt_tokens
+
+    def send(
+        self, index: int = 0, tokens: tuple[int, ...] = (), finish: Finish = FINISH_UNSPECIFIED, **more: Any
+    ) -> None:
+        event = RequestEvent(
+            request_id=self.submit.request_id,
+            attempt=self.submit.attempt,
+            first_index=index,
+            token_ids=tokens,
+            finish=finish,
+            **more,
+        )
+        self.stream.put_nowait(RelayResponse(events=[event]))
+
+    def fail(self, code: Failure.Code, message: str = "scripted") -> None:
+        self.send(failure=Failure(code=code, message=message))
+
+
+Script = Callable[[Job], Awaitable[None]]
+
+
+def prefill_of(tokens: Callable[[int], int]) -> Script:
+    """The prefill role: the token at `base`, then the report of the hand-off."""
+
+    async def script(job: Job) -> None:
+        last = job.base + 1 == job.submit.sampling.max_tokens
+        job.send(
+            job.base,
+            (tokens(job.base),),
+            FINISH_LENGTH if last else FINISH_UNSPECIFIED,
+            prefill=PrefillReport(queue_seconds=0.001, prefill_seconds=0.002, cached_tokens=1),
+        )
+        if job.submit.HasField("peer"):
+            job.send(transfer=TransferReport(transfer_seconds=0.003, handoff_seconds=0.001, transfer_bytes=640))
+
+    return script
+
+
+def decode_of(tokens: Callable[[int], int], pause: float = 0.0) -> Script:
+    """The decode role: the tokens from `base + 1` to max_tokens, one message each."""
+
+    async def script(job: Job) -> None:
+        end = job.submit.sampling.max_tokens
+        for index in range(job.base + 1, end):
+            report = {"decode": DecodeReport(queue_seconds=0.004)} if index == job.base + 1 else {}
+            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED, **report)
+            await asyncio.sleep(pause)
+
+    return script
+
+
+def colocated_of(tokens: Callable[[int], int]) -> Script:
+    """The co-located role: everything."""
+
+    async def script(job: Job) -> None:
+        end = job.submit.sampling.max_tokens
+        for index in range(job.base, end):
+            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED)
+
+    return script
+
+
+async def silent(job: Job) -> None:
+    """Takes a request and says nothing."""
+
+
+class FakeWorker(WorkerServiceServicer):
+    """Speaks the relay; a script, one task per submitted part, says what it answers."""
+
+    def __init__(self, name: str, role: str, script: Script, **model: Any) -> None:
+        self.name = name
+        self.role = role
+        self.script = script
+        self.incarnation = uuid.uuid4().hex
+        self.model = ModelInfo(
+            **{
+                "name": "fake",
+                "architecture": "FakeForCausalLM",
+                "vocab_size": 400,
+                "max_context": 64,
+                "eos_token_ids": [1],
+                "dtype": "float32",
+                "fingerprint": "f" * 64,
+                **model,
+            }
+        )
+        self.jobs: list[Job] = []
+        self.streams = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server(options=server_options())
+        add_WorkerServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        """As if the process died: every stream breaks."""
+        for task in self._tasks:
+            task.cancel()
+        await self.server.stop(None)
+
+    def member(self, state: MemberState = MEMBER_STATE_READY) -> Member:
+        return Member(
+            name=self.name,
+            role=ROLES[self.role],
+            incarnation=self.incarnation,
+            address=f"127.0.0.1:{self.port}",
+            state=state,
+        )
+
+    async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:
+        first = await anext(request_iterator)
+        if first.hello.worker_incarnation != self.incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+        self.streams += 1
+        stream: asyncio.Queue[RelayResponse | None] = asyncio.Queue()
+        stream.put_nowait(
+            RelayResponse(hello=WorkerHello(name=self.name, incarnation=self.incarnation, model=self.model))
+        )
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while (message := await stream.get()) is not None:
+                await context.write(message)
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[RelayRequest], stream: "asyncio.Queue[RelayResponse | None]") -> None:
+        async for request in requests:
+            if request.HasField("submit"):
+                job = Job(self, request.submit, stream)
+                self.jobs.append(job)
+                self._tasks.append(asyncio.create_task(self.script(job)))
+            elif request.HasField("cancel"):
+                for job in self.jobs:
+                    if (job.submit.request_id, job.submit.attempt) == (
+                        request.cancel.request_id,
+                        request.cancel.attempt,
+                    ):
+                        job.cancelled.set()
+        stream.put_nowait(None)
+
+
+class FakeSupervisor(SupervisorServiceServicer):
+    """Tells every attendant the same membership."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self.heard: dict[str, Member] = {}
+        self.fenced = False
+        self._version = 0
+        self._changed = asyncio.Event()
+
+    async def start(self, port: int = 0) -> None:
+        self.server = grpc.aio.server(options=server_options())
+        add_SupervisorServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.stop(None)
+
+    def tell(self, *members: Member) -> None:
+        self.members = list(members)
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Attend(self, request_iterator: AsyncIterator[AttendRequest], context: Any) -> None:
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            while True:
+                changed = self._changed
+                await context.write(AttendResponse(version=self._version, members=self.members, fenced=self.fenced))
+                await changed.wait()
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[AttendRequest]) -> None:
+        async for request in requests:
+            self.heard[request.member.name] = request.member
+
+
+@dataclass
+class FakeCluster:
+    """A real router over fake workers."""
+
+    router: RouterServer
+    supervisor: FakeSupervisor
+    workers: dict[str, FakeWorker]
+    records: list[RequestRecord]
+
+    def tell(self, **states: MemberState) -> None:
+        """Announces every worker as ready, or in the state given by name (`_` for `-`)."""
+        named = {name.replace("_", "-"): state for name, state in states.items()}
+        self.supervisor.tell(*(w.member(named.get(w.name, MEMBER_STATE_READY)) for w in self.workers.values()))
+
+    async def ready(self, *names: str) -> None:
+        """Waits until the router would place requests on exactly these workers."""
+
+        def ready() -> bool:
+            return {view.key.name for view in self.router.pool.view() if view.ready} == set(names)
+
+        await until(ready, f"ready workers {names}")
+
+    async def job(self, worker: str, at: int = 0) -> Job:
+        """The worker's `at`-th part, once it has come."""
+        jobs = self.workers[worker].jobs
+        await until(lambda: len(jobs) > at, f"{worker} got part {at}")
+        return jobs[at]
+
+
+@contextlib.asynccontextmanager
+async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> AsyncIterator[FakeCluster]:
+    """A router that has reached all of the workers."""
+    supervisor = FakeSupervisor()
+    await supervisor.start()
+    records: list[RequestRecord] = []
+    options = {"model": str(model_folder(folder)), "grpc_port": 0, "supervisor": f"127.0.0.1:{supervisor.port}"}
+    router = RouterServer(RouterConfig(**{**options, **config}), records.append)
+    for worker in workers:
+        await worker.start()
+    await router.start()
+    cluster = FakeCluster(router, supervisor, {worker.name: worker for worker in workers}, records)
+    try:
+        cluster.tell()
+        await cluster.ready(*cluster.workers)
+        yield cluster
+    finally:
+        await router.stop(0.0)
+        for worker in workers:
+            await worker.stop()
+        await supervisor.stop()
+
+
+def pair(tokens: Callable[[int], int], pause: float = 0.0) -> tuple[FakeWorker, FakeWorker]:
+    """A prefill and a decode worker that give the token `tokens(index)` at each index."""
+    return (
+        FakeWorker("prefill-0", "prefill", prefill_of(tokens)),
+        FakeWorker("decode-0", "decode", decode_of(tokens, pause)),
+    )
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Runs an asynchronous test; leaves no task behind."""
+
+    async def main() -> None:
+        await asyncio.wait_for(test(), 60)
+        current = asyncio.current_task()
+        left: Iterator[asyncio.Task[Any]] = (task for task in asyncio.all_tasks() if task is not current)
+        names = [task.get_name() for task in left if not task.get_name().startswith("Task-")]
+        assert names == [], f"tasks left behind: {names}"
+
+    asyncio.run(main())

@@ -1,0 +1,96 @@
+"""The engine thread: commands between steps, errors to whom they belong, an end that is an end."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from kvrelay.engine.progress import Progress
+from kvrelay.worker.engine_thread import EngineThread
+
+
+class ScriptedEngine:
+    """Has `work` steps to do; each reports the thread it ran on."""
+
+    def __init__(self, work: int = 0, error: Exception | None = None) -> None:
+        self.work = work
+        self.error = error
+        self.steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.work > 0
+
+    def step(self) -> list[object]:
+        if self.error is not None:
+            raise self.error
+        self.work -= 1
+        self.steps += 1
+        return [threading.current_thread()]
+
+
+@pytest.fixture
+def started() -> Iterator["Started"]:
+    started = Started()
+    yield started
+    assert started.thread.stop(5)
+
+
+class Started:
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine()
+        self.steps: SimpleQueue[object] = SimpleQueue()
+        self.failures: SimpleQueue[BaseException] = SimpleQueue()
+        self.thread = EngineThread(self.engine, self.steps.put, self.failures.put)  # type: ignore[arg-type]  # scripted
+        self.thread.start()
+
+
+def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> None:
+    def give_work() -> None:
+        started.engine.work = 3
+
+    started.thread.post(give_work)
+    reported = [started.steps.get(timeout=5)[0] for _ in range(3)]  # type: ignore[index]  # lists of one thread
+    assert {thread.name for thread in reported} == {"engine"}
+
+
+def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:
+    def fail() -> None:
+        raise KeyError("the caller's mistake")
+
+    async def main() -> None:
+        assert await started.thread.call(threading.current_thread) is not threading.current_thread()
+        with pytest.raises(KeyError, match="the caller's mistake"):
+            await started.thread.call(fail)
+        assert await started.thread.call(lambda: 42) == 42
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert started.failures.empty()
+
+
+def test_a_caller_that_gave_up_does_not_hurt(started: Started) -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        abandoned = asyncio.create_task(started.thread.call(lambda: release.wait(5)))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        release.set()
+        assert await started.thread.call(lambda: "next") == "next"
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_failing_step_ends_the_thread_and_is_told_once() -> None:
+    failures: SimpleQueue[BaseException] = SimpleQueue()
+    steps: SimpleQueue[list[Progress]] = SimpleQueue()
+    engine = ScriptedEngine(work=1, error=MemoryError("no more"))
+    thread = EngineThread(engine, steps.put, failures.put)  # type: ignore[arg-type]  # scripted
+    thread.start()
+    thread.post(lambda: None)
+    assert isinstance(failures.get(timeout=5), MemoryError)
+    assert thread.stop(5)
+    assert failures.empty()
+    assert steps.empty()

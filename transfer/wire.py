@@ -1,0 +1,442 @@
+"""Control messages of the hand-off and their form on the wire: strict, bounded msgpack.
+
+A frame is an array of 1 to `MAX_MESSAGES` messages; a message is a map of its fields plus `type`. What doesn't match
+exactly (a missing, unknown or duplicate key, another type, a number out of range, a float, an extension type, bytes
+left over) is a `WireError`, and decoding raises nothing else. Nothing is allocated by what a length claims: claims are
+compared with the bytes that are there.
+
+    sender -> receiver    Hello, Dial, CloseLink, Offer, Push, Finish, Abort, Renew
+    receiver -> sender    Hello, Refuse, CloseLink, Wait, Grant, Ack, Nack, Renew
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+
+Key = tuple[str, int]
+"""(request_id, attempt): what a hand-off is known by."""
+
+VERSION = 1
+MAX_FRAME_BYTES = 512 * 2**10
+MAX_MESSAGES = 256
+MAX_KEYS = 1024
+MAX_CHUNK_BYTES = 16 * 2**20
+
+
+class WireError(ValueError):
+    """Bytes, or a value, that no message of this protocol can be. The text names the field and the limit."""
+
+
+class Rule(Protocol):
+    """Accepts a decoded value or raises WireError."""
+
+    def check(self, name: str, value: object) -> Any: ...
+
+    def plain(self, value: Any) -> object:
+        """The value as msgpack's own types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    low: int
+    high: int
+
+    def check(self, name: str, value: object) -> int:
+        if type(value) is not int or not self.low <= value <= self.high:
+            raise WireError(f"{name} is {_shown(value)}; allowed: an integer from {self.low} to {self.high}")
+        return value
+
+    def plain(self, value: int) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    shortest: int
+    longest: int
+
+    def check(self, name: str, value: object) -> str:
+        if type(value) is not str or not self.shortest <= len(value) <= self.longest:
+            raise WireError(f"{name} is {_shown(value)}; allowed: text of {self.shortest} to {self.longest} characters")
+        return value
+
+    def plain(self, value: str) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    def check(self, name: str, value: object) -> bool:
+        if type(value) is not bool:
+            raise WireError(f"{name} is {_shown(value)}; allowed: true or false")
+        return value
+
+    def plain(self, value: bool) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    length: int
+
+    def check(self, name: str, value: object) -> bytes:
+        if type(value) is not bytes or len(value) != self.length:
+            raise WireError(f"{name} is {_shown(value)}; allowed: {self.length} bytes")
+        return value
+
+    def plain(self, value: bytes) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    kind: type[enum.Enum]
+
+    def check(self, name: str, value: object) -> enum.Enum:
+        try:
+            return self.kind(value)
+        except ValueError:
+            allowed = ", ".join(str(member.value) for member in self.kind)
+            raise WireError(f"{name} is {_shown(value)}; allowed: {allowed}") from None
+
+    def plain(self, value: enum.Enum) -> object:
+        return value.value
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    item: Rule
+    most: int
+
+    def check(self, name: str, value: object) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) > self.most:
+            raise WireError(f"{name} is {_shown(value)}; allowed: a list of at most {self.most}")
+        return tuple(self.item.check(name, item) for item in value)
+
+    def plain(self, value: tuple[Any, ...]) -> object:
+        if len(value) > self.most:
+            raise WireError(f"{len(value)} items; allowed: at most {self.most}")
+        return [self.item.plain(item) for item in value]
+
+
+class KeyRule:
+    def check(self, name: str, value: object) -> Key:
+        if type(value) is not list or len(value) != 2:
+            raise WireError(f"{name} is {_shown(value)}; allowed: [request, attempt]")
+        return REQUEST.check(name, value[0]), ATTEMPT.check(name, value[1])
+
+    def plain(self, value: Key) -> object:
+        return [REQUEST.check("request", value[0]), ATTEMPT.check("attempt", value[1])]
+
+
+class LayoutRule:
+    """A `KVLayout` as a map of its fields."""
+
+    _NUMBERS = ("layers", "kv_heads", "head_dim", "block_size", "tp_rank", "tp_size")
+
+    def check(self, name: str, value: object) -> KVLayout:
+        fields = {field.name for field in dataclasses.fields(KVLayout)}
+        if type(value) is not dict or set(value) != fields:
+            raise WireError(f"{name} is {_shown(value)}; allowed: a map of {', '.join(sorted(fields))}")
+        for field in self._NUMBERS:
+            Number(0, 2**20).check(f"{name}.{field}", value[field])
+        for field, allowed in (("dtype", tuple(DTYPE_BYTES)), ("order", ("NHD", "HND"))):
+            if type(value[field]) is not str or value[field] not in allowed:
+                raise WireError(f"{name}.{field} is {_shown(value[field])}; allowed: {', '.join(allowed)}")
+        try:
+            return KVLayout(**value)
+        except ValueError as error:
+            raise WireError(f"{name}: {error}") from None
+
+    def plain(self, value: KVLayout) -> object:
+        return dataclasses.asdict(value)
+
+
+REQUEST = Text(1, 128)
+ATTEMPT = Number(1, 2**32 - 1)
+
+Request = Annotated[str, REQUEST]
+Attempt = Annotated[int, ATTEMPT]
+Name = Annotated[str, Text(1, 128)]
+Reason = Annotated[str, Text(0, 512)]
+Epoch = Annotated[int, Number(1, 2**48)]
+Tokens = Annotated[int, Number(0, 2**31)]
+Count = Annotated[int, Number(0, 2**31)]
+Bytes = Annotated[int, Number(0, 2**53)]
+Hash64 = Annotated[int, Number(0, 2**64 - 1)]
+Keys = Annotated[tuple[Key, ...], Many(KeyRule(), MAX_KEYS)]
+
+
+class Code(enum.Enum):
+    """Why a hand-off was given up."""
+
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+    """The other worker is shutting down, or gone."""
+    CORRUPT = "corrupt"
+    INCOMPATIBLE = "incompatible"
+    """The two workers' KV or models differ; trying again can't help."""
+    LINK = "link"
+    MANIFEST = "manifest"
+    """The offer isn't for what the router announced."""
+    NO_ROOM = "no_room"
+    PROTOCOL = "protocol"
+    """A message that the other end's state doesn't allow: a defect, fenced off."""
+    TIMEOUT = "timeout"
+    UNKNOWN_PEER = "unknown_peer"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether another placement may succeed."""
+        return self is not Code.INCOMPATIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of either end of a stream: who speaks, to which incarnation, and what its KV looks like."""
+
+    version: Count
+    worker: Name
+    incarnation: Name
+    peer_incarnation: Name
+    """The incarnation that the speaker means to reach."""
+    fingerprint: Reason
+    """Of the model."""
+    layout: Annotated[KVLayout, LayoutRule()]
+    checksum: Annotated[bool, Flag()]
+    chunk_bytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
+    """Of the frames that it sends, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The stream can't be used; nothing else follows."""
+
+    code: Annotated[Code, Choice(Code)]
+    message: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """The sender dials a link of this epoch; the receiver dials it too. Any older link of the pair is void."""
+
+    epoch: Epoch
+    transport: Name
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """The speaker has closed its end of the link of this epoch."""
+
+    epoch: Epoch
+    message: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ToAttempt:
+    """What every message about one attempt carries."""
+
+    request: Request
+    attempt: Attempt
+
+    @property
+    def key(self) -> Key:
+        return self.request, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(ToAttempt):
+    """The manifest: KV of `tokens` tokens, which hash to `digest`, is being computed for the receiver."""
+
+    tokens: Tokens
+    digest: Annotated[bytes, Raw(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(ToAttempt):
+    """The receiver has no room yet; it grants as soon as it has, or gives up by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(ToAttempt):
+    """Blocks are reserved. Frames may be sent on the link of `epoch`, for tokens from `have` up to `limit`.
+
+    A grant of a later epoch starts the frames anew at `have`; one of the same epoch only raises `limit` (more credit).
+    """
+
+    epoch: Epoch
+    have: Tokens
+    limit: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Push(ToAttempt):
+    """One frame follows on the link of `epoch`, after the frames announced before it."""
+
+    epoch: Epoch
+    index: Count
+    """Frames of this attempt before it in this epoch."""
+    first: Tokens
+    tokens: Annotated[int, Number(1, 2**31)]
+    nbytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
+    checksum: Hash64
+    """xxh3_64 of the frame's bytes; 0 where checksums are off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(ToAttempt):
+    """The prompt is computed; `first_token` was sampled. `frames` and `nbytes` count this epoch's."""
+
+    epoch: Epoch
+    first_token: Tokens
+    frames: Count
+    nbytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(ToAttempt):
+    """Every frame has verified and the receiver owns the KV."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Nack(ToAttempt):
+    """The receiver has given the attempt up."""
+
+    code: Annotated[Code, Choice(Code)]
+    message: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(ToAttempt):
+    """The sender has given the attempt up."""
+
+    code: Annotated[Code, Choice(Code)]
+    message: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Sign of life: the speaker still has these attempts."""
+
+    keys: Keys
+
+
+Message = Hello | Refuse | Dial | CloseLink | Offer | Wait | Grant | Push | Finish | Ack | Nack | Abort | Renew
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class _Form:
+    """How one class of message is written: its name and the rule of each field."""
+
+    KINDS: ClassVar[tuple[type[Message], ...]] = get_args(Message)
+
+    def __init__(self, kind: type[Message]) -> None:
+        self.kind = kind
+        self.name = kind.__name__
+        hints = get_type_hints(kind, include_extras=True)
+        self.rules: dict[str, Rule] = {
+            field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(kind)
+        }
+        self.keys = {"type", *self.rules}
+
+    def write(self, message: Message) -> dict[str, object]:
+        plain: dict[str, object] = {"type": self.name}
+        for name, rule in self.rules.items():
+            try:
+                plain[name] = rule.plain(getattr(message, name))
+            except WireError as error:
+                raise WireError(f"{self.name}.{name}: {error}") from None
+        return plain
+
+    def read(self, plain: dict[str, object]) -> Message:
+        if set(plain) != self.keys:
+            odd = sorted(set(plain) ^ self.keys)
+            raise WireError(f"{self.name} has missing or unknown fields: {_shown(', '.join(odd))}")
+        fields = {name: rule.check(f"{self.name}.{name}", plain[name]) for name, rule in self.rules.items()}
+        return self.kind(**fields)
+
+
+_FORMS = {form.name: form for form in map(_Form, _Form.KINDS)}
+
+
+def clip(text: str) -> str:
+    """`text` as a message may carry it: a reason of at most 512 characters."""
+    return text if len(text) <= 512 else text[:509] + "..."
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """A frame of 1 to MAX_MESSAGES messages.
+
+    Raises:
+        WireError: a field is out of its limits, or the frame is too large; a defect of the caller's.
+    """
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise WireError(f"{len(messages)} messages in a frame; allowed: 1 to {MAX_MESSAGES}")
+    frame: bytes = msgpack.packb([_FORMS[type(message).__name__].write(message) for message in messages])
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> list[Message]:
+    """The messages of one frame, in order.
+
+    Raises:
+        WireError: they aren't exactly what `encode` makes.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
+    try:
+        items = msgpack.unpackb(
+            frame,
+            object_pairs_hook=_pairs,
+            ext_hook=_no_extension,
+            max_array_len=max(MAX_MESSAGES, MAX_KEYS),
+            max_map_len=32,
+            max_ext_len=0,
+        )
+    except WireError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {clip(str(error))}") from None
+    if type(items) is not list or not 1 <= len(items) <= MAX_MESSAGES:
+        raise WireError(f"a frame is an array of 1 to {MAX_MESSAGES} messages, not {_shown(items)}")
+    return [_read(item) for item in items]
+
+
+def _read(item: object) -> Message:
+    if type(item) is not dict:
+        raise WireError(f"a message is a map, not {_shown(item)}")
+    name = item.get("type")
+    form = _FORMS.get(name) if type(name) is str else None
+    if form is None:
+        raise WireError(f"type is {_shown(name)}; allowed: {', '.join(_FORMS)}")
+    return form.read(item)
+
+
+def _pairs(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+    plain: dict[object, object] = {}
+    for key, value in pairs:
+        if type(key) is not str or key in plain:
+            raise WireError(f"a map's key is {_shown(key)}; allowed: text, each key once")
+        plain[key] = value
+    return plain
+
+
+def _no_extension(code: int, data: bytes) -> object:
+    raise WireError(f"extension type {code}; no extension is allowed")
+
+
+def _shown(value: object) -> str:
+    """A value in an error message: never more than a few characters of it."""
+    if isinstance(value, str | bytes):
+        return repr(value[:40]) + (f"... ({len(value)} long)" if len(value) > 40 else "")
+    return repr(value) if isinstance(value, int | float | None) else type(value).__name__
