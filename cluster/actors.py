@@ -8,6 +8,7 @@ and `address` run beside it, so an actor needs CONCURRENCY threads.
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -28,42 +29,29 @@ FAILED_GRACE_SECONDS = 0.5
 LOOPBACK = "127.0.0.1"
 
 
-class ServerActor:
-    """Hosts one server on an event loop of its own."""
+class Hosted:
+    """One server on an event loop of its own, run by one thread and asked by others.
 
-    def __init__(self, part: str, name: str) -> None:
-        log.configure(part=part, name=name)
-        self._address: Future[str] = Future()
+    Apart from the actors' classes, which must have no coroutines: Ray would run their methods on a loop of its own.
+    """
+
+    def __init__(self, make: Callable[[], Server]) -> None:
+        """`make` gives the server to host; it raises ValueError for a mistake in what it was told."""
+        self._make = make
+        self.address: Future[str] = Future()
         self._stopping: Future[float] = Future()
         self._ended = threading.Event()
 
-    def make(self) -> Server:
-        """The server to host.
-
-        Raises:
-            ValueError: a mistake in what this actor was told, in one line.
-        """
-        raise NotImplementedError
-
     def serve(self) -> Ended:
-        """Serves until stopped or failed; a failed server's process exits soon after by itself."""
-        ended = Ended("failed")
+        """Serves until stopped or failed."""
+        ended = Ended("it failed; its log has the reason")
         try:
             ended = asyncio.run(self._serve())
         finally:
-            if not self._address.done():
-                self._address.set_exception(RuntimeError(ended.reason))
+            if not self.address.done():
+                self.address.set_exception(RuntimeError(ended.reason))
             self._ended.set()
-            if ended.reason:
-                # Nobody may be left to end it: a fenced process can be cut off from its supervisor.
-                timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
-                timer.daemon = True
-                timer.start()
         return ended
-
-    def address(self) -> str:
-        """host:port of the server, once it has started."""
-        return self._address.result()
 
     def stop(self, grace: float) -> None:
         """Gives what runs `grace` seconds to finish and ends the server; returns when it has ended."""
@@ -73,7 +61,7 @@ class ServerActor:
 
     async def _serve(self) -> Ended:
         try:
-            server = self.make()
+            server = self._make()
         except ValueError as error:
             return Ended(str(error), mistake=True)
         stopping = asyncio.wrap_future(self._stopping)
@@ -90,8 +78,46 @@ class ServerActor:
             await server.start()
         except (ValueError, OSError) as error:
             return Ended(str(error), mistake=True)
-        self._address.set_result(server.address)
+        self.address.set_result(server.address)
         return Ended(str(await server.failed()))
+
+
+class ServerActor:
+    """Hosts one server."""
+
+    def __init__(self, part: str, name: str) -> None:
+        log.configure(part=part, name=name)
+        self._hosted = Hosted(self.make)
+
+    def make(self) -> Server:
+        """The server to host."""
+        raise NotImplementedError
+
+    def serve(self) -> Ended:
+        """Serves until stopped or failed; a failed server's process exits soon after by itself."""
+        try:
+            ended = self._hosted.serve()
+        except BaseException:
+            _exit_later()
+            raise
+        if ended.reason:
+            _exit_later()
+        return ended
+
+    def address(self) -> str:
+        """host:port of the server, once it has started."""
+        return self._hosted.address.result()
+
+    def stop(self, grace: float) -> None:
+        """Gives what runs `grace` seconds to finish and ends the server; returns when it has ended."""
+        self._hosted.stop(grace)
+
+
+def _exit_later() -> None:
+    """Leaves time for the call's result to get out. A process that was cut off may have nobody else to end it."""
+    timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 class WorkerActor(ServerActor):
@@ -167,7 +193,7 @@ class SupervisorActor(ServerActor):
 
     def startup(self) -> Startup:
         """How far every member is, for `kvrelay up`."""
-        self._address.result()
+        self.address()
         if self._server is None:
             raise RuntimeError("the supervisor has an address but no server")
         return self._server.startup()

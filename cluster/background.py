@@ -47,8 +47,6 @@ def start(config: ClusterConfig, report: Report) -> ClusterState:
         except subprocess.TimeoutExpired:
             process.kill()
         raise
-    finally:
-        report.close()
 
 
 def report_descriptor() -> int | None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -16,10 +16,12 @@ from kvrelay.cluster.errors import ClusterError, RunError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvrelay.client import GenerateOptions
     from kvrelay.cluster.config import ClusterConfig
     from kvrelay.cluster.state import ClusterState
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+FILE_WIDTH = 160
 
 
 class OneLineErrors(click.Group):
@@ -67,29 +69,41 @@ config_option = click.option(
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
 def up(config: Path | None, detach: bool, **flags: Any) -> None:
     """Starts a cluster and serves until Ctrl-C."""
-    from rich.console import Console
-
-    from kvrelay.cluster import background, launch, preflight
+    from kvrelay.cluster import background, preflight
     from kvrelay.cluster.report import PipeReport, console_report
     from kvrelay.cluster.signals import Interrupted
 
-    loaded = _load(config, flags)
-    console = Console(highlight=False)
     pipe = background.report_descriptor()
+    loaded = preflight.check(_load(config, flags))
     _refuse_second()
-    try:
-        if pipe is not None:
-            with os.fdopen(pipe, "w") as file:
-                _up_in_background(loaded, PipeReport(file))
-        elif not detach:
-            launch.run(loaded, console_report(console), lambda state: _print_ready(console, state, "Ctrl-C"))
-        elif loaded.local:
-            preflight.check(loaded)
-            _print_ready(console, background.start(loaded, console_report(console)), "kvrelay down")
+
+    from kvrelay.cluster import launch  # imports Ray
+
+    console = _console()
+    report = console_report(console) if pipe is None else PipeReport(pipe)
+
+    def tell(state: "ClusterState") -> None:
+        if isinstance(report, PipeReport):
+            report.ready(state)
         else:
-            _print_ready(console, launch.leave_running(loaded, console_report(console)), "kvrelay down")
+            report.close()
+            _print_ready(console, state, "kvrelay down" if detach else "Ctrl-C")
+
+    try:
+        if not detach:
+            launch.run(loaded, report, tell)
+        elif loaded.local:
+            tell(background.start(loaded, report))
+        else:
+            tell(launch.leave_running(loaded, report))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
+    except ClusterError as error:
+        if isinstance(report, PipeReport):
+            report.error(error)
+        raise
+    finally:
+        report.close()
 
 
 @main.command()
@@ -104,9 +118,7 @@ def status(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(status_of.NOT_RUNNING if found is None else status_of.as_json(found)))
     elif found is not None and current is not None:
-        from rich.console import Console
-
-        Console(highlight=False).print(status_of.as_table(found, current.dashboard))
+        _console().print(status_of.as_table(found, current.dashboard))
     else:
         click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
     if found is None:
@@ -139,23 +151,22 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **s
 
         current = state.current()
         target = current.router if current is not None and current.router else DEFAULT_TARGET
+    options = cast("GenerateOptions", sampling)
     if as_json:
-        complete_as_json(target, prompt, sampling)
+        complete_as_json(target, prompt, options)
     else:
-        stream_text(target, prompt, sampling, timeline)
+        stream_text(target, prompt, options, timeline)
 
 
 @main.command()
 def down() -> None:
     """Ends the cluster that was started from this machine."""
-    from rich.console import Console
-
-    from kvrelay.cluster import launch
+    from kvrelay.cluster import down as down_of
     from kvrelay.cluster.report import console_report
 
-    report = console_report(Console(highlight=False))
+    report = console_report(_console())
     try:
-        ended = launch.down(report)
+        ended = down_of.down(report)
     finally:
         report.close()
     click.echo("the cluster has ended" if ended else "no cluster is running")
@@ -217,6 +228,14 @@ def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
     return configfile.load(path, overrides)
 
 
+def _console() -> "Console":
+    """Of stdout; a file or a pipe has no width to fit."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
+
+
 def _refuse_second() -> None:
     from kvrelay.cluster import state, status
 
@@ -228,16 +247,6 @@ def _refuse_second() -> None:
         return
     owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"
     raise RunError(f"a cluster is already running ({owner}); `kvrelay down` ends it")
-
-
-def _up_in_background(config: "ClusterConfig", report: Any) -> None:
-    from kvrelay.cluster import launch
-
-    try:
-        launch.run(config, report, report.ready)
-    except ClusterError as error:
-        report.error(error)
-        raise
 
 
 def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:

@@ -1,8 +1,7 @@
-"""`kvrelay up` and `kvrelay down`: a cluster's life as seen from the process that owns it.
+"""`kvrelay up`: a cluster's life as seen from the process that owns it.
 
-    up    what can be checked without Ray -> Ray, started or joined -> the supervisor's actor, which starts the others
-          -> ready -> until SIGINT, SIGTERM or SIGHUP -> members finish and end -> Ray is ended or left
-    down  a SIGTERM to the owner; or the same teardown from here, for a cluster left on a shared Ray cluster
+    Ray, started or joined -> the supervisor's actor, which starts the others -> ready
+    -> until SIGINT, SIGTERM or SIGHUP -> members finish and end -> Ray is ended or left
 
 A signal never breaks into a step, as it would leave half-started Ray processes behind: it is looked at between steps.
 """
@@ -18,27 +17,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import AuthenticationError, RayError, RayTaskError
 
-from kvrelay.cluster import placement, state
+from kvrelay.cluster import placement, processes, state
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import RunError, UsageError
-from kvrelay.cluster.preflight import check
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.status import serves
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 
 if TYPE_CHECKING:
     from kvrelay.cluster.report import Report
     from kvrelay.cluster.supervisor import Startup
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.1
+EXIT_SECONDS = 10.0
+"""For Ray's own processes, after it was shut down."""
 STALL_SECONDS = 180.0
 """How long a start may go without any progress of any member."""
 MOST_FAILURES = 3
 """Processes of one member that may end before the cluster is ready."""
-DRAIN_SECONDS = 5.0
-STOP_SECONDS = 30.0
 OBJECT_STORE_BYTES = 80 * 2**20
 """Nearly Ray's least: nothing here travels through its object store."""
 
@@ -50,7 +51,6 @@ def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterStat
         ClusterError: it can't be started; nothing of it is left.
         Interrupted: a signal came before it was ready; nothing of it is left.
     """
-    config = check(config)
     signals = Signals()
     with state.owned():
         signals.install()
@@ -62,7 +62,6 @@ def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterStat
         finally:
             report.phase("stopping")
             cluster.stop()
-            report.close()
 
 
 def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
@@ -80,8 +79,6 @@ def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
         except BaseException:
             cluster.stop()
             raise
-        finally:
-            report.close()
         ray.shutdown()
         left = cluster.state
     state.save(left)
@@ -123,10 +120,13 @@ class Cluster:
         if not ray.is_initialized():
             return
         if self._supervisor is not None:
-            end(self._supervisor)
+            placement.end(self._supervisor)
         if not self._config.local:
             placement.remove_all(self._config.ray.namespace)
+        below = processes.descendants()
         ray.shutdown()
+        for process in processes.end(below, EXIT_SECONDS):
+            logger.warning("pid %d did not end with Ray and was killed", process.pid)
 
     def _know(self, fresh: ClusterState) -> None:
         self.state = fresh
@@ -183,8 +183,9 @@ class Cluster:
             self._signals.check()
         try:
             return ray.get(answer)
-        except RayActorError as error:
-            raise RunError(f"the supervisor ended: {' '.join(str(error).split())}") from None
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
     def _until_ready(self) -> str:
         """The router's address."""
@@ -194,7 +195,8 @@ class Cluster:
             startup: Startup = self._ask(self._supervisor.startup)
             self._report.progress(startup.members)
             _check_failures(startup)
-            if startup.ready and all(member.state == MEMBER_STATE_READY for member in startup.members):
+            everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
+            if startup.ready and everyone and serves(startup.router):
                 return startup.router
             if startup != last:
                 last, changed = startup, time.monotonic()
@@ -206,37 +208,6 @@ class Cluster:
                 raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; see {_logs()}")
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
-
-
-def down(report: "Report") -> bool:
-    """Ends the cluster that was started from this machine; False if there is none.
-
-    Raises:
-        RunError: it did not end as it should.
-    """
-    current = state.current()
-    if current is None:
-        return False
-    report.phase("stopping")
-    if current.pid is None:
-        _end_left_running(current)
-        return True
-    os.kill(current.pid, signal.SIGTERM)
-    if _until_released(2 * STOP_SECONDS):
-        return True
-    os.kill(current.pid, signal.SIGKILL)  # Ray's local processes end with it
-    _until_released(STOP_SECONDS)
-    state.forget()
-    raise RunError(f"pid {current.pid} did not end within {2 * STOP_SECONDS:g} s and was killed")
-
-
-def end(supervisor: Any) -> None:
-    """Lets the supervisor end its members and itself."""
-    try:
-        ray.get(supervisor.stop.remote(DRAIN_SECONDS), timeout=STOP_SECONDS)
-    except (RayError, GetTimeoutError) as error:
-        logging.getLogger(__name__).warning("the supervisor did not end by itself: %s", error)
-    ray.kill(supervisor)
 
 
 def _join(address: str, options: dict[str, Any]) -> Any:
@@ -279,27 +250,3 @@ def _logs() -> str:
     """Where Ray keeps its processes' output."""
     context = ray.get_runtime_context()
     return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"
-
-
-def _end_left_running(current: ClusterState) -> None:
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        ray.init(address=current.ray_address, namespace=current.namespace, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, AuthenticationError) as error:
-        state.forget()
-        raise RunError(f"Ray at {current.ray_address} is gone: {str(error).strip().splitlines()[0]}") from None
-    supervisor = placement.find_supervisor(current.namespace)
-    if supervisor is not None:
-        end(supervisor)
-    placement.remove_all(current.namespace)
-    ray.shutdown()
-    state.forget()
-
-
-def _until_released(seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while state.held():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,6 +20,10 @@ from kvrelay.cluster.replacement import Ended
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "kvrelay-supervisor"
+DRAIN_SECONDS = 5.0
+"""For what runs to finish."""
+STOP_SECONDS = 30.0
+"""For everything to end, drained or not."""
 
 
 class RayLauncher:
@@ -119,6 +123,15 @@ def find_supervisor(namespace: str) -> Any | None:
         return ray.get_actor(SUPERVISOR, namespace)
     except ValueError:
         return None
+
+
+def end(supervisor: Any) -> None:
+    """Lets the supervisor end its members and itself."""
+    try:
+        ray.get(supervisor.stop.remote(DRAIN_SECONDS), timeout=STOP_SECONDS)
+    except (RayError, GetTimeoutError) as error:
+        logger.warning("the supervisor did not end by itself: %s", error)
+    ray.kill(supervisor)
 
 
 def remove_all(namespace: str) -> None:

@@ -1,10 +1,12 @@
 """What `kvrelay up` tells while a cluster comes up: bars on a terminal, lines elsewhere, or JSON to its own starter."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -85,8 +87,9 @@ class BarsReport:
 class PipeReport:
     """JSON lines for `follow` in another process. That one may have gone: nobody to tell is no reason to stop."""
 
-    def __init__(self, pipe: IO[str]) -> None:
-        self._pipe = pipe
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor` is the pipe's writing end, which this takes over."""
+        self._descriptor = descriptor
 
     def phase(self, text: str) -> None:
         self._write({"phase": text})
@@ -103,17 +106,11 @@ class PipeReport:
         self._write({"error": error.lines, "code": error.code})
 
     def close(self) -> None:
-        try:
-            self._pipe.close()
-        except BrokenPipeError:
-            return
+        os.close(self._descriptor)
 
     def _write(self, message: dict[str, object]) -> None:
-        try:
-            self._pipe.write(json.dumps(message) + "\n")
-            self._pipe.flush()
-        except (BrokenPipeError, ValueError):
-            return
+        with suppress(BrokenPipeError):
+            os.write(self._descriptor, json.dumps(message).encode() + b"\n")
 
 
 class Report(Protocol):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -24,12 +25,22 @@ NOT_RUNNING: dict[str, Any] = {"ready": False, "router": None, "workers": []}
 def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
     """What the supervisor at host:port knows; None if it doesn't answer in time."""
     with grpc.insecure_channel(supervisor, options=channel_options()) as channel:
-        stub = SupervisorServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+        stub = SupervisorServiceStub(channel)
         try:
             response: GetStatusResponse = stub.GetStatus(GetStatusRequest(), timeout=timeout)
         except grpc.RpcError:
             return None
         return response
+
+
+def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
+    """Whether the router at host:port says that a request can be placed now."""
+    with grpc.insecure_channel(router, options=channel_options()) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def as_json(status: GetStatusResponse) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server(options=server_options())
-        add_SupervisorServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]  # generated code
+        add_SupervisorServiceServicer_to_server(self, self._server)
         try:
             self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
         except RuntimeError as error:

@@ -59,8 +59,8 @@ class ModelRunner:
         """
         self.spec = spec
         self.pool = pool
-        self._model = model
-        self._attention = attention
+        self.model = model
+        self.attention = attention
         self._threads = threads
         self._thread: int | None = None
 
@@ -74,11 +74,11 @@ class ModelRunner:
         rows = np.flatnonzero(plan.sample)
         with torch.inference_mode():
             batch = ForwardBatch.from_plan(plan)
-            self._attention.plan(batch)
-            hidden = self._model.forward(batch, self._attention)
+            self.attention.plan(batch)
+            hidden = self.model.forward(batch, self.attention)
             if not len(rows):
                 return StepOutput((None,) * plan.num_rows)
-            logits = self._model.logits(hidden[torch.from_numpy(batch.last[rows])])
+            logits = self.model.logits(hidden[torch.from_numpy(batch.last[rows])])
             ends = plan.starts + plan.lengths
             draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
             chosen, unsound = sample(logits, draws)

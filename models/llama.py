@@ -1,6 +1,6 @@
 """The bundled models' shapes, and the network that `train.py` trains: plain torch, whole sequences, no cache.
 
-Its tensors are named as in transformers' LlamaForCausalLM. Serving doesn't use this file: `kvrelay.engine.models` does that.
+Its tensors are named as in transformers' LlamaForCausalLM. Serving has its own network, in `kvrelay.engine.models`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ class RouterServer:
         except RuntimeError as error:
             raise OSError(f"grpc_port: {self.config.host}:{self.config.grpc_port} is in use or not bindable") from error
         await server.start()
-        self._state = MEMBER_STATE_READY
         if self.config.supervisor:
             self._attendance = Attendance(self.config.supervisor, self._describe, pool.update, self._on_fenced)
             self._attendance.start()
@@ -155,6 +154,11 @@ class RouterServer:
         if self._serving is not None:
             logger.info("health", extra={"serving": serving})
         self._serving = serving
+        if self._state != MEMBER_STATE_DRAINING:
+            # Ready means that a request sent now finds workers: what `kvrelay status` and the supervisor go by.
+            self._state = MEMBER_STATE_READY if serving else MEMBER_STATE_STARTING
+        if self._attendance is not None:
+            self._attendance.beat()
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)

@@ -20,6 +20,9 @@ MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TENANT_CHARACTERS = 128
 
+WIRE_NAME_CHARACTERS = 100
+"""What of the client's name goes into a wire id, which may have 128 characters."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
@@ -128,7 +131,7 @@ def _names(request_id: str) -> tuple[str, str]:
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
         limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
         raise InvalidRequest("request_id", request_id, limit)
-    return request_id, f"{request_id}/{unique[:12]}"
+    return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
 def _check_choice(params: SamplingParams) -> None:

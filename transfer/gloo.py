@@ -7,40 +7,9 @@ one wait that timed out breaks the pair; nothing is sent before the other end ha
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch.distributed import ProcessGroupGloo, Work
 
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError
-
-STORE_TIMEOUT = timedelta(seconds=5)
-
-
-class StoreServer:
-    """The rendezvous store that a receiving worker hosts: links to it meet here."""
-
-    def __init__(self, host: str) -> None:
-        """Listens on a free port of `host`.
-
-        Raises:
-            OSError: `host` can't be bound.
-        """
-        try:
-            self._store = TCPStore(host, 0, None, True, STORE_TIMEOUT, wait_for_workers=False)
-        except RuntimeError as error:
-            raise OSError(f"host {host}: the rendezvous store can't listen there: {error}") from error
-        self.address = f"{host}:{self._store.port}"
-
-
-def store_client(address: str, timeout: float) -> TCPStore:
-    """A connection of its own to the store at `address`: a shared one would let one link's wait block another's.
-
-    Raises:
-        LinkError: it can't be reached.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        return TCPStore(host, int(port), None, False, timedelta(seconds=timeout), wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        raise LinkError(f"rendezvous store {address!r}: {error}") from error
+from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
 
 
 class GlooTransport:
@@ -49,32 +18,26 @@ class GlooTransport:
     name = "gloo"
 
     def __init__(self, host: str) -> None:
-        self._device = ProcessGroupGloo.create_device(hostname=host)
+        """Binds to `host`, by which the other end must be able to reach this one.
 
-    def connect(self, store: str, prefix: str, rank: int, timeout: float) -> Link:
+        Raises:
+            OSError: it can't be bound.
+        """
+        try:
+            self._device = ProcessGroupGloo.create_device(hostname=host)
+        except RuntimeError as error:
+            raise OSError(f"host {host}: gloo can't bind to it: {error}") from error
+
+    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
-        client = store_client(store, timeout)
         options = ProcessGroupGloo._Options()
         options._devices = [self._device]
         options._threads = 1
         options._timeout = timedelta(seconds=timeout)
         try:
-            group = ProcessGroupGloo(PrefixStore(prefix, client), rank, 2, options)
+            return GlooLink(ProcessGroupGloo(meeting, rank, 2, options), rank)
         except RuntimeError as error:
-            raise LinkError(f"gloo link {prefix}: {error}") from error
-        if rank == RECEIVER:
-            _forget_keys(client, prefix)
-        return GlooLink(group, rank)
-
-
-def _forget_keys(client: TCPStore, prefix: str) -> None:
-    """Deletes a finished rendezvous's keys, so that the store doesn't grow with every link."""
-    try:
-        for key in client.list_keys():
-            if key.startswith(f"{prefix}/"):
-                client.delete_key(key)
-    except RuntimeError as error:
-        raise LinkError(f"rendezvous keys of {prefix}: {error}") from error
+            raise LinkError(f"gloo: {error}") from error
 
 
 class GlooLink:
@@ -122,4 +85,4 @@ class GlooPending:
         try:
             self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise LinkError(str(error)) from error
+            raise LinkError(f"gloo: {error}") from error

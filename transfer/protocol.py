@@ -119,6 +119,8 @@ class Sender:
         self.key = key
         self.state = State.ADMITTED
         self.dropped = 0
+        self.have: int | None = None
+        """Tokens that the receiver had before the first frame; None before its first grant."""
         self._shape = shape
         self._limits = limits
         self._deadline = now + limits.grant + limits.lease
@@ -230,6 +232,7 @@ class Sender:
         else:
             self._limit = grant.limit
             if fresh:
+                self.have = grant.have if self.have is None else self.have
                 self._epoch, self._granted = grant.epoch, True
                 self._next = self._base = grant.have
                 self._index = 0

@@ -4,10 +4,13 @@ A link is disposable: after any error or timeout it is of no more use, and the p
 epoch. One thread owns it; only `abort` may be called from others.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
+from torch.distributed import Store
 
 SENDER, RECEIVER = 0, 1
 """Ranks of a link's two ends."""
@@ -55,17 +58,70 @@ class Link(Protocol):
         """Frees what the link has. May block, so a thread that can wait calls it."""
 
 
+class Rendezvous(Store):
+    """Where the two ends of one link meet: a store of which each end has a copy.
+
+    What this end sets is told to the other end over the control stream, and what that one set is `put` here. So a link
+    needs no store server: no further port, nothing left behind, and none of the reverse name look-ups by which c10d's
+    TCPStore stalls for seconds where a name server is slow.
+    """
+
+    def __init__(self, tell: Callable[[str, bytes], None], timeout: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # the stub of Store has no signature
+        self._tell = tell
+        self._timeout = timeout
+        self._entries: dict[str, bytes] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, entry: str, value: bytes) -> None:
+        """Takes an entry that the other end set. Any thread."""
+        with self._changed:
+            self._entries[entry] = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Fails whoever waits here, now and later. Any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, data)
+        self._tell(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._changed:
+            return self._entries[key]
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._entries for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: self._closed or all(key in self._entries for key in keys), min(seconds, self._timeout)
+            )
+            if self._closed or not there:
+                raise RuntimeError("closed" if self._closed else f"the other end did not come within {seconds} s")
+
+
 class Transport(Protocol):
     """Makes links of one kind."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As in `transfer.transport` and in the membership."""
 
-    def connect(self, store: str, prefix: str, rank: int, timeout: float) -> Link:
-        """Makes one end of the link `prefix`; returns when the other end is there too.
+    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+        """Makes one end of a link; returns when the other end is there too. Blocks.
 
         Args:
-            store: host:port of the rendezvous store, on the receiver's worker.
-            prefix: of the link's keys in the store; never used twice.
+            meeting: of this link only.
             rank: SENDER or RECEIVER.
             timeout: seconds, to be made and for every later operation.
 

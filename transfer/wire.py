@@ -5,8 +5,8 @@ exactly (a missing, unknown or duplicate key, another type, a number out of rang
 left over) is a `WireError`, and decoding raises nothing else. Nothing is allocated by what a length claims: claims are
 compared with the bytes that are there.
 
-    sender -> receiver    Hello, Dial, CloseLink, Offer, Push, Finish, Abort, Renew
-    receiver -> sender    Hello, Refuse, CloseLink, Wait, Grant, Ack, Nack, Renew
+    sender -> receiver    Hello, Dial, Meet, CloseLink, Offer, Push, Finish, Abort, Renew
+    receiver -> sender    Hello, Refuse, Meet, CloseLink, Wait, Grant, Ack, Nack, Renew
 """
 
 import dataclasses
@@ -83,11 +83,12 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    length: int
+    shortest: int
+    longest: int
 
     def check(self, name: str, value: object) -> bytes:
-        if type(value) is not bytes or len(value) != self.length:
-            raise WireError(f"{name} is {_shown(value)}; allowed: {self.length} bytes")
+        if type(value) is not bytes or not self.shortest <= len(value) <= self.longest:
+            raise WireError(f"{name} is {_shown(value)}; allowed: {self.shortest} to {self.longest} bytes")
         return value
 
     def plain(self, value: bytes) -> object:
@@ -181,7 +182,9 @@ class Code(enum.Enum):
     """The other worker is shutting down, or gone."""
     CORRUPT = "corrupt"
     INCOMPATIBLE = "incompatible"
-    """The two workers' KV or models differ; trying again can't help."""
+    """The two workers' KV or models differ, or no transport fits both; trying again can't help."""
+    INTERNAL = "internal"
+    """A defect of the worker that says so."""
     LINK = "link"
     MANIFEST = "manifest"
     """The offer isn't for what the router announced."""
@@ -194,7 +197,7 @@ class Code(enum.Enum):
     @property
     def retryable(self) -> bool:
         """Whether another placement may succeed."""
-        return self is not Code.INCOMPATIBLE
+        return self not in (Code.INCOMPATIBLE, Code.INTERNAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,15 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """An entry of the rendezvous store of the link that is being dialled: how its ends find each other."""
+
+    epoch: Epoch
+    entry: Name
+    value: Annotated[bytes, Raw(0, 4096)]
+
+
+@dataclass(frozen=True, slots=True)
 class CloseLink:
     """The speaker has closed its end of the link of this epoch."""
 
@@ -255,7 +267,7 @@ class Offer(ToAttempt):
     """The manifest: KV of `tokens` tokens, which hash to `digest`, is being computed for the receiver."""
 
     tokens: Tokens
-    digest: Annotated[bytes, Raw(16)]
+    digest: Annotated[bytes, Raw(16, 16)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +341,7 @@ class Renew:
     keys: Keys
 
 
-Message = Hello | Refuse | Dial | CloseLink | Offer | Wait | Grant | Push | Finish | Ack | Nack | Abort | Renew
+Message = Hello | Refuse | Dial | Meet | CloseLink | Offer | Wait | Grant | Push | Finish | Ack | Nack | Abort | Renew
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -440,3 +452,11 @@ def _shown(value: object) -> str:
     if isinstance(value, str | bytes):
         return repr(value[:40]) + (f"... ({len(value)} long)" if len(value) > 40 else "")
     return repr(value) if isinstance(value, int | float | None) else type(value).__name__
+
+
+def check_key(key: Key) -> None:
+    """
+    Raises:
+        WireError: no message can carry `key`.
+    """
+    KeyRule().check("request", list(key))

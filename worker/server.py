@@ -12,6 +12,7 @@ its Submit until its last event has been handed to its router's stream, or until
 import asyncio
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,6 +72,8 @@ FINISHES: dict[FinishReason | None, Finish] = {
 
 Key = tuple[str, int]
 
+SWITCH_INTERVAL_SECONDS = 0.0002
+
 
 @dataclass(slots=True)
 class Live:
@@ -125,6 +128,9 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         self.loop = asyncio.get_running_loop()
+        # The engine thread gives the interpreter up every 5 ms by default, which is several steps of a small model:
+        # tokens would wait that long, more than once each, for the event loop to get a turn.
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         self._failure: asyncio.Future[BaseException] = self.loop.create_future()
         folder = resolve(self.config.model)
         self._server = await self._listen()

@@ -72,11 +72,11 @@ class Decoder:
             else:
                 x, residual = ops.add_rms_norm(update, residual, layer.input_norm, eps)
             qkv = layer.qkv(x).view(-1, heads + 2 * keys, config.head_dim)
-            qk = qkv[:, : heads + keys]
+            qk, value = qkv.split_with_sizes((heads + keys, keys), 1)
             if layer.qk_norm is not None:
                 qk = ops.rms_norm(qk, layer.qk_norm, eps)
-            qk = ops.rope(qk, cos, sin)
-            x = attention.run(index, qk[:, :heads], qk[:, heads:], qkv[:, heads + keys :])
+            query, key = ops.rope(qk, cos, sin).split_with_sizes((heads, keys), 1)
+            x = attention.run(index, query, key, value)
             x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, eps)
             update = layer.down(ops.silu_mul(layer.gate_up(x)))
         return residual if update is None else update + residual

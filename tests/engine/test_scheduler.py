@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
@@ -16,6 +15,7 @@ from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.scheduler import Progress, Reservation, Scheduler
 from kvrelay.engine.sequence import Sequence, Status
+from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 
 SIZE = 8
 

@@ -4,6 +4,7 @@ The stand-ins read and leave files in one folder: `gcs` (Ray's GCS answers), `ru
 lines as `up` shall fail), `flaky` (as many lines as `status` shall fail), `calls`.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -83,7 +84,8 @@ def launcher(world: World) -> Iterator[subprocess.Popen[bytes]]:
         ["/bin/bash", str(SCRIPT)], env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     )
     yield process
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(DEADLINE_SECONDS)
 
 

@@ -1,25 +1,195 @@
-"""The router as a real server, over scripted workers."""
+"""The router as a process: health, reflection, limits, refusal of what it can't serve, start and stop."""
 
+import asyncio
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from kvrelay.client import AsyncClient
-from support.router_fakes import fake_cluster, pair, run
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from kvrelay.client import AsyncClient, Exhausted, Unavailable
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, ROLE_ROUTER
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.server import RouterServer
+from support.router_fakes import FakeWorker, colocated_of, fake_cluster, model_folder, pair, run, silent, until
+
+SERVICE = "kvrelay.v1.InferenceService"
+TIMEOUT = 30
 
 
 def token_at(index: int) -> int:
     return 40 + index
 
 
-def test_a_stream_has_every_token_once_and_its_figures(tmp_path: Path) -> None:
+def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
-            completion = await client.complete("hello", max_tokens=8, timeout=10)
-            assert completion.token_ids == tuple(map(token_at, range(8)))
-            assert completion.text == await client.detokenize(completion.token_ids)
-            assert completion.finish_reason == "length"
-            assert completion.usage.completion_tokens == 8
-            assert completion.usage.cached_tokens == 1
-            assert completion.timeline.transfer_bytes == 640
-            print(completion, cluster.records)
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
+            async with grpc.aio.insecure_channel(cluster.router.address) as channel:
+                stub = HealthStub(channel)
+
+                async def wait_for(status: HealthCheckResponse.ServingStatus) -> None:
+                    for service in ("", SERVICE):
+                        async with asyncio.timeout(5):
+                            while (await stub.Check(HealthCheckRequest(service=service))).status != status:
+                                await asyncio.sleep(0.01)
+
+                await wait_for(HealthCheckResponse.SERVING)
+                cluster.tell(decode_0=MEMBER_STATE_DEAD)
+                await wait_for(HealthCheckResponse.NOT_SERVING)
+                async with AsyncClient(cluster.router.address, timeout=10) as client:
+                    with pytest.raises(Unavailable, match="no worker can take the request now"):
+                        await client.complete("hello")
+                    worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+                    await worker.start()
+                    cluster.supervisor.tell(worker.member())
+                    await wait_for(HealthCheckResponse.SERVING)
+                    assert (await client.complete("hello", max_tokens=3)).token_ids == (40, 41, 42)
+                await worker.stop()
+                await wait_for(HealthCheckResponse.NOT_SERVING)
 
     run(test)
+
+
+def test_the_supervisor_hears_of_the_router(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path) as cluster:
+            member = await until(lambda: cluster.supervisor.heard.get("router-0"), "a heartbeat")
+            assert (member.role, member.state) == (ROLE_ROUTER, MEMBER_STATE_READY)
+            assert member.address == cluster.router.address
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                with pytest.raises(Unavailable, match="no worker is ready yet"):
+                    await client.model_info()
+            cluster.supervisor.fenced = True
+            cluster.supervisor.tell()
+            reason = await asyncio.wait_for(cluster.router.failed(), 5)
+            assert "declared dead" in str(reason)
+
+    run(test)
+
+
+def test_reflection_describes_the_service(tmp_path: Path) -> None:
+    async def test() -> list[str]:
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
+
+            def ask() -> None:
+                with grpc.insecure_channel(cluster.router.address) as channel:
+                    services = ProtoReflectionDescriptorDatabase(channel).get_services()
+                assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
+
+            await asyncio.to_thread(ask)
+
+    run(test)
+
+
+def test_one_request_too_many_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", silent)
+        async with fake_cluster(tmp_path, worker, max_requests=2) as cluster:
+            async with AsyncClient(cluster.router.address) as client:
+                running = [asyncio.create_task(client.complete("hello", max_tokens=3)) for _ in range(2)]
+                await cluster.job("colocated-0", 1)
+                with pytest.raises(Exhausted, match="max_requests") as caught:
+                    await client.complete("hello")
+                assert caught.value.retry_after == 1.0
+                for job in worker.jobs:
+                    await colocated_of(token_at)(job)
+                await asyncio.gather(*running)
+                worker.script = colocated_of(token_at)
+                await client.complete("hello", max_tokens=3)
+
+    run(test)
+
+
+def test_a_worker_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        ours = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        odd = FakeWorker("colocated-1", "colocated", silent, fingerprint="0" * 64)
+        small = FakeWorker("colocated-2", "colocated", colocated_of(token_at), max_context=32)
+        async with fake_cluster(tmp_path, ours) as cluster, AsyncClient(cluster.router.address, timeout=10) as client:
+            for worker in (odd, small):
+                await worker.start()
+            cluster.supervisor.tell(ours.member(), odd.member(), small.member())
+            await until(lambda: odd.streams, "the odd worker was reached")
+            await cluster.ready("colocated-0", "colocated-2")
+            assert (await client.model_info()).max_context == 32
+            for _ in range(6):
+                await client.complete("hello", max_tokens=2)
+            assert not odd.jobs
+            assert len(ours.jobs) == len(small.jobs) == 3
+            # With the others gone, it is the cluster's model.
+            odd.script = colocated_of(token_at)
+            cluster.supervisor.tell(odd.member())
+            await ours.stop()
+            await small.stop()
+            await cluster.ready("colocated-1")
+            await client.complete("hello", max_tokens=2)
+            await odd.stop()
+
+    run(test)
+    assert any("another model" in record.message and record.worker == "colocated-1" for record in caplog.records)
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    async def test() -> None:
+        model = str(model_folder(tmp_path))
+        first = RouterServer(RouterConfig(model=model, grpc_port=0))
+        port = await first.start()
+        second = RouterServer(RouterConfig(model=model, grpc_port=port))
+        with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
+            await second.start()
+        await second.stop(0)
+        await first.stop(0)
+
+    run(test)
+
+
+def test_a_drain_lets_running_streams_end(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token_at, pause=0.05)) as cluster:
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                running = asyncio.create_task(client.complete("hello", max_tokens=8))
+                await cluster.job("decode-0")
+                await cluster.router.stop(5.0)
+                assert len((await running).token_ids) == 8
+                with pytest.raises(Unavailable):
+                    await client.complete("hello")
+
+    run(test)
+
+
+def test_foreground_process(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model")
+    config = tmp_path / "router.json"
+
+    def start(**options: object) -> "subprocess.Popen[str]":
+        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, **options}))
+        command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    for options, problem in (
+        ({"grpc_prt": 1}, "grpc_prt"),
+        ({"max_attempts": 0}, "max_attempts is 0; allowed: 1 to 100"),
+        ({"model": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        process = start(**options)
+        out, err = process.communicate(timeout=TIMEOUT)
+        assert (process.returncode, out) == (2, "")
+        assert problem in err
+        assert len(err.strip().splitlines()) == 1
+    process = start()
+    assert process.stdout is not None
+    address = json.loads(process.stdout.readline())["address"]
+    with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(timeout=TIMEOUT)
+        status = HealthStub(channel).Check(HealthCheckRequest(), timeout=TIMEOUT).status
+        assert status == HealthCheckResponse.NOT_SERVING
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0
+    assert all(json.loads(line)["level"] == "info" for line in err.strip().splitlines() if line.startswith("{"))

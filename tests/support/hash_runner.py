@@ -186,7 +186,8 @@ def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
         assert array.dtype == np.int32
         assert array.flags.c_contiguous
     used = -(-(plan.starts + plan.lengths) // block_size)
-    assert plan.block_tables.shape == (rows, used.max())
+    assert plan.block_tables.shape[0] == rows
+    assert plan.block_tables.shape[1] >= used.max()
     beyond = np.arange(plan.block_tables.shape[1])[None, :] >= used[:, None]
     assert not plan.block_tables[beyond].any()
     assert plan.block_tables.min() >= 0

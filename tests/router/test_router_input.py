@@ -1,0 +1,184 @@
+"""Bad input: INVALID_ARGUMENT that names field, value and limit, says nothing of the prompt, and the router goes on."""
+
+import logging
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.client import AsyncClient, InvalidRequest, KvrelayError
+from kvrelay.router.payload import BadPayload, Parser, find_bad_text
+from kvrelay.v1.inference_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    GenerateRequest,
+    SamplingParams,
+    TokenIds,
+    TokenizeRequest,
+)
+from support.router_fakes import TEMPLATE, byte_level_tokenizer, fake_cluster, pair, run
+
+SECRET = "swordfish"
+CONTEXT, VOCAB = 64, 400
+
+# What is sent beside the prompt, and what the answer must say.
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, r"sampling\.max_tokens is 0; allowed: 1 or more"),
+    ({"max_tokens": CONTEXT}, r"sampling\.max_tokens is 64; allowed: up to \d+: the prompt has \d+ tokens .* is 64"),
+    ({"max_tokens": 5, "min_tokens": 6}, r"sampling\.min_tokens is 6; allowed: 0 to max_tokens, 5 here"),
+    ({"temperature": math.nan}, r"sampling\.temperature is nan; allowed: 0 to 100"),
+    ({"temperature": math.inf}, r"sampling\.temperature is inf; allowed: 0 to 100"),
+    ({"temperature": -0.1}, r"sampling\.temperature is -0\.1; allowed: 0 to 100"),
+    ({"temperature": 100.1}, r"sampling\.temperature is 100\.1; allowed: 0 to 100"),
+    ({"top_p": 0.0}, r"sampling\.top_p is 0\.0; allowed: above 0, up to 1"),
+    ({"top_p": 1.01}, r"sampling\.top_p is 1\.01; allowed: above 0, up to 1"),
+    ({"top_p": math.nan}, r"sampling\.top_p is nan; allowed: above 0, up to 1"),
+    ({"min_p": -0.5}, r"sampling\.min_p is -0\.5; allowed: 0 to 1"),
+    ({"min_p": math.nan}, r"sampling\.min_p is nan; allowed: 0 to 1"),
+    ({"stop": ["x"] * 17}, r"sampling\.stop: number of strings is 17; allowed: at most 16"),
+    ({"stop": ["x", ""]}, r"sampling\.stop\[1\]: number of characters is 0; allowed: 1 to 256"),
+    ({"stop": ["x" * 257]}, r"sampling\.stop\[0\]: number of characters is 257; allowed: 1 to 256"),
+    ({"stop_token_ids": [1] * 65}, r"sampling\.stop_token_ids: number of ids is 65; allowed: at most 64"),
+    ({"stop_token_ids": [1, VOCAB]}, r"sampling\.stop_token_ids\[1\] is 400; allowed: 0 to 399"),
+    ({"request_id": "a" * 129}, r"request_id is 'a+\.\.\.; allowed: 1 to 128 printable ASCII"),
+    ({"request_id": "ä"}, r"request_id is 'ä'; allowed: 1 to 128 printable ASCII"),
+    ({"request_id": "a\n"}, r"request_id is 'a\\n'; allowed: 1 to 128 printable ASCII"),
+    ({"tenant": "t" * 129}, r"tenant is 't+\.\.\.; allowed: at most 128 characters"),
+]
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", r"text is ''; allowed: at least 1 character"),
+    ([], r"token_ids\.ids is \[\]; allowed: at least 1 id"),
+    ([3, VOCAB, 2**32 - 1], r"token_ids\.ids\[1\] is 400; allowed: 0 to 399"),
+    ([3] * CONTEXT, r"prompt: number of tokens is 64; allowed: up to 63: the model's context is 64"),
+    (f"{SECRET} " * 50, r"prompt: number of tokens is \d+; allowed: up to 63"),
+]
+
+
+def test_each_mistake_is_named_and_the_router_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(lambda index: 40 + index)) as cluster:
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                for options, expected in BAD_OPTIONS:
+                    with pytest.raises(InvalidRequest, match=expected) as caught:
+                        await client.complete(SECRET, **options)
+                    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+                    assert SECRET not in str(caught.value)
+                for prompt, expected in BAD_PROMPTS:
+                    with pytest.raises(InvalidRequest, match=expected) as caught:
+                        await client.complete(prompt, max_tokens=1)
+                    assert SECRET not in str(caught.value)
+                count = len(BAD_OPTIONS) + len(BAD_PROMPTS)
+                assert [record.outcome for record in cluster.records] == ["invalid"] * count
+                completion = await client.complete(SECRET, max_tokens=3, top_k=10**6, stop=["x"] * 16, temperature=100)
+                assert completion.usage.completion_tokens == 3
+            assert len(cluster.workers["prefill-0"].jobs) == 1
+
+    with caplog.at_level(logging.DEBUG, logger="kvrelay"):
+        run(test)
+    assert caplog.records
+    assert not any(SECRET in str(vars(record)) for record in caplog.records)
+
+
+def test_the_default_of_max_tokens_is_cut_to_what_the_context_leaves(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                assert (await client.complete([3] * 60)).usage.completion_tokens == 4
+                assert (await client.complete([3] * 63)).usage.completion_tokens == 1
+
+    run(test)
+
+
+def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
+            async with grpc.aio.insecure_channel(cluster.router.address) as channel:
+                generate = channel.unary_stream("/kvrelay.v1.InferenceService/Generate")
+                tokenize = channel.unary_unary("/kvrelay.v1.InferenceService/Tokenize")
+                good = GenerateRequest(text=SECRET).SerializeToString()
+                bad = good.replace(SECRET[:1].encode(), b"\xff")
+                for payload, expected in ((bad, "text: not valid UTF-8"), (b"\x0f\xff", "is no kvrelay.v1.")):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await generate(payload).read()
+                    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    assert expected in str(caught.value.details())
+                    assert SECRET[1:] not in str(caught.value.details())
+                with pytest.raises(grpc.aio.AioRpcError, match="text: not valid UTF-8"):
+                    await tokenize(TokenizeRequest(text="a").SerializeToString().replace(b"a", b"\xc0"))
+                assert await generate(good).read()
+
+    run(test)
+
+
+def test_other_calls(tmp_path: Path) -> None:
+    async def test() -> None:
+        tokenizer = byte_level_tokenizer()
+        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                info = await client.model_info()
+                assert (info.name, info.vocab_size, info.max_context, info.eos_token_ids) == (
+                    "fake",
+                    VOCAB,
+                    CONTEXT,
+                    (1,),
+                )
+                assert info.has_chat_template
+                text = "größer 日本語 🙂"
+                ids = await client.tokenize(text)
+                assert ids == tokenizer.encode(text).ids
+                assert await client.detokenize(ids) == text
+                long = "def __init__(self):\n" * 3000
+                assert await client.tokenize(long) == tokenizer.encode(long).ids
+                chat = [{"role": "user", "content": "hi"}]
+                assert await client.tokenize(chat) == tokenizer.encode("<s>user: hi\n<s>assistant:").ids
+                assert "user" in TEMPLATE or (await client.complete(chat, max_tokens=1)).token_ids == (40,)
+                with pytest.raises(InvalidRequest, match=r"messages: number of messages is 0"):
+                    await client._unary(client._stub.Tokenize, TokenizeRequest(messages=ChatMessages()))
+                with pytest.raises(InvalidRequest, match=r"token_ids\[0\] is 400; allowed: 0 to 399"):
+                    await client.detokenize([VOCAB])
+                with pytest.raises(InvalidRequest, match=r"input is None"):
+                    await client._unary(client._stub.Tokenize, TokenizeRequest())
+                with pytest.raises(KvrelayError, match=r"text is ''"):
+                    await client.tokenize("")
+
+    run(test)
+
+
+def test_bad_text_is_found_wherever_it_is() -> None:
+    mark, bad = b"MARK", b"M\xffRK"
+    for request, path in (
+        (GenerateRequest(text="MARK"), "text"),
+        (GenerateRequest(tenant="MARK", request_id="x"), "tenant"),
+        (
+            GenerateRequest(text="a", sampling=SamplingParams(seed=2**63, top_p=0.5, stop=["a", "MARK"])),
+            "sampling.stop[1]",
+        ),
+        (
+            GenerateRequest(
+                messages=ChatMessages(messages=[ChatMessage(role="a"), ChatMessage(role="b", content="MARK")])
+            ),
+            "messages.messages[1].content",
+        ),
+    ):
+        data = request.SerializeToString()
+        assert find_bad_text(GenerateRequest.DESCRIPTOR, data) is None
+        parsed = Parser(GenerateRequest)(data.replace(mark, bad))
+        assert parsed == BadPayload(f"{path}: not valid UTF-8")
+
+
+def test_no_bytes_make_the_parser_raise() -> None:
+    source = random.Random(1)
+    request = GenerateRequest(
+        request_id="r", token_ids=TokenIds(ids=range(300)), sampling=SamplingParams(stop=["ä"], seed=1, temperature=2)
+    )
+    good = request.SerializeToString()
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(source.randrange(1, 4)):
+            data[source.randrange(len(data))] = source.randrange(256)
+        parsed = Parser(GenerateRequest)(bytes(data[: source.randrange(len(data) + 1)]))
+        assert isinstance(parsed, GenerateRequest | BadPayload)

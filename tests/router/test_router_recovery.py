@@ -1,0 +1,310 @@
+"""What happens to a request when a worker is lost, refuses, lies or says nothing."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, InternalError, InvalidRequest, Unavailable
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
+from kvrelay.internal.v1.worker_pb2 import Failure
+from support.router_fakes import (
+    FakeWorker,
+    Job,
+    Script,
+    colocated_of,
+    decode_of,
+    fake_cluster,
+    pair,
+    prefill_of,
+    run,
+    silent,
+    until,
+)
+
+TOTAL = 10
+
+
+def token_at(index: int) -> int:
+    return 40 + index
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    return tuple(token_at(index) for index in range(count))
+
+
+def dying_decode(count: int) -> Script:
+    """Gives tokens up to index `count` on the first attempt, then its worker is lost."""
+
+    async def script(job: Job) -> None:
+        if job.submit.attempt > 1:
+            await decode_of(token_at)(job)
+            return
+        for index in range(1, count):
+            job.send(index, (token_at(index),))
+        await asyncio.sleep(0.05)
+        await job.worker.server.stop(None)
+
+    return script
+
+
+async def complete(client: AsyncClient, **options: Any) -> tuple[int, ...]:
+    completion = await client.complete("hello", **{"max_tokens": TOTAL, "timeout": 20, **options})
+    return completion.token_ids
+
+
+@pytest.mark.parametrize("count", [1, 2, TOTAL - 1])
+def test_a_lost_decode_worker_leaves_no_gap(tmp_path: Path, count: int) -> None:
+    async def test() -> None:
+        workers = (
+            FakeWorker("prefill-0", "prefill", prefill_of(token_at)),
+            FakeWorker("decode-0", "decode", dying_decode(count)),
+            FakeWorker("decode-1", "decode", dying_decode(count)),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            completion = await client.complete("hello", max_tokens=TOTAL, timeout=20)
+            assert completion.token_ids == tokens(TOTAL)
+            assert completion.timeline.retries == 1
+            first, second = cluster.workers["prefill-0"].jobs
+            assert second.submit.attempt == 2
+            assert second.submit.prompt_tokens == len(first.submit.token_ids)
+            assert second.submit.token_ids == [*first.submit.token_ids, *tokens(count)]
+            assert second.submit.sampling == first.submit.sampling
+            assert cluster.records[0].retries == 1
+
+    run(test)
+
+
+def test_a_request_goes_on_with_the_lost_workers_replacement(tmp_path: Path) -> None:
+    async def test() -> None:
+        first = FakeWorker("decode-0", "decode", dying_decode(4))
+        prefill = FakeWorker("prefill-0", "prefill", prefill_of(token_at))
+        async with fake_cluster(tmp_path, prefill, first) as cluster, AsyncClient(cluster.router.address) as client:
+            running = asyncio.create_task(complete(client))
+            await until(lambda: cluster.router.pool.complete, "serving")
+            await until(lambda: not cluster.router.pool.complete, "decode lost")
+            second = FakeWorker("decode-0", "decode", decode_of(token_at))
+            await second.start()
+            cluster.supervisor.tell(prefill.member(), second.member())
+            assert await running == tokens(TOTAL)
+            await second.stop()
+
+    run(test)
+
+
+def test_prefill_lost_after_the_handoff_matters_to_no_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        prefill, decode = pair(token_at, pause=0.05)
+        async with fake_cluster(tmp_path, prefill, decode) as cluster, AsyncClient(cluster.router.address) as client:
+            stream = client.generate("hello", max_tokens=TOTAL, timeout=20)
+            chunks = [await anext(stream), await anext(stream)]
+            await prefill.stop()
+            chunks += [chunk async for chunk in stream]
+            assert tuple(token for chunk in chunks for token in chunk.token_ids) == tokens(TOTAL)
+            assert chunks[-1].timeline is not None
+            assert chunks[-1].timeline.retries == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_prefill_lost_before_the_handoff_is_another_attempt(tmp_path: Path, sent: bool) -> None:
+    async def dying_prefill(job: Job) -> None:
+        if job.submit.attempt > 1:
+            await prefill_of(token_at)(job)
+            return
+        if sent:
+            job.send(0, tokens(1))
+        await asyncio.sleep(0.05)
+        await job.worker.server.stop(None)
+
+    async def decode(job: Job) -> None:
+        if job.submit.attempt > 1:
+            await decode_of(token_at)(job)
+
+    async def test() -> None:
+        workers = (
+            FakeWorker("prefill-0", "prefill", dying_prefill),
+            FakeWorker("prefill-1", "prefill", dying_prefill),
+            FakeWorker("decode-0", "decode", decode),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            assert await complete(client) == tokens(TOTAL)
+            assert (await cluster.job("decode-0")).cancelled.is_set()
+            assert cluster.records[0].retries == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("state", [MEMBER_STATE_DEAD, None])
+def test_a_member_declared_dead_or_replaced_is_lost_at_once(tmp_path: Path, state: int | None) -> None:
+    async def test() -> None:
+        workers = (
+            FakeWorker("prefill-0", "prefill", prefill_of(token_at)),
+            FakeWorker("decode-0", "decode", silent),
+            FakeWorker("decode-1", "decode", silent),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            running = asyncio.create_task(complete(client))
+            await until(lambda: any(worker.jobs for worker in workers[1:]), "placed on decode")
+            frozen, other = workers[1:] if workers[1].jobs else reversed(workers[1:])
+            other.script = decode_of(token_at)
+            members = [workers[0].member(), other.member(), frozen.member(MEMBER_STATE_DEAD)]
+            if state is None:
+                members[2] = frozen.member()
+                members[2].incarnation = "another"
+            cluster.supervisor.tell(*members)
+            assert await asyncio.wait_for(running, 2) == tokens(TOTAL)
+
+    run(test)
+
+
+@pytest.mark.parametrize("state", [MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT])
+def test_a_draining_or_suspect_worker_finishes_what_it_has_and_gets_no_more(tmp_path: Path, state: Any) -> None:
+    async def test() -> None:
+        workers = (
+            FakeWorker("colocated-0", "colocated", silent),
+            FakeWorker("colocated-1", "colocated", colocated_of(token_at)),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            running = asyncio.create_task(complete(client))
+            job = await cluster.job("colocated-0")
+            cluster.tell(colocated_0=state)
+            await cluster.ready("colocated-1")
+            for _ in range(3):
+                assert await complete(client) == tokens(TOTAL)
+            assert len(workers[0].jobs) == 1
+            await colocated_of(token_at)(job)
+            assert await running == tokens(TOTAL)
+
+    run(test)
+
+
+def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
+            port = cluster.supervisor.port
+            await cluster.supervisor.stop()
+            assert await complete(client) == tokens(TOTAL)
+            # A new one that knows no member yet changes nothing, either.
+            cluster.supervisor.members = []
+            cluster.supervisor.heard.clear()
+            await cluster.supervisor.start(port)
+            await until(lambda: "router-0" in cluster.supervisor.heard, "the router attends again")
+            assert await complete(client) == tokens(TOTAL)
+
+    run(test)
+
+
+def test_a_refused_request_goes_elsewhere(tmp_path: Path) -> None:
+    async def refuse(job: Job) -> None:
+        job.fail(Failure.CODE_RETRY)
+
+    async def test() -> None:
+        workers = (
+            FakeWorker("colocated-0", "colocated", refuse),
+            FakeWorker("colocated-1", "colocated", colocated_of(token_at)),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            assert await complete(client) == tokens(TOTAL)
+            assert len(workers[0].jobs) == 1
+
+    run(test)
+
+
+def test_refusals_end_with_the_attempts_and_with_the_budget(tmp_path: Path) -> None:
+    async def refuse(job: Job) -> None:
+        job.fail(Failure.CODE_RETRY, "the link is down")
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", refuse)
+        async with fake_cluster(tmp_path, worker, max_attempts=3) as cluster:
+            async with AsyncClient(cluster.router.address) as client:
+                with pytest.raises(Unavailable, match=r"after 3 attempts.*the link is down"):
+                    await complete(client)
+                with pytest.raises(Unavailable, match="retry budget"):
+                    await complete(client)
+            assert len(worker.jobs) == 5  # 3 attempts, then the one retry that was left
+            assert [record.outcome for record in cluster.records] == ["unavailable", "unavailable"]
+
+    run(test)
+
+
+def test_a_full_cluster_says_when_to_come_again(tmp_path: Path) -> None:
+    async def full(job: Job) -> None:
+        job.fail(Failure.CODE_FULL, "no room")
+
+    async def test() -> None:
+        workers = [FakeWorker(f"colocated-{index}", "colocated", full) for index in range(2)]
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            with pytest.raises(Exhausted, match="no room") as caught:
+                await complete(client)
+            assert caught.value.retry_after == 1.0
+            assert [len(worker.jobs) for worker in workers] == [1, 1]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(Failure.CODE_INVALID, InvalidRequest), (Failure.CODE_INTERNAL, InternalError)]
+)
+def test_what_no_other_worker_can_mend_is_not_tried_again(
+    tmp_path: Path, code: Failure.Code, error: type[Exception]
+) -> None:
+    async def fail(job: Job) -> None:
+        job.fail(code, "just so")
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", silent), FakeWorker("decode-0", "decode", fail)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            with pytest.raises(error, match="just so"):
+                await complete(client)
+            await asyncio.wait_for((await cluster.job("prefill-0")).cancelled.wait(), 0.5)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("index", "sent"),
+    [(3, (44,)), (0, (41,)), (1, tuple(range(TOTAL)))],
+    ids=["hole", "another token for index 0", "more than max_tokens"],
+)
+def test_a_worker_that_breaks_the_sequence_is_a_defect(tmp_path: Path, index: int, sent: tuple[int, ...]) -> None:
+    async def decode(job: Job) -> None:
+        await asyncio.sleep(0.02)
+        job.send(index, sent)
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", decode)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            with pytest.raises(InternalError, match=r"decode-0 .*attempt 1"):
+                await complete(client)
+
+    run(test)
+
+
+def test_silence_has_limits(tmp_path: Path) -> None:
+    async def stall(job: Job) -> None:
+        if job.submit.attempt == 1:
+            job.send(1, tokens(3)[1:])
+        else:
+            await decode_of(token_at)(job)
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", silent), FakeWorker("decode-0", "decode", stall)
+        limits = {"first_token_timeout_seconds": 0.3, "idle_timeout_seconds": 0.3}
+        async with fake_cluster(tmp_path, *workers, **limits) as cluster, AsyncClient(cluster.router.address) as client:
+            with pytest.raises(DeadlineExceeded, match="first_token_timeout_seconds"):
+                await complete(client)
+            with pytest.raises(DeadlineExceeded):
+                await complete(client, timeout=0.1)
+            for name in cluster.workers:
+                for at in range(2):
+                    await asyncio.wait_for((await cluster.job(name, at)).cancelled.wait(), 0.5)
+            workers[0].script = prefill_of(token_at)
+            assert await complete(client) == tokens(TOTAL)
+            assert [record.outcome for record in cluster.records] == ["deadline", "deadline", "length"]
+            assert cluster.records[-1].retries == 1
+
+    run(test)

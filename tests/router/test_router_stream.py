@@ -1,0 +1,288 @@
+"""A request that nothing befalls: order, text, stop strings, the end, the client that leaves."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, FINISH_UNSPECIFIED, TransferReport
+from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
+from support.router_fakes import (
+    FakeWorker,
+    Job,
+    byte_level_tokenizer,
+    colocated_of,
+    decode_of,
+    fake_cluster,
+    pair,
+    prefill_of,
+    run,
+    silent,
+    until,
+)
+
+TOKENIZER = byte_level_tokenizer()
+
+
+def token_at(index: int) -> int:
+    return 40 + index
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    return tuple(token_at(index) for index in range(count))
+
+
+def test_a_stream_has_every_token_once_and_its_figures(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
+            completion = await client.complete("hello", max_tokens=8, timeout=10)
+            assert completion.token_ids == tokens(8)
+            assert completion.text == TOKENIZER.decode(tokens(8))
+            assert completion.finish_reason == "length"
+            assert (completion.usage.completion_tokens, completion.usage.cached_tokens) == (8, 1)
+            assert completion.usage.prompt_tokens == len(TOKENIZER.encode("hello").ids)
+            line = completion.timeline
+            assert (line.prefill_worker, line.decode_worker, line.retries) == ("prefill-0", "decode-0", 0)
+            assert (line.queue_seconds, line.prefill_seconds, line.decode_queue_seconds) == (0.001, 0.002, 0.004)
+            assert (line.transfer_seconds, line.handoff_seconds, line.transfer_bytes) == (0.003, 0.001, 640)
+            assert 0 < line.route_seconds < line.first_token_seconds < line.total_seconds
+            (record,) = cluster.records
+            assert (record.outcome, record.completion_tokens, record.transfer_bytes) == ("length", 8, 640)
+            assert record.ttft_seconds == line.first_token_seconds
+
+    run(test)
+
+
+def test_decode_tokens_that_overtake_the_first_one_wait_for_it(tmp_path: Path) -> None:
+    decode_done = asyncio.Event()
+
+    async def prefill(job: Job) -> None:
+        await decode_done.wait()
+        await prefill_of(token_at)(job)
+
+    async def decode(job: Job) -> None:
+        await decode_of(token_at)(job)
+        decode_done.set()
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", decode)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            assert (await client.complete("hello", max_tokens=6, timeout=10)).token_ids == tokens(6)
+
+    run(test)
+
+
+def test_tokens_told_twice_are_shown_once_and_other_attempts_not_at_all(tmp_path: Path) -> None:
+    async def decode(job: Job) -> None:
+        job.send(0, tokens(1))
+        job.send(1, tokens(4)[1:])
+        job.send(2, tokens(5)[2:])
+        job.submit.attempt += 1
+        job.send(5, (399,))
+        job.submit.attempt -= 1
+        job.send(4, tokens(6)[4:], FINISH_LENGTH)
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", decode)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            assert (await client.complete("hello", max_tokens=6, timeout=10)).token_ids == tokens(6)
+
+    run(test)
+
+
+def test_the_workers_get_the_same_request_and_each_other(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
+            await client.complete([5, 6, 7], max_tokens=4, seed=11, temperature=0.5, tenant="t", request_id="mine")
+            prefill, decode = (await cluster.job("prefill-0")).submit, (await cluster.job("decode-0")).submit
+            assert prefill.request_id == decode.request_id
+            assert prefill.request_id.startswith("mine/")
+            assert prefill.token_ids == decode.token_ids == [5, 6, 7]
+            assert prefill.sampling == decode.sampling
+            assert (prefill.sampling.seed, prefill.sampling.temperature, prefill.sampling.top_p) == (11, 0.5, 1.0)
+            assert (prefill.prompt_tokens, prefill.attempt, prefill.tenant) == (3, 1, "t")
+            assert prefill.peer.incarnation == cluster.workers["decode-0"].incarnation
+            assert decode.peer.incarnation == cluster.workers["prefill-0"].incarnation
+            assert 0 < prefill.timeout_seconds < decode.timeout_seconds
+
+    run(test)
+
+
+def test_a_single_token_needs_no_decode_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
+            completion = await client.complete("hello", max_tokens=1, timeout=10)
+            assert completion.token_ids == tokens(1)
+            assert completion.timeline.decode_worker == ""
+            assert not cluster.workers["decode-0"].jobs
+            assert not cluster.workers["prefill-0"].jobs[0].submit.HasField("peer")
+
+    run(test)
+
+
+def test_a_colocated_worker_does_it_alone(tmp_path: Path) -> None:
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        async with fake_cluster(tmp_path, worker) as cluster, AsyncClient(cluster.router.address) as client:
+            completion = await client.complete("hello", max_tokens=5, timeout=10)
+            assert completion.token_ids == tokens(5)
+            assert completion.timeline.prefill_worker == completion.timeline.decode_worker == "colocated-0"
+            assert completion.timeline.transfer_bytes == 0
+
+    run(test)
+
+
+def test_a_first_token_that_ends_the_request_cancels_decode(tmp_path: Path) -> None:
+    async def prefill(job: Job) -> None:
+        job.send(0, (1,), FINISH_STOP)
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", silent)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            completion = await client.complete("hello", max_tokens=5, timeout=10)
+            assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
+            await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 0.5)
+
+    run(test)
+
+
+def test_a_stop_string_over_several_tokens_is_never_shown(tmp_path: Path) -> None:
+    # One token a character: "abcXYabcXYZdef".
+    text = "abcXYabcXYZdef"
+    ids = [TOKENIZER.token_to_id(character) for character in text]
+
+    async def decode(job: Job) -> None:
+        for index in range(1, len(ids)):
+            job.send(index, (ids[index],), FINISH_LENGTH if index == len(ids) - 1 else FINISH_UNSPECIFIED)
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        workers = (
+            FakeWorker("prefill-0", "prefill", prefill_of(lambda index: ids[index])),
+            FakeWorker("decode-0", "decode", decode),
+        )
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            chunks = [chunk async for chunk in client.generate("hello", max_tokens=14, stop=["XYZ", "nope"])]
+            assert "".join(chunk.text for chunk in chunks) == "abcXYabc"
+            assert [token for chunk in chunks for token in chunk.token_ids] == ids[:11]
+            assert chunks[-1].finish_reason == "stop"
+            # A match that is complete before min_tokens doesn't count, and is shown.
+            completion = await client.complete("hello", max_tokens=14, min_tokens=12, stop="XYZ")
+            assert (completion.text, completion.finish_reason) == (text, "length")
+
+    run(test)
+
+
+def test_a_stop_string_cancels_decode_at_once(tmp_path: Path) -> None:
+    async def decode(job: Job) -> None:
+        job.send(1, tokens(4)[1:])
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", decode)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            stop = TOKENIZER.decode(tokens(4)[2:])
+            completion = await client.complete("hello", max_tokens=40, stop=stop)
+            assert (completion.text, completion.finish_reason) == (TOKENIZER.decode(tokens(2)), "stop")
+            assert completion.timeline.transfer_bytes == 640
+            await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 0.5)
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
+def test_a_client_that_leaves_ends_the_request_on_both_workers(tmp_path: Path, how: str) -> None:
+    async def decode(job: Job) -> None:
+        job.send(1, tokens(3)[1:])
+
+    async def read(client: AsyncClient) -> None:
+        async for chunk in client.generate("hello", max_tokens=30):
+            if token_at(2) in chunk.token_ids and how == "break":
+                break
+
+    async def test() -> None:
+        async def prefill(job: Job) -> None:
+            job.send(0, tokens(1))
+
+        workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", decode)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            if how == "aclose":
+                stream = client.generate("hello", max_tokens=30)
+                await anext(stream)
+                await stream.aclose()
+            else:
+                reading = asyncio.create_task(read(client))
+                await cluster.job("decode-0")
+                if how == "cancel":
+                    reading.cancel()
+                await asyncio.wait([reading])
+            for name in cluster.workers:
+                await asyncio.wait_for((await cluster.job(name)).cancelled.wait(), 0.5)
+            await until(lambda: cluster.records, "a record")
+            assert cluster.records[0].outcome == "cancelled"
+            assert all(view.outstanding_tokens == 0 for view in cluster.router.pool.view())
+
+    run(test)
+
+
+def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_not(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def prefill(job: Job) -> None:
+        job.send(0, tokens(1))
+        await release.wait()
+        job.send(transfer=TransferReport(transfer_bytes=77))
+
+    async def test() -> None:
+        workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", decode_of(token_at))
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            stream = client.generate("hello", max_tokens=3, timeout=10)
+            got: list[int] = []
+            while len(got) < 3:
+                chunk = await anext(stream)
+                got += chunk.token_ids
+                assert chunk.finish_reason is None
+            release.set()
+            last = await anext(stream)
+            assert (last.token_ids, last.finish_reason) == ((), "length")
+            assert last.timeline is not None
+            assert last.timeline.transfer_bytes == 77
+            # A report that never comes delays the end by a quarter of a second, and no more.
+            release.clear()
+            clock = asyncio.get_running_loop().time
+            start = clock()
+            completion = await client.complete("hello", max_tokens=3, timeout=10)
+            assert completion.timeline.transfer_bytes == 0
+            assert 0.2 < clock() - start < 2
+            await asyncio.wait_for((await cluster.job("prefill-0", 1)).cancelled.wait(), 0.5)
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
+    async def decode(job: Job) -> None:
+        # Text enough to fill what the transport buffers.
+        for index in range(1, 20000):
+            job.send(index, (token_at(index % 50),))
+            if index % 200 == 0:
+                await asyncio.sleep(0.001)
+
+    async def test() -> None:
+        workers = (
+            FakeWorker("prefill-0", "prefill", prefill_of(token_at), max_context=30000),
+            FakeWorker("decode-0", "decode", decode, max_context=30000),
+        )
+        async with fake_cluster(tmp_path, *workers, idle_timeout_seconds=0.3) as cluster:
+            options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+            async with grpc.aio.insecure_channel(cluster.router.address, options=options) as channel:
+                sampling = SamplingParams(max_tokens=29000)
+                call = InferenceServiceStub(channel).Generate(GenerateRequest(text="hello", sampling=sampling))
+                await call.read()
+                await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 10)
+                await until(lambda: cluster.records, "a record")
+                assert cluster.records[0].outcome == "cancelled"
+                call.cancel()
+
+    run(test)

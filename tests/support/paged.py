@@ -1,0 +1,73 @@
+"""Runs sequences through a ModelRunner's model, chunk by chunk, and collects the logits of every token."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner import ForwardBatch, ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class PagedSequence:
+    """A sequence whose KV lies in `blocks` as far as it is computed."""
+
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class PagedSequences:
+    """Sequences in one pool, on blocks that are dealt out in random order."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free = list(range(runner.pool.num_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def add(self, tokens: Sequence[int], room: int = 0) -> PagedSequence:
+        """A sequence with blocks for `tokens` and `room` more."""
+        blocks = [self._free.pop() for _ in range(self.runner.layout.blocks_for(len(tokens) + room))]
+        return PagedSequence(list(tokens), blocks)
+
+    def compute(self, *work: tuple[PagedSequence, int]) -> None:
+        """One step: so many tokens of each sequence."""
+        plan = make_plan([(sequence, count, GREEDY) for sequence, count in work])
+        runner = self.runner
+        with torch.inference_mode():
+            batch = ForwardBatch.from_plan(plan)
+            runner.attention.plan(batch)
+            logits = runner.model.logits(runner.model.forward(batch, runner.attention))
+        for (sequence, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
+            sequence.logits.append(rows)
+            sequence.computed += count
+
+
+def make_plan(
+    rows: Sequence[tuple[PagedSequence, int, SamplingParams]], generated: Sequence[int] | None = None
+) -> StepPlan:
+    """A plan that computes so many tokens of each sequence and samples from those that it catches up with."""
+    tables = np.zeros((len(rows), max(len(sequence.blocks) for sequence, _, _ in rows)), np.int32)
+    for table, (sequence, _, _) in zip(tables, rows, strict=True):
+        table[: len(sequence.blocks)] = sequence.blocks
+    return StepPlan(
+        step=0,
+        handles=tuple(range(100, 100 + len(rows))),
+        tokens=np.concatenate([np.array(s.tokens[s.computed : s.computed + count], np.int32) for s, count, _ in rows]),
+        starts=np.array([sequence.computed for sequence, _, _ in rows], np.int32),
+        lengths=np.array([count for _, count, _ in rows], np.int32),
+        block_tables=tables,
+        sample=np.array([count == sequence.left for sequence, count, _ in rows]),
+        sampling=tuple(params for _, _, params in rows),
+        generated=np.zeros(len(rows), np.int32) if generated is None else np.array(generated, np.int32),
+    )

@@ -1,0 +1,344 @@
+"""The decode worker's end of every hand-off: reserves blocks, takes frames in, commits.
+
+    queue                producer                              consumer
+    expect, cancel       the worker, on the event loop         the attempt's `Receiver` machine, at once
+    messages             control streams' readers              machines, on the event loop
+    outbox (per stream)  machines                              the stream's writer
+    jobs (per link)      machines' ReceiveFrame                the link's thread
+    ended frames         links' threads                        machines, on the event loop
+    room                 offers that were told to wait         `room_changed`, first come first served
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import grpc
+
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import Local, TransferStats, every, limits_of, post, renewals, tick_seconds
+from kvrelay.transfer.events import (
+    Cancel,
+    Commit,
+    Expected,
+    Failed,
+    Frame,
+    FrameEnded,
+    LinkUp,
+    Outcome,
+    PeerLost,
+    ReceiveFrame,
+    ReceiverAction,
+    ReceiverEvent,
+    ReleaseHold,
+    Renewed,
+    Reserve,
+    Reserved,
+    RoomChanged,
+    Shape,
+    StopFrames,
+    Tell,
+)
+from kvrelay.transfer.frames import DrainJob, Guard, KVBytes, ReceiveJob, tokens_digest
+from kvrelay.transfer.incoming import IncomingStream, serve_stream
+from kvrelay.transfer.links import LinkManager, LinkSpec
+from kvrelay.transfer.peers import PeerTable
+from kvrelay.transfer.protocol import Receiver
+from kvrelay.transfer.transport import RECEIVER, Transport
+from kvrelay.transfer.wire import Abort, CloseLink, Code, Dial, Finish, Key, Meet, Message, Nack, Offer, Push, Renew, clip
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 8192
+
+now = time.monotonic
+
+
+class BlockHold(Protocol):
+    """What keeps the reserved blocks alive."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The block table, from the first token on."""
+
+
+class Reservation(Protocol):
+    """Blocks for all tokens of an attempt."""
+
+    @property
+    def hold(self) -> BlockHold: ...
+
+    @property
+    def have_tokens(self) -> int:
+        """Tokens whose KV is there already: whole blocks, or all of the tokens."""
+
+
+class ImportHost(Protocol):
+    """The decode worker, as its importer sees it. All of it is called on the event loop."""
+
+    async def reserve(self, key: Key) -> Reservation | None:
+        """Reserves blocks for the attempt's tokens; None where there is no room now."""
+
+    def release(self, reservation: Reservation) -> None:
+        """Nobody needs the reservation any more: release it, on the thread that owns the block pool."""
+
+    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+        """The KV of all tokens is in the reservation's blocks; the reservation is the host's from here on."""
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        """The hand-off of an expected attempt did not happen."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    machine: Receiver
+    peer: str
+    """Incarnation of the sender."""
+    stream: IncomingStream | None = None
+    shape: Shape | None = None
+    expected: bool = False
+    table: list[int] = field(default_factory=list)
+    have: int = 0
+    guards: dict[Frame, Guard] = field(default_factory=dict)
+    granted_at: float | None = None
+    finish_at: float | None = None
+
+
+class Importer(HandoffServiceServicer):
+    """Takes over the KV of prompts that prefill workers computed. Used on one event loop only."""
+
+    def __init__(
+        self,
+        local: Local,
+        pool: KVBytes,
+        peers: PeerTable,
+        config: TransferConfig,
+        transports: Mapping[str, Transport],
+        host: ImportHost,
+    ) -> None:
+        """`transports` are those that this worker can do, best first."""
+        self._local = local
+        self._pool = pool
+        self._peers = peers
+        self._config = config
+        self._transports = transports
+        self._host = host
+        self._limits = limits_of(config)
+        self._attempts: dict[Key, _Attempt] = {}
+        self._ended: OrderedDict[Key, Code] = OrderedDict()
+        self._waiting: dict[Key, None] = {}
+        self._streams: dict[str, IncomingStream] = {}
+        self._links = LinkManager(config.max_links)
+        self._reserving: set[asyncio.Task[None]] = set()
+        self._renewed = 0.0
+
+    # ---- the worker's side: all on the event loop ----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to watch deadlines."""
+        self._loop = asyncio.get_running_loop()
+        self._ticker = asyncio.create_task(every(tick_seconds(self._config), self._tick), name="importer's clock")
+
+    def expect(self, key: Key, peer: tuple[str, str], tokens: Sequence[int]) -> None:
+        """The router announced that `peer` (name, incarnation) will hand over the KV of `tokens`.
+
+        From here on exactly one of `imported`, `import_failed` follows, unless `cancel` comes first.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.expected:
+            raise RuntimeError(f"hand-off {key} was announced twice")
+        if self._peers.get(*peer) is None:
+            self._loop.call_soon(
+                self._host.import_failed, key, Code.UNKNOWN_PEER, f"{peer[0]} {peer[1]} is not a member"
+            )
+            return
+        if attempt is not None and attempt.peer != peer[1]:
+            self._feed(attempt, PeerLost(Code.MANIFEST, "another worker was announced as its sender"))
+            attempt = None
+        layout = self._local.layout
+        shape = Shape(len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, layout.block_size)
+        if attempt is None:
+            self._ended.pop(key, None)
+            attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer[1])
+        attempt.shape = shape
+        attempt.expected = True
+        self._feed(attempt, Expected(shape))
+
+    def cancel(self, key: Key) -> None:
+        """Ends a hand-off and tells the prefill worker; nothing more is reported of it. Unknown keys are fine."""
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            self._feed(attempt, Cancel())
+        else:
+            self._remember(key, Code.CANCELLED)
+
+    def room_changed(self) -> None:
+        """Blocks may be free now: asks again for the offer that has waited for longest."""
+        for key in self._waiting:
+            self._feed(self._attempts[key], RoomChanged())
+            return
+
+    def peers_changed(self) -> None:
+        """The membership changed: ends what is under way with workers that are no longer members."""
+        members = {peer.incarnation for peer in self._peers}
+        for stream in list(self._streams.values()):
+            if stream.peer.incarnation not in members:
+                stream.end(Code.UNKNOWN_PEER, f"{stream.peer.name} is no longer a member")
+        for attempt in list(self._attempts.values()):
+            if attempt.peer not in members:
+                self._feed(attempt, PeerLost(Code.UNKNOWN_PEER, "the prefill worker is no longer a member"))
+
+    async def close(self) -> None:
+        """Ends all hand-offs, streams and links."""
+        self._ticker.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._ticker
+        message = f"{self._local.name} is shutting down"
+        for attempt in list(self._attempts.values()):
+            self._feed(attempt, PeerLost(Code.CLOSED, message))
+        for stream in list(self._streams.values()):
+            stream.end(Code.CLOSED, message)
+        if self._reserving:
+            await asyncio.wait(self._reserving)
+        await self._links.shut_down(self._config.frame_timeout_seconds + 1.0)
+
+    # ---- machines ------------------------------------------------------------------------------------------------
+
+    def _feed(self, attempt: _Attempt, event: ReceiverEvent) -> None:
+        self._apply(attempt, attempt.machine.on(event, now()))
+
+    def _apply(self, attempt: _Attempt, actions: Sequence[ReceiverAction]) -> None:
+        key = attempt.machine.key
+        for action in actions:
+            match action:
+                case Tell(message):
+                    if attempt.stream is not None:
+                        attempt.stream.outbox.put(message)
+                case Reserve():
+                    self._reserve(attempt)
+                case ReceiveFrame(frame, checksum):
+                    self._receive(attempt, frame, checksum)
+                case StopFrames(frames):
+                    for frame in frames:
+                        if attempt.guards[frame].close():
+                            self._feed(attempt, FrameEnded(frame, Outcome.LOST))
+                case ReleaseHold(reservation):
+                    self._host.release(reservation)
+                case Commit(reservation, first_token):
+                    self._host.imported(key, reservation, first_token, self._stats(attempt))
+                case Failed(code, message):
+                    if attempt.expected:
+                        self._host.import_failed(key, code, message)
+        if attempt.machine.state.over:
+            self._forget(attempt)
+
+    def _forget(self, attempt: _Attempt) -> None:
+        key = attempt.machine.key
+        if key in self._waiting:
+            del self._waiting[key]
+            self.room_changed()
+        if attempt.machine.over and self._attempts.get(key) is attempt:
+            del self._attempts[key]
+            self._remember(key, Code.CANCELLED)
+
+    def _remember(self, key: Key, code: Code) -> None:
+        """Keeps in mind that the attempt is over, so that an offer that comes late is refused at once."""
+        self._ended[key] = code
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _receive(self, attempt: _Attempt, frame: Frame, checksum: int) -> None:
+        guard = attempt.guards[frame] = Guard()
+        job = ReceiveJob(
+            frame,
+            checksum if self._config.checksum else None,
+            guard,
+            partial(self._pool.write, attempt.table, frame.first, frame.tokens),
+            partial(post, self._loop, self._on_frame_ended, attempt, frame),
+        )
+        self._links.submit(attempt.peer, frame.epoch, job)
+
+    def _on_frame_ended(self, attempt: _Attempt, frame: Frame, outcome: Outcome) -> None:
+        self._feed(attempt, FrameEnded(frame, outcome))
+
+    def _stats(self, attempt: _Attempt) -> TransferStats:
+        end = now()
+        shape = attempt.shape
+        return TransferStats(
+            transfer_seconds=end - (attempt.granted_at or end),
+            handoff_seconds=end - (attempt.finish_at or end),
+            nbytes=0 if shape is None else (shape.tokens - attempt.have) * shape.token_bytes,
+        )
+
+    def _tick(self) -> None:
+        at = now()
+        for attempt in list(self._attempts.values()):
+            self._apply(attempt, attempt.machine.poll(at))
+        if at - self._renewed >= self._limits.lease / 4:
+            self._renewed = at
+            for stream in self._streams.values():
+                keys = [attempt.machine.key for attempt in self._on(stream) if not attempt.machine.state.over]
+                stream.outbox.put(*renewals(keys))
+
+    def _on(self, stream: IncomingStream) -> list[_Attempt]:
+        return [attempt for attempt in self._attempts.values() if attempt.stream is stream]
+
+    # ---- room ----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, attempt: _Attempt) -> None:
+        """Asks the host for blocks, unless others wait for them already: first come, first served."""
+        key = attempt.machine.key
+        if self._waiting and key not in self._waiting:
+            self._waiting[key] = None
+            self._feed(attempt, Reserved(None))
+            return
+        task = asyncio.create_task(self._ask_host(attempt), name=f"reserve {key[0]}/{key[1]}")
+        self._reserving.add(task)
+        task.add_done_callback(self._reserving.discard)
+
+    async def _ask_host(self, attempt: _Attempt) -> None:
+        key = attempt.machine.key
+        try:
+            reservation = await self._host.reserve(key)
+        except Exception as error:
+            logger.exception("reserving failed", extra={"request": key[0], "attempt": key[1]})
+            self._feed(attempt, PeerLost(Code.INTERNAL, f"reserving blocks: {type(error).__name__}"))
+            self._feed(attempt, Reserved(None))
+            return
+        if reservation is None:
+            if not attempt.machine.state.over:
+                self._waiting.setdefault(key, None)
+            self._feed(attempt, Reserved(None))
+            return
+        self._waiting.pop(key, None)
+        attempt.table = list(reservation.hold.blocks)
+        attempt.have = reservation.have_tokens
+        attempt.granted_at = now()
+        self._feed(attempt, Reserved(reservation, reservation.have_tokens))
+        self.room_changed()
+
+    # ---- streams -------------------------------------------------------------------------------------------------
+
+    async def Control(
+        self,
+        request_iterator: AsyncIterator[ControlRequest],
+        context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
+    ) -> None:
+        try:
+            hello, messages = await read_hello(request_iterator)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        peer = self._peers.get(hello.worker, hello.incarnation)
+        objection = self._local.objection(hello, self._config)
+        if peer is None:
+            objection = Code.UNKNOWN_PEER, f"{hello.worker} {hello.incarnation} is not a member"
+        if peer is None or objection is not None:
+            ...
