@@ -166,7 +166,7 @@ class ClusterConfig(Section):
     """Everything that `kvrelay up` is told."""
 
     model: ModelSection = ModelSection()
-    """What is served."""
+    """The checkpoint that is served."""
 
     engine: EngineConfig = EngineConfig()
     """Options of every worker's engine."""

@@ -145,6 +145,10 @@ class Scheduler:
         self._end(sequence, Status.CANCELLED, now())
         return True
 
+    def share(self, sequence: Sequence, first: int, end: int) -> Hold:
+        """A further hold of blocks [first, end) of a sequence's table, for whoever ships them while it goes on."""
+        return self._pool.share(sequence.hold.blocks[first:end], _name("export", sequence.request))
+
     @property
     def has_work(self) -> bool:
         """Whether a sequence is here. `plan` may be None even so: all of them wait for blocks that others hold."""

@@ -5,35 +5,113 @@
     OFFERED      the decode worker is asked for room while the prompt waits and computes
         |        queue: the scheduler's waiting list        producer Submit, consumer the engine's steps
     COMPUTING    chunk by chunk; each finished chunk is on its way while the next one computes
-        |        queue: the exporter's frames               producer the engine's steps, consumer the link's thread
+        |        queue: the link's frames                   producer the engine's steps, consumer the link's thread
     FIRST TOKEN  goes to the router at once, and to the decode worker behind the last frame
         |
     EXPORTED     the blocks stay held until the decode worker has acknowledged them, or the lease ends
         |
     DONE         TransferReport to the router; or Failure at any point before, with the blocks released
 
-A first token that ends the request withdraws the offer; a request without a peer is computed here to its end.
+A first token that ends the request withdraws the offer. A request without a peer is computed here to its end.
 """
 
+from collections.abc import Sequence
 
+import grpc
+
+from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import Request
+from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
     PHASE_PREFILL,
+    Failure,
+    RequestEvent,
+    Submit,
+    TransferReport,
 )
+from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.peers import PeerTable
-from kvrelay.worker.role import Role
+from kvrelay.transfer.wire import Code
+from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import Key, WorkerServer
 
 
-class PrefillRole(Role):
+class PrefillRole(HandoffRole):
     """Prefill's side of the hand-off. `_shipped` belongs to the engine thread, all else to the event loop."""
 
     phases = (PHASE_PREFILL, PHASE_COLOCATED)
+    peer_role = ROLE_DECODE
 
     def __init__(self, worker: WorkerServer) -> None:
         super().__init__(worker)
-        self._peers = PeerTable()
-        self._exporter: Exporter | None = None
         self._shipped: dict[Key, int] = {}
         """Blocks of each computing sequence that the exporter was given already."""
+
+    async def start(self, server: grpc.aio.Server) -> None:
+        worker = self.worker
+        self._exporter = Exporter(
+            self.local(), worker.runner.pool, self.peers, worker.config.transfer, self.transports(), self
+        )
+        self._exporter.start()
+
+    async def stop(self) -> None:
+        await self._exporter.close()
+
+    def members_changed(self, members: Sequence[Member]) -> None:
+        super().members_changed(members)
+        if self.worker.started:
+            self._exporter.peers_changed()
+
+    def submit(self, request: Request, submit: Submit) -> None:
+        handoff = submit.peer.name != ""
+        if handoff:
+            self._exporter.begin(request.key, (submit.peer.name, submit.peer.incarnation), request.tokens)
+        self.worker.compute(request, handoff=handoff)
+
+    def cancel(self, key: Key) -> None:
+        self._exporter.cancel(key)
+        self.worker.thread.post(lambda: self._shipped.pop(key, None))
+
+    def on_step(self, progress: Sequence[Progress]) -> None:
+        for step in progress:
+            if step.sequence.handoff:
+                self._ship(step)
+
+    def _ship(self, step: Progress) -> None:
+        """Gives the exporter what the step computed; on the engine thread."""
+        request = step.sequence.request
+        soon = self.worker.loop.call_soon_threadsafe
+        if step.token is None and step.error is None:
+            done = self._shipped.get(request.key, 0)
+            whole = step.computed // self.worker.runner.layout.block_size
+            # After a preemption the same blocks' worth is computed again: what was shipped then is as good.
+            if whole > done:
+                hold = self.worker.engine.scheduler.share(step.sequence, done, whole)
+                self._shipped[request.key] = whole
+                soon(self._exporter.progress, request.key, hold)
+            return
+        self._shipped.pop(request.key, None)
+        if step.hold is not None and step.token is not None:
+            soon(self._exporter.finished, request.key, step.token, step.hold)
+        else:
+            soon(self._exporter.cancel, request.key)
+
+    # ---- ExportHost ----------------------------------------------------------------------------------------------
+
+    def release(self, hold: Hold) -> None:
+        self.worker.thread.post(hold.release)
+        self.worker.refresh_load()
+
+    def exported(self, key: Key, stats: TransferStats) -> None:
+        report = TransferReport(
+            transfer_seconds=stats.transfer_seconds,
+            handoff_seconds=stats.handoff_seconds,
+            transfer_bytes=stats.nbytes,
+        )
+        self.worker.send(RequestEvent(request_id=key[0], attempt=key[1], transfer=report), last=True)
+
+    def export_failed(self, key: Key, code: Code, message: str) -> None:
+        verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
+        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")

@@ -82,8 +82,8 @@ def limits_of(config: TransferConfig) -> Limits:
 class Outbox:
     """Messages that wait to be written to one stream: the event loop puts, the stream's writer takes.
 
-    What comes while a write is under way leaves together in the next frame. A peer that reads so slowly that MAX_PENDING
-    messages wait is given up.
+    What comes while a write is under way leaves together in the next frame. A peer that reads so slowly that
+    MAX_PENDING messages wait is given up.
     """
 
     def __init__(self) -> None:

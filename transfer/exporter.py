@@ -351,10 +351,13 @@ class Exporter:
             on_end=partial(self._on_link_end, stream),
             idle=lambda: not self._on(stream),
         )
+        if not self._links.open(spec):
+            return (
+                Code.NO_ROOM,
+                f"all {self._config.max_links} links of {self._local.name} (transfer.max_links) are in use",
+            )
         stream.outbox.put(Dial(epoch, name))
-        if self._links.open(spec):
-            return None
-        return Code.NO_ROOM, f"all {self._config.max_links} links of {self._local.name} (transfer.max_links) are in use"
+        return None
 
     def _on_link_end(self, stream: OutgoingStream, epoch: int, reason: str) -> None:
         self._links.ended(stream.peer.incarnation, epoch)

@@ -58,7 +58,7 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
 
 def checksum(data: torch.Tensor) -> int:
     """xxh3_64 of a contiguous uint8 CPU tensor."""
-    return xxhash.xxh3_64_intdigest(memoryview(data.numpy()))
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 class SendJob:

@@ -1,7 +1,7 @@
 """Links over TCP between CPU buffers: torch's ProcessGroupGloo, made directly, without the global process group.
 
-What is known of it, and kept to here: a killed peer shows as an error within 0.1 s, a frozen one when the wait times out;
-one wait that timed out breaks the pair; nothing is sent before the other end has posted its receive.
+What is known of it, and kept to here: a killed peer shows as an error within 0.1 s, a frozen one when the wait times
+out; one wait that timed out breaks the pair; nothing is sent before the other end has posted its receive.
 """
 
 from datetime import timedelta
@@ -30,7 +30,7 @@ class GlooTransport:
 
     def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
         options._devices = [self._device]
         options._threads = 1
         options._timeout = timedelta(seconds=timeout)

@@ -1,12 +1,12 @@
 """The decode worker's end of every hand-off: reserves blocks, takes frames in, commits.
 
-    queue                producer                              consumer
-    expect, cancel       the worker, on the event loop         the attempt's `Receiver` machine, at once
-    messages             control streams' readers              machines, on the event loop
-    outbox (per stream)  machines                              the stream's writer
-    jobs (per link)      machines' ReceiveFrame                the link's thread
-    ended frames         links' threads                        machines, on the event loop
-    room                 offers that were told to wait         `room_changed`, first come first served
+queue                producer                              consumer
+expect, cancel       the worker, on the event loop         the attempt's `Receiver` machine, at once
+messages             control streams' readers              machines, on the event loop
+outbox (per stream)  machines                              the stream's writer
+jobs (per link)      machines' ReceiveFrame                the link's thread
+ended frames         links' threads                        machines, on the event loop
+room                 offers that were told to wait         `room_changed`, first come first served
 """
 
 import asyncio
@@ -48,12 +48,29 @@ from kvrelay.transfer.events import (
     Tell,
 )
 from kvrelay.transfer.frames import DrainJob, Guard, KVBytes, ReceiveJob, tokens_digest
-from kvrelay.transfer.incoming import IncomingStream, serve_stream
+from kvrelay.transfer.incoming import IncomingStream, read_hello
 from kvrelay.transfer.links import LinkManager, LinkSpec
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.protocol import Receiver
 from kvrelay.transfer.transport import RECEIVER, Transport
-from kvrelay.transfer.wire import Abort, CloseLink, Code, Dial, Finish, Key, Meet, Message, Nack, Offer, Push, Renew, clip
+from kvrelay.transfer.wire import (
+    Abort,
+    CloseLink,
+    Code,
+    Dial,
+    Finish,
+    Key,
+    Meet,
+    Message,
+    Nack,
+    Offer,
+    Push,
+    Refuse,
+    Renew,
+    WireError,
+    clip,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +125,7 @@ class _Attempt:
     table: list[int] = field(default_factory=list)
     have: int = 0
     guards: dict[Frame, Guard] = field(default_factory=dict)
+    ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
 
@@ -133,9 +151,10 @@ class Importer(HandoffServiceServicer):
         self._host = host
         self._limits = limits_of(config)
         self._attempts: dict[Key, _Attempt] = {}
-        self._ended: OrderedDict[Key, Code] = OrderedDict()
+        self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
         self._waiting: dict[Key, None] = {}
         self._streams: dict[str, IncomingStream] = {}
+        self._epochs: dict[str, int] = {}
         self._links = LinkManager(config.max_links)
         self._reserving: set[asyncio.Task[None]] = set()
         self._renewed = 0.0
@@ -156,21 +175,22 @@ class Importer(HandoffServiceServicer):
         if attempt is not None and attempt.expected:
             raise RuntimeError(f"hand-off {key} was announced twice")
         if self._peers.get(*peer) is None:
-            self._loop.call_soon(
-                self._host.import_failed, key, Code.UNKNOWN_PEER, f"{peer[0]} {peer[1]} is not a member"
-            )
+            reason = Code.UNKNOWN_PEER, f"{peer[0]} {peer[1]} is not a member"
+            self._loop.call_soon(self._host.import_failed, key, *reason)
             return
         if attempt is not None and attempt.peer != peer[1]:
             self._feed(attempt, PeerLost(Code.MANIFEST, "another worker was announced as its sender"))
-            attempt = None
-        layout = self._local.layout
-        shape = Shape(len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, layout.block_size)
+        if key in self._ended:
+            self._loop.call_soon(self._host.import_failed, key, *self._ended[key])
+            return
         if attempt is None:
-            self._ended.pop(key, None)
             attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer[1])
-        attempt.shape = shape
+        layout = self._local.layout
+        attempt.shape = Shape(
+            len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, layout.block_size
+        )
         attempt.expected = True
-        self._feed(attempt, Expected(shape))
+        self._feed(attempt, Expected(attempt.shape))
 
     def cancel(self, key: Key) -> None:
         """Ends a hand-off and tells the prefill worker; nothing more is reported of it. Unknown keys are fine."""
@@ -178,7 +198,7 @@ class Importer(HandoffServiceServicer):
         if attempt is not None:
             self._feed(attempt, Cancel())
         else:
-            self._remember(key, Code.CANCELLED)
+            self._remember(key, (Code.CANCELLED, "cancelled on the decode worker"))
 
     def room_changed(self) -> None:
         """Blocks may be free now: asks again for the offer that has waited for longest."""
@@ -192,6 +212,7 @@ class Importer(HandoffServiceServicer):
         for stream in list(self._streams.values()):
             if stream.peer.incarnation not in members:
                 stream.end(Code.UNKNOWN_PEER, f"{stream.peer.name} is no longer a member")
+        self._epochs = {peer: epoch for peer, epoch in self._epochs.items() if peer in members or peer in self._streams}
         for attempt in list(self._attempts.values()):
             if attempt.peer not in members:
                 self._feed(attempt, PeerLost(Code.UNKNOWN_PEER, "the prefill worker is no longer a member"))
@@ -235,6 +256,7 @@ class Importer(HandoffServiceServicer):
                 case Commit(reservation, first_token):
                     self._host.imported(key, reservation, first_token, self._stats(attempt))
                 case Failed(code, message):
+                    attempt.ended = code, clip(message)
                     if attempt.expected:
                         self._host.import_failed(key, code, message)
         if attempt.machine.state.over:
@@ -247,11 +269,11 @@ class Importer(HandoffServiceServicer):
             self.room_changed()
         if attempt.machine.over and self._attempts.get(key) is attempt:
             del self._attempts[key]
-            self._remember(key, Code.CANCELLED)
+            self._remember(key, attempt.ended)
 
-    def _remember(self, key: Key, code: Code) -> None:
+    def _remember(self, key: Key, reason: tuple[Code, str]) -> None:
         """Keeps in mind that the attempt is over, so that an offer that comes late is refused at once."""
-        self._ended[key] = code
+        self._ended[key] = reason
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
@@ -337,8 +359,124 @@ class Importer(HandoffServiceServicer):
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = self._peers.get(hello.worker, hello.incarnation)
-        objection = self._local.objection(hello, self._config)
+        refusal = self._local.objection(hello, self._config)
         if peer is None:
-            objection = Code.UNKNOWN_PEER, f"{hello.worker} {hello.incarnation} is not a member"
-        if peer is None or objection is not None:
-            ...
+            refusal = Code.UNKNOWN_PEER, f"{hello.worker} {hello.incarnation} is not a member"
+        if refusal is not None:
+            await context.write(ControlResponse(frame=encode([Refuse(refusal[0], clip(refusal[1]))])))
+        if peer is None or refusal is not None:
+            return
+        stream = IncomingStream(peer, hello)
+        older = self._streams.get(peer.incarnation)
+        if older is not None:
+            self._on_stream_end(older, Code.CLOSED, f"{peer.name} opened another control stream")
+        self._streams[peer.incarnation] = stream
+        stream.outbox.put(self._local.hello(peer.incarnation, self._config))
+        for message in messages:
+            self._on_message(stream, message)
+        try:
+            await stream.run(request_iterator, context, self._on_message)
+        finally:
+            self._on_stream_end(stream, *(stream.over or (Code.CLOSED, "")))
+
+    def _on_stream_end(self, stream: IncomingStream, code: Code, message: str) -> None:
+        stream.end(code, message)
+        peer = stream.peer.incarnation
+        if self._streams.get(peer) is not stream:
+            return
+        del self._streams[peer]
+        self._links.close(peer, message)
+        for attempt in self._on(stream):
+            self._feed(attempt, PeerLost(code, message))
+
+    def _on_message(self, stream: IncomingStream, message: Message) -> None:
+        peer = stream.peer.incarnation
+        match message:
+            case Push():
+                self._on_push(stream, message)
+            case Finish() | Abort():
+                attempt = self._attempts.get(message.key)
+                if attempt is not None and attempt.stream is stream:
+                    attempt.finish_at = now()
+                    self._feed(attempt, message)
+            case Renew(keys):
+                for key in keys:
+                    attempt = self._attempts.get(key)
+                    if attempt is not None and attempt.stream is stream:
+                        self._feed(attempt, Renewed())
+            case Offer():
+                self._on_offer(stream, message)
+            case Dial(epoch, transport):
+                self._on_dial(stream, epoch, transport)
+            case Meet(epoch, entry, value):
+                self._links.meet(peer, epoch, entry, value)
+            case CloseLink(epoch, reason):
+                if self._links.epoch(peer) == epoch:
+                    self._links.close(peer, f"closed by {stream.peer.name}: {reason}")
+            case _:
+                stream.end(Code.PROTOCOL, f"{type(message).__name__} is not for a sender to say here")
+
+    def _on_offer(self, stream: IncomingStream, offer: Offer) -> None:
+        key, peer = offer.key, stream.peer.incarnation
+        attempt = self._attempts.get(key)
+        if key in self._ended:
+            stream.outbox.put(Nack(*key, *self._ended[key]))
+        elif attempt is not None and attempt.peer != peer:
+            stream.outbox.put(Nack(*key, Code.MANIFEST, "another worker was announced as its sender"))
+        else:
+            if attempt is None:
+                attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer)
+            attempt.stream = attempt.stream or stream
+            self._feed(attempt, offer)
+            if stream.epoch:
+                self._feed(attempt, LinkUp(stream.epoch))
+
+    def _on_push(self, stream: IncomingStream, push: Push) -> None:
+        if push.nbytes > stream.chunk_bytes:
+            stream.end(Code.PROTOCOL, f"frame of {push.nbytes} bytes; announced were up to {stream.chunk_bytes}")
+        if stream.over is not None or push.epoch != stream.epoch:
+            return
+        attempt = self._attempts.get(push.key)
+        actions: list[ReceiverAction] = []
+        if attempt is not None and attempt.stream is stream:
+            actions = attempt.machine.on(push, now())
+        if not any(isinstance(action, ReceiveFrame) for action in actions):
+            self._links.submit(stream.peer.incarnation, push.epoch, DrainJob(push.nbytes))
+        if attempt is not None:
+            self._apply(attempt, actions)
+
+    # ---- links ---------------------------------------------------------------------------------------------------
+
+    def _on_dial(self, stream: IncomingStream, epoch: int, name: str) -> None:
+        peer = stream.peer
+        transport = self._transports.get(name)
+        if transport is None or epoch <= self._epochs.get(peer.incarnation, 0):
+            stream.end(Code.PROTOCOL, f"dial of epoch {epoch} over {name!r}")
+            return
+        stream.epoch = self._epochs[peer.incarnation] = epoch
+
+        def tell(entry: str, value: bytes) -> None:
+            post(self._loop, stream.outbox.put, Meet(epoch, entry, value))
+
+        spec = LinkSpec(
+            peer=peer.incarnation,
+            epoch=epoch,
+            transport=transport,
+            rank=RECEIVER,
+            buffer_bytes=stream.chunk_bytes,
+            timeout=self._config.frame_timeout_seconds,
+            tell=tell,
+            on_end=partial(self._on_link_end, stream),
+            idle=lambda: not self._on(stream),
+        )
+        if not self._links.open(spec):
+            full = f"all {self._config.max_links} links of {self._local.name} (transfer.max_links) are in use"
+            stream.outbox.put(CloseLink(epoch, full))
+            return
+        for attempt in self._on(stream):
+            self._feed(attempt, LinkUp(epoch))
+
+    def _on_link_end(self, stream: IncomingStream, epoch: int, reason: str) -> None:
+        self._links.ended(stream.peer.incarnation, epoch)
+        if stream.over is None:
+            stream.outbox.put(CloseLink(epoch, clip(reason)))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
 
 SENDER, RECEIVER = 0, 1
 """Ranks of a link's two ends."""
@@ -67,7 +67,7 @@ class Rendezvous(Store):
     """
 
     def __init__(self, tell: Callable[[str, bytes], None], timeout: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # the stub of Store has no signature
+        super().__init__()
         self._tell = tell
         self._timeout = timeout
         self._entries: dict[str, bytes] = {}

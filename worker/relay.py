@@ -68,8 +68,8 @@ class RelayStream:
 class RelayHost(Protocol):
     """The worker, as the relay sees it. All of it runs on the event loop."""
 
-    def hello(self) -> WorkerHello | None:
-        """What the worker is; None before it is ready."""
+    def hello(self) -> WorkerHello:
+        """What the worker is."""
 
     def submit(self, submit: Submit, stream: RelayStream) -> None: ...
 
@@ -91,8 +91,6 @@ class RelayService(WorkerServiceServicer):
         context: "grpc.aio.ServicerContext[RelayRequest, RelayResponse]",
     ) -> None:
         hello = self._host.hello()
-        if hello is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is still starting")
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a relay must be hello")

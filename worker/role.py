@@ -27,11 +27,8 @@ class Role:
     def __init__(self, worker: "WorkerServer") -> None:
         self.worker = worker
 
-    def add_services(self, server: grpc.aio.Server) -> None:
-        """Adds the role's own gRPC services."""
-
-    async def start(self) -> None:
-        """Called once the engine is there."""
+    async def start(self, server: grpc.aio.Server) -> None:
+        """Called once the engine is there; adds the role's own services to `server`, which starts next."""
 
     async def stop(self) -> None:
         """Ends what the role has under way, before the engine ends."""

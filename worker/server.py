@@ -1,6 +1,6 @@
 """A worker process of any role: identity, engine, relay, attendance.
 
-    STARTING   listens; weights load in a thread of their own; a relay is refused
+    STARTING   its port is bound and its heartbeats run; weights load in a thread of their own
     READY      takes requests
     DRAINING   finishes what it has, takes nothing new
     (gone)     by SIGTERM after draining, by a failure of the engine, or fenced by the supervisor
@@ -106,7 +106,6 @@ class WorkerServer:
         self._idle.set()
         self._port = 0
         self._server: grpc.aio.Server | None = None
-        self._hello: WorkerHello | None = None
         self._engine: Engine | None = None
         self._runner: ModelRunner | None = None
         self._thread: EngineThread | None = None
@@ -133,7 +132,7 @@ class WorkerServer:
         sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         self._failure: asyncio.Future[BaseException] = self.loop.create_future()
         folder = resolve(self.config.model)
-        self._server = await self._listen()
+        self._server = self._bind()
         if self.config.supervisor:
             self._attendance = Attendance(
                 self.config.supervisor, self._describe, self.role.members_changed, self._on_fenced
@@ -147,28 +146,24 @@ class WorkerServer:
         self._thread = EngineThread(engine, self._on_step, self._on_failure)
         self._thread.start()
         self._load = await self._thread.call(self._read_load)
-        await self.role.start()
-        self._hello = WorkerHello(
-            name=self.config.name, incarnation=self.incarnation, model=model_info(runner.spec)
-        )
+        await self.role.start(self._server)
+        await self._server.start()
         await self._enter(MEMBER_STATE_READY)
         logger.info("ready", extra={"address": self.address, "incarnation": self.incarnation})
 
-    async def _listen(self) -> grpc.aio.Server:
+    def _bind(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=server_options())
         add_WorkerServiceServicer_to_server(RelayService(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self.role.add_services(server)
         try:
             self._port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
         except RuntimeError as error:
             raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
-        await server.start()
         return server
 
     async def stop(self, grace: float) -> None:
         """Takes nothing new, gives what is running `grace` seconds, then ends it."""
-        if self._hello is not None:
+        if self.started:
             await self._enter(MEMBER_STATE_DRAINING)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), grace)
@@ -225,6 +220,11 @@ class WorkerServer:
     # ---- what the role works with ------------------------------------------------------------------------------
 
     @property
+    def started(self) -> bool:
+        """Whether `start` has come to its end."""
+        return self._state != MEMBER_STATE_STARTING
+
+    @property
     def engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("the worker has not started")
@@ -255,6 +255,10 @@ class WorkerServer:
 
         self.thread.post(add)
 
+    def refresh_load(self) -> None:
+        """Reads the load again, after the commands that were posted before."""
+        self.thread.post(lambda: self.loop.call_soon_threadsafe(self._set_load, self._read_load()))
+
     def send(self, event: RequestEvent, *, last: bool = False) -> None:
         """Sends an event of a live request to its router; with `last` the request is over here."""
         key = key_of(event)
@@ -280,8 +284,9 @@ class WorkerServer:
 
     # ---- RelayHost ---------------------------------------------------------------------------------------------
 
-    def hello(self) -> WorkerHello | None:
-        return self._hello
+    def hello(self) -> WorkerHello:
+        info = model_info(self.runner.spec)
+        return WorkerHello(name=self.config.name, incarnation=self.incarnation, model=info)
 
     def submit(self, submit: Submit, stream: RelayStream) -> None:
         key = key_of(submit)
@@ -331,13 +336,8 @@ class WorkerServer:
     def _release(self, key: Key) -> None:
         """Frees what the request has in the engine and in the role."""
         self.role.cancel(key)
-
-        def cancel() -> None:
-            self.engine.scheduler.cancel(key)
-            load = self._read_load()
-            self.loop.call_soon_threadsafe(self._set_load, load)
-
-        self.thread.post(cancel)
+        self.thread.post(lambda: self.engine.scheduler.cancel(key))
+        self.refresh_load()
 
     def _forget(self, key: Key) -> None:
         live = self._live.pop(key)

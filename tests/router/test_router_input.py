@@ -85,31 +85,35 @@ def test_each_mistake_is_named_and_the_router_goes_on(tmp_path: Path, caplog: py
 
 def test_the_default_of_max_tokens_is_cut_to_what_the_context_leaves(tmp_path: Path) -> None:
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
-            async with AsyncClient(cluster.router.address, timeout=10) as client:
-                assert (await client.complete([3] * 60)).usage.completion_tokens == 4
-                assert (await client.complete([3] * 63)).usage.completion_tokens == 1
+        async with (
+            fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster,
+            AsyncClient(cluster.router.address, timeout=10) as client,
+        ):
+            assert (await client.complete([3] * 60)).usage.completion_tokens == 4
+            assert (await client.complete([3] * 63)).usage.completion_tokens == 1
 
     run(test)
 
 
 def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path) -> None:
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
-            async with grpc.aio.insecure_channel(cluster.router.address) as channel:
-                generate = channel.unary_stream("/kvrelay.v1.InferenceService/Generate")
-                tokenize = channel.unary_unary("/kvrelay.v1.InferenceService/Tokenize")
-                good = GenerateRequest(text=SECRET).SerializeToString()
-                bad = good.replace(SECRET[:1].encode(), b"\xff")
-                for payload, expected in ((bad, "text: not valid UTF-8"), (b"\x0f\xff", "is no kvrelay.v1.")):
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await generate(payload).read()
-                    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                    assert expected in str(caught.value.details())
-                    assert SECRET[1:] not in str(caught.value.details())
-                with pytest.raises(grpc.aio.AioRpcError, match="text: not valid UTF-8"):
-                    await tokenize(TokenizeRequest(text="a").SerializeToString().replace(b"a", b"\xc0"))
-                assert await generate(good).read()
+        async with (
+            fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster,
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            generate = channel.unary_stream("/kvrelay.v1.InferenceService/Generate")
+            tokenize = channel.unary_unary("/kvrelay.v1.InferenceService/Tokenize")
+            good = GenerateRequest(text=SECRET).SerializeToString()
+            bad = good.replace(SECRET[:1].encode(), b"\xff")
+            for payload, expected in ((bad, "text: not valid UTF-8"), (b"\x0f\xff", "is no kvrelay.v1.")):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await generate(payload).read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert expected in str(caught.value.details())
+                assert SECRET[1:] not in str(caught.value.details())
+            with pytest.raises(grpc.aio.AioRpcError, match="text: not valid UTF-8"):
+                await tokenize(TokenizeRequest(text="a").SerializeToString().replace(b"a", b"\xc0"))
+            assert await generate(good).read()
 
     run(test)
 
@@ -117,33 +121,35 @@ def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path) -> None:
 def test_other_calls(tmp_path: Path) -> None:
     async def test() -> None:
         tokenizer = byte_level_tokenizer()
-        async with fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster:
-            async with AsyncClient(cluster.router.address, timeout=10) as client:
-                info = await client.model_info()
-                assert (info.name, info.vocab_size, info.max_context, info.eos_token_ids) == (
-                    "fake",
-                    VOCAB,
-                    CONTEXT,
-                    (1,),
-                )
-                assert info.has_chat_template
-                text = "größer 日本語 🙂"
-                ids = await client.tokenize(text)
-                assert ids == tokenizer.encode(text).ids
-                assert await client.detokenize(ids) == text
-                long = "def __init__(self):\n" * 3000
-                assert await client.tokenize(long) == tokenizer.encode(long).ids
-                chat = [{"role": "user", "content": "hi"}]
-                assert await client.tokenize(chat) == tokenizer.encode("<s>user: hi\n<s>assistant:").ids
-                assert "user" in TEMPLATE or (await client.complete(chat, max_tokens=1)).token_ids == (40,)
-                with pytest.raises(InvalidRequest, match=r"messages: number of messages is 0"):
-                    await client._unary(client._stub.Tokenize, TokenizeRequest(messages=ChatMessages()))
-                with pytest.raises(InvalidRequest, match=r"token_ids\[0\] is 400; allowed: 0 to 399"):
-                    await client.detokenize([VOCAB])
-                with pytest.raises(InvalidRequest, match=r"input is None"):
-                    await client._unary(client._stub.Tokenize, TokenizeRequest())
-                with pytest.raises(KvrelayError, match=r"text is ''"):
-                    await client.tokenize("")
+        async with (
+            fake_cluster(tmp_path, *pair(lambda index: 40)) as cluster,
+            AsyncClient(cluster.router.address, timeout=10) as client,
+        ):
+            info = await client.model_info()
+            assert (info.name, info.vocab_size, info.max_context, info.eos_token_ids) == (
+                "fake",
+                VOCAB,
+                CONTEXT,
+                (1,),
+            )
+            assert info.has_chat_template
+            text = "größer 日本語 🙂"
+            ids = await client.tokenize(text)
+            assert ids == tokenizer.encode(text).ids
+            assert await client.detokenize(ids) == text
+            long = "def __init__(self):\n" * 3000
+            assert await client.tokenize(long) == tokenizer.encode(long).ids
+            chat = [{"role": "user", "content": "hi"}]
+            assert await client.tokenize(chat) == tokenizer.encode("<s>user: hi\n<s>assistant:").ids
+            assert "user" in TEMPLATE or (await client.complete(chat, max_tokens=1)).token_ids == (40,)
+            with pytest.raises(InvalidRequest, match=r"messages: number of messages is 0"):
+                await client._unary(client._stub.Tokenize, TokenizeRequest(messages=ChatMessages()))
+            with pytest.raises(InvalidRequest, match=r"token_ids\[0\] is 400; allowed: 0 to 399"):
+                await client.detokenize([VOCAB])
+            with pytest.raises(InvalidRequest, match=r"input is None"):
+                await client._unary(client._stub.Tokenize, TokenizeRequest())
+            with pytest.raises(KvrelayError, match=r"text is ''"):
+                await client.tokenize("")
 
     run(test)
 

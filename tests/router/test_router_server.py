@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from kvrelay.client import AsyncClient, Exhausted, Unavailable
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, ROLE_ROUTER
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_STARTING, ROLE_ROUTER
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from support.router_fakes import FakeWorker, colocated_of, fake_cluster, model_folder, pair, run, silent, until
@@ -29,29 +29,32 @@ def token_at(index: int) -> int:
 
 def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
-            async with grpc.aio.insecure_channel(cluster.router.address) as channel:
-                stub = HealthStub(channel)
+        async with (
+            fake_cluster(tmp_path, *pair(token_at)) as cluster,
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            stub = HealthStub(channel)
 
-                async def wait_for(status: HealthCheckResponse.ServingStatus) -> None:
-                    for service in ("", SERVICE):
-                        async with asyncio.timeout(5):
-                            while (await stub.Check(HealthCheckRequest(service=service))).status != status:
-                                await asyncio.sleep(0.01)
+            async def wait_for(status: HealthCheckResponse.ServingStatus) -> None:
+                for service in ("", SERVICE):
+                    async with asyncio.timeout(5):
+                        async for response in stub.Watch(HealthCheckRequest(service=service)):
+                            if response.status == status:
+                                break
 
+            await wait_for(HealthCheckResponse.SERVING)
+            cluster.tell(decode_0=MEMBER_STATE_DEAD)
+            await wait_for(HealthCheckResponse.NOT_SERVING)
+            async with AsyncClient(cluster.router.address, timeout=10) as client:
+                with pytest.raises(Unavailable, match="no worker can take the request now"):
+                    await client.complete("hello")
+                worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+                await worker.start()
+                cluster.supervisor.tell(worker.member())
                 await wait_for(HealthCheckResponse.SERVING)
-                cluster.tell(decode_0=MEMBER_STATE_DEAD)
-                await wait_for(HealthCheckResponse.NOT_SERVING)
-                async with AsyncClient(cluster.router.address, timeout=10) as client:
-                    with pytest.raises(Unavailable, match="no worker can take the request now"):
-                        await client.complete("hello")
-                    worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-                    await worker.start()
-                    cluster.supervisor.tell(worker.member())
-                    await wait_for(HealthCheckResponse.SERVING)
-                    assert (await client.complete("hello", max_tokens=3)).token_ids == (40, 41, 42)
-                await worker.stop()
-                await wait_for(HealthCheckResponse.NOT_SERVING)
+                assert (await client.complete("hello", max_tokens=3)).token_ids == (40, 41, 42)
+            await worker.stop()
+            await wait_for(HealthCheckResponse.NOT_SERVING)
 
     run(test)
 
@@ -59,12 +62,18 @@ def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
 def test_the_supervisor_hears_of_the_router(tmp_path: Path) -> None:
     async def test() -> None:
         async with fake_cluster(tmp_path) as cluster:
-            member = await until(lambda: cluster.supervisor.heard.get("router-0"), "a heartbeat")
-            assert (member.role, member.state) == (ROLE_ROUTER, MEMBER_STATE_READY)
+            heard = cluster.supervisor.heard
+            member = await until(lambda: heard.get("router-0"), "a heartbeat")
+            assert (member.role, member.state) == (ROLE_ROUTER, MEMBER_STATE_STARTING)
             assert member.address == cluster.router.address
             async with AsyncClient(cluster.router.address, timeout=10) as client:
                 with pytest.raises(Unavailable, match="no worker is ready yet"):
                     await client.model_info()
+            worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+            await worker.start()
+            cluster.supervisor.tell(worker.member())
+            await until(lambda: heard["router-0"].state == MEMBER_STATE_READY, "the router says that it is ready")
+            await worker.stop()
             cluster.supervisor.fenced = True
             cluster.supervisor.tell()
             reason = await asyncio.wait_for(cluster.router.failed(), 5)
@@ -74,7 +83,7 @@ def test_the_supervisor_hears_of_the_router(tmp_path: Path) -> None:
 
 
 def test_reflection_describes_the_service(tmp_path: Path) -> None:
-    async def test() -> list[str]:
+    async def test() -> None:
         async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
 
             def ask() -> None:
@@ -90,18 +99,20 @@ def test_reflection_describes_the_service(tmp_path: Path) -> None:
 def test_one_request_too_many_is_refused(tmp_path: Path) -> None:
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", silent)
-        async with fake_cluster(tmp_path, worker, max_requests=2) as cluster:
-            async with AsyncClient(cluster.router.address) as client:
-                running = [asyncio.create_task(client.complete("hello", max_tokens=3)) for _ in range(2)]
-                await cluster.job("colocated-0", 1)
-                with pytest.raises(Exhausted, match="max_requests") as caught:
-                    await client.complete("hello")
-                assert caught.value.retry_after == 1.0
-                for job in worker.jobs:
-                    await colocated_of(token_at)(job)
-                await asyncio.gather(*running)
-                worker.script = colocated_of(token_at)
-                await client.complete("hello", max_tokens=3)
+        async with (
+            fake_cluster(tmp_path, worker, max_requests=2) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            running = [asyncio.create_task(client.complete("hello", max_tokens=3)) for _ in range(2)]
+            await cluster.job("colocated-0", 1)
+            with pytest.raises(Exhausted, match="max_requests") as caught:
+                await client.complete("hello")
+            assert caught.value.retry_after == 1.0
+            for job in worker.jobs:
+                await colocated_of(token_at)(job)
+            await asyncio.gather(*running)
+            worker.script = colocated_of(token_at)
+            await client.complete("hello", max_tokens=3)
 
     run(test)
 
@@ -151,14 +162,16 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_drain_lets_running_streams_end(tmp_path: Path) -> None:
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(token_at, pause=0.05)) as cluster:
-            async with AsyncClient(cluster.router.address, timeout=10) as client:
-                running = asyncio.create_task(client.complete("hello", max_tokens=8))
-                await cluster.job("decode-0")
-                await cluster.router.stop(5.0)
-                assert len((await running).token_ids) == 8
-                with pytest.raises(Unavailable):
-                    await client.complete("hello")
+        async with (
+            fake_cluster(tmp_path, *pair(token_at, pause=0.05)) as cluster,
+            AsyncClient(cluster.router.address, timeout=10) as client,
+        ):
+            running = asyncio.create_task(client.complete("hello", max_tokens=8))
+            await cluster.job("decode-0")
+            await cluster.router.stop(5.0)
+            assert len((await running).token_ids) == 8
+            with pytest.raises(Unavailable):
+                await client.complete("hello")
 
     run(test)
 

@@ -1,0 +1,170 @@
+"""A cluster's configuration: one line for each mistake, defaults that fit one machine, and what each process is told."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kvrelay.cluster.config import ClusterConfig, RouterSection, schema
+from kvrelay.cluster.configfile import Override, dump, load
+from kvrelay.cluster.errors import UsageError
+from kvrelay.engine.config import EngineConfig
+from kvrelay.router.config import RouterConfig
+
+
+def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
+    """What `load` says of a file, without the file's own name."""
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load(path, overrides)
+    assert caught.value.code == 2
+    return [line.removeprefix(f"{path}: ") for line in caught.value.lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("engine: {block_sizes: 8}", "engine.block_sizes: unknown key; did you mean block_size?"),
+        ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
+        ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
+        ("heartbeat: {zzz: 1}", "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds"),
+        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: a power of two from 8 to 128"),
+        ("decode: {engine: {block_size: 9}}", "decode.engine.block_size is 9; allowed: a power of two from 8 to 128"),
+        ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
+        ("transfer: {chunk_bytes: 1}", "transfer.chunk_bytes is 1; allowed: 65536 to 16777216"),
+        ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: greater than or equal to 0"),
+        ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),
+        ("prefill: {replicas: 0}", "prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
+        ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
+        ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
+        ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
+        ("- a\n- b", "holds a list; allowed: a mapping of sections"),
+        ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
+        ("engine: [", "line 1: expected the node content, but found '<stream end>'"),
+    ],
+)
+def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str, line: str) -> None:
+    assert mistakes(tmp_path, text) == [line]
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    assert len(mistakes(tmp_path, "model: {dtype: x}\nprefill: {replicas: -1}\nengines: {}")) == 3
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            load(path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"model: \xff")
+    with pytest.raises(UsageError, match=r"byte 7 is not UTF-8"):
+        load(binary)
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    (line,) = mistakes(tmp_path, f"model: {{dtype: {'x' * 10_000}}}")
+    assert len(line) < 200
+
+
+def test_the_command_line_wins_over_the_file_and_its_mistakes_name_the_flag(tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("prefill: {replicas: 3, threads: 2}\nrouter: {grpc_port: 1}\n")
+    config = load(path, {"prefill.replicas": Override("--prefill", 2), "router.grpc_port": Override("--grpc-port", 0)})
+    assert config.prefill.replicas == 2
+    assert config.prefill.threads == 2
+    assert config.router.grpc_port == 0
+    for key, flag, value in (("router.grpc_port", "--grpc-port", 70000), ("decode.replicas", "--decode", 0)):
+        (line,) = mistakes(tmp_path, "", {key: Override(flag, value)})
+        assert line.startswith(f"{flag} is {value}; allowed: ")
+
+
+def test_sections_that_are_empty_are_their_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("engine:\nprefill:\n")
+    assert load(path) == load()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"prefill": 1, "decode": 1, "colocated": 0}),
+        ({"decode": {"replicas": 2}}, {"prefill": 1, "decode": 2, "colocated": 0}),
+        ({"colocated": {"replicas": 2}}, {"prefill": 0, "decode": 0, "colocated": 2}),
+        ({"colocated": {"replicas": 0}}, {"prefill": 1, "decode": 1, "colocated": 0}),
+        (
+            {"colocated": {"replicas": 1}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}},
+            {"prefill": 1, "decode": 1, "colocated": 1},
+        ),
+    ],
+)
+def test_what_runs_where_nobody_says_how_many(given: dict[str, Any], expected: dict[str, int]) -> None:
+    config = ClusterConfig.model_validate(given)
+    assert {role: getattr(config, role).replicas for role in expected} == expected
+
+
+def test_workers_are_told_their_roles_options() -> None:
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"path": "/m", "dtype": "float32"},
+            "engine": {"block_size": 32, "max_sequences": 7},
+            "transfer": {"lease_seconds": 2},
+            "prefill": {"replicas": 2, "engine": {"kv_memory_bytes": 1000, "max_batch_tokens": 64}},
+            "decode": {"threads": 5},
+        }
+    )
+    workers = {worker.name: worker for worker in config.worker_configs("1.2.3.4:5", cores=9)}
+    assert list(workers) == ["prefill-0", "prefill-1", "decode-0"]
+    for worker in workers.values():
+        assert (worker.model, worker.dtype, worker.supervisor) == ("/m", "float32", "1.2.3.4:5")
+        assert (worker.engine.block_size, worker.engine.max_sequences) == (32, 7)
+        assert worker.transfer.lease_seconds == 2
+    assert workers["prefill-1"].engine.kv_memory_bytes == 1000
+    assert workers["decode-0"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
+    assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
+    assert config.router_config("1.2.3.4:5") == RouterConfig(model="/m", supervisor="1.2.3.4:5")
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (64, 3, 21)])
+def test_workers_on_one_machine_share_its_cores(cores: int, workers: int, threads: int) -> None:
+    config = ClusterConfig.model_validate({"colocated": {"replicas": workers}})
+    assert {worker.engine.threads for worker in config.worker_configs(cores=cores)} == {threads}
+
+
+def test_workers_on_a_ray_cluster_take_the_cpus_that_they_reserve() -> None:
+    config = ClusterConfig.model_validate({"ray": {"address": "auto"}, "prefill": {"cpus": 3.5}, "decode": {"cpus": 0}})
+    assert [worker.engine.threads for worker in config.worker_configs(cores=64)] == [3, 1]
+
+
+def test_resources_are_what_the_sections_reserve() -> None:
+    config = ClusterConfig.model_validate(
+        {"prefill": {"replicas": 2, "cpus": 4, "gpus": 1, "resources": {"big": 0.5}}, "decode": {"cpus": 2}}
+    )
+    assert config.bundle("prefill") == {"CPU": 4, "GPU": 1, "big": 0.5}
+    assert config.bundle("decode") == {"CPU": 2}
+    assert config.bundle(None) == {"CPU": 1}
+    assert config.total_resources() == {"CPU": 11, "GPU": 2, "big": 1}
+
+
+def test_what_is_dumped_loads_again_as_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("prefill: {replicas: 2, engine: {block_size: 64}, resources: {a: 1}}\nray: {address: auto}\n")
+    config = load(path)
+    path.write_text(dump(config))
+    assert load(path) == config
+    assert yaml.safe_load(dump(load())).keys() == ClusterConfig.model_fields.keys()
+
+
+def test_the_router_section_is_what_a_router_is_told_but_for_what_the_cluster_says() -> None:
+    told = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor"}
+    assert RouterSection.model_fields.keys() - {"cpus", "resources"} == told
+
+
+def test_every_key_is_documented() -> None:
+    document = schema()
+    sections = [document, *document["$defs"].values()]
+    for section in sections:
+        for key, field in section["properties"].items():
+            assert field.get("description") or "$ref" in field, key

@@ -1,0 +1,169 @@
+"""config.json: what is read out of it, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(folder: Path, changes: dict[str, Any] | None = None, without: str = "") -> ModelConfig:
+    config = BASE | (changes or {})
+    config.pop(without, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)
+
+
+def test_the_common_fields(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert (config.architecture, config.layers, config.hidden_size) == ("llama", 3, 64)
+    assert (config.heads, config.kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.norm_eps == 1e-5
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert config.traits.windows == (0, 0, 0)
+    assert not config.tie_embeddings
+    assert config.eos_token_ids == (1,)
+    assert config.dtype == "bfloat16"
+
+
+def test_fields_that_are_null_or_absent_take_their_defaults(tmp_path: Path) -> None:
+    nulls = dict.fromkeys(["head_dim", "num_key_value_heads", "rope_scaling", "torch_dtype", "eos_token_id"])
+    config = read(tmp_path, nulls)
+    assert (config.kv_heads, config.head_dim, config.dtype, config.eos_token_ids) == (4, 16, "float32", ())
+
+
+def test_head_dim_need_not_be_the_hidden_size_over_the_heads(tmp_path: Path) -> None:
+    assert read(tmp_path, {"head_dim": 80}).head_dim == 80
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(5e5, "linear", 4.0)),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, RopeConfig(1e6)),
+    ],
+)
+def test_both_spellings_of_rotary_positions(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
+    assert read(tmp_path, fields).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}, (0, 0, 0)),
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 1}, (0, 0, 0)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (0, 8, 8)),
+        (
+            QWEN2
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, 0, 8),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read(tmp_path, fields).traits.windows == windows
+
+
+def test_generation_config_says_where_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert read(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read(tmp_path).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("name", ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"])
+def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: {name} is missing"):
+        read(tmp_path, without=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; allowed: llama, mistral, qwen2, qwen3"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures is .*allowed: \['LlamaForCausalLM'\]"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: silu"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; allowed: an integer of at least 1"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "num_attention_heads is 5; allowed: a divisor of"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of num_attention_heads"),
+        ({"head_dim": 15}, "head_dim is 15; allowed: an even number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; allowed: a number above 0"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; allowed: true, false"),
+        ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; allowed: float32, bfloat16, float16"),
+        ({"eos_token_id": 320}, r"eos_token_id is 320; allowed: ids below vocab_size \(320\)"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; allowed: an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; allowed: default, linear, llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type is 'dynamic'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types is"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is missing; allowed: true"),
+        (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "layer_types is"),
+    ],
+)
+def test_a_field_that_cannot_be_served_is_named_with_what_is_allowed(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, fields)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: no such file"):
+        read_config(tmp_path)
+
+
+def test_reading_a_checkpoint_without_its_weights_takes_no_torch() -> None:
+    script = "import sys, kvrelay.engine.models.checkpoint; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,122 @@
+"""Frames: token-exact copies of a sequence's KV out of and into the pool."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvrelay.engine.kv.layout import KVLayout, Order
+from kvrelay.engine.kv.pool import KVPool
+from torch import Tensor
+
+BLOCKS = 7
+SIZE = 8
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def layout_of(order: Order = "NHD", dtype: str = "float32") -> KVLayout:
+    return KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=SIZE, dtype=dtype, order=order)  # type: ignore[arg-type]  # a drawn string
+
+
+def filled(layout: KVLayout) -> KVPool:
+    """A pool in which all numbers differ, as far as the type can tell them apart."""
+    pool = KVPool(layout, BLOCKS)
+    pool.tensor.copy_(torch.arange(pool.tensor.numel()).remainder(2039).view(pool.tensor.shape))
+    return pool
+
+
+def tokens_of(pool: KVPool, blocks: list[int], first: int, count: int) -> Tensor:
+    """The tokens' KV, gathered one by one: [token, layer, k|v, head, dim]."""
+    slots = [(blocks[token // SIZE], token % SIZE) for token in range(first, first + count)]
+    if pool.layout.order == "NHD":
+        return torch.stack([pool.tensor[block, :, :, slot] for block, slot in slots])
+    return torch.stack([pool.tensor[block, :, :, :, slot] for block, slot in slots])
+
+
+tables = st.permutations(range(BLOCKS)).flatmap(
+    lambda blocks: st.tuples(st.just(blocks), st.integers(0, BLOCKS - 1)).flatmap(
+        lambda drawn: st.tuples(st.just(drawn[0]), st.just(drawn[1] * SIZE), st.integers(1, (BLOCKS - drawn[1]) * SIZE))
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables, tables, st.sampled_from(["NHD", "HND"]), st.sampled_from(DTYPES))
+def test_a_frame_carries_its_tokens_to_any_blocks_and_touches_no_others(
+    source: tuple[list[int], int, int], target: tuple[list[int], int, int], order: Order, dtype: str
+) -> None:
+    layout = layout_of(order, dtype)
+    sender = filled(layout)
+    before = sender.tensor.clone()
+    blocks, first, count = source
+    other_blocks, other_first, room = target
+    count = min(count, room)
+    frame = torch.full((count * layout.token_bytes + 5,), 77, dtype=torch.uint8)
+    assert sender.read(blocks, first, count, frame) == count * layout.token_bytes
+    assert torch.equal(sender.tensor, before)
+    assert (frame[-5:] == 77).all()
+
+    receiver = filled(layout)
+    receiver.write(other_blocks, other_first, count, frame)
+    assert torch.equal(tokens_of(receiver, other_blocks, other_first, count), tokens_of(sender, blocks, first, count))
+    used = other_blocks[other_first // SIZE : layout.blocks_for(other_first + count)]
+    others = [block for block in range(BLOCKS) if block not in used]
+    assert torch.equal(receiver.tensor[others], before[others])
+    rest = len(used) * SIZE - count
+    if rest:
+        assert not tokens_of(receiver, other_blocks, other_first + count, rest).any()
+
+
+def test_whole_blocks_lie_in_a_frame_as_in_the_pool() -> None:
+    layout = layout_of()
+    pool = filled(layout)
+    frame = torch.empty(2 * layout.block_bytes, dtype=torch.uint8)
+    pool.read([5, 1, 4], SIZE, 2 * SIZE, frame)
+    assert torch.equal(frame.view(torch.float32), pool.tensor[[1, 4]].flatten())
+
+
+def test_a_partial_block_is_compacted_layer_by_layer() -> None:
+    layout = layout_of()
+    pool = filled(layout)
+    frame = torch.empty(3 * layout.token_bytes, dtype=torch.uint8)
+    pool.read([6], 0, 3, frame)
+    assert torch.equal(frame.view(torch.float32), pool.tensor[6, :, :, :3].flatten())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first", "count", "message"),
+    [
+        ([0, 1], 3, 1, "first_token is 3; allowed: multiples of the block size, 8"),
+        ([0, 1], -8, 1, "first_token is -8"),
+        ([0, 1], 0, 0, "num_tokens is 0"),
+        ([0, 1], 8, 9, "num_tokens is 9 from 8 on; 2 blocks of 8 are held"),
+        ([0, BLOCKS], 8, 1, "blocks holds 7 to 7; allowed: 0 to 6"),
+        ([0, -1], 0, 16, "blocks holds -1 to 0"),
+    ],
+)
+def test_a_range_outside_the_blocks_is_refused(blocks: list[int], first: int, count: int, message: str) -> None:
+    pool = filled(layout_of())
+    before = pool.tensor.clone()
+    frame = torch.zeros(32 * pool.layout.token_bytes, dtype=torch.uint8)
+    access: Callable[..., object]
+    for access in (pool.read, pool.write):
+        with pytest.raises(ValueError, match=message):
+            access(blocks, first, count, frame)
+    assert torch.equal(pool.tensor, before)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        torch.zeros(3 * 192 - 1, dtype=torch.uint8),
+        torch.zeros(3 * 192, dtype=torch.int8),
+        torch.zeros(3, 192, dtype=torch.uint8),
+        torch.zeros(6 * 192, dtype=torch.uint8)[::2],
+    ],
+)
+def test_a_frame_of_another_shape_is_refused(frame: Tensor) -> None:
+    pool = filled(layout_of())
+    assert pool.layout.token_bytes == 192
+    with pytest.raises(ValueError, match=r"allowed: torch\.uint8 \[576 or more\]"):
+        pool.write([0], 0, 3, frame)

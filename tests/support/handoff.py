@@ -1,0 +1,238 @@
+"""Two ends of a hand-off in one process: a prefill side and a decode side with plain byte pools, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+import torch
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from kvrelay.rpc.options import server_options
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import Local, TransferStats
+from kvrelay.transfer.exporter import Exporter
+from kvrelay.transfer.gloo import GlooTransport
+from kvrelay.transfer.importer import Importer
+from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.transport import Transport
+from kvrelay.transfer.wire import Code, Key
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
+SENDER, RECEIVER = ("prefill-0", "p-incarnation"), ("decode-0", "d-incarnation")
+
+
+class BytePool:
+    """A block-first pool of bytes with the KV pool's read and write contract: `[block, layer * 2, slot, head_bytes]`."""
+
+    def __init__(self, layout: KVLayout, blocks: int) -> None:
+        self.layout = layout
+        rows = layout.layers * 2
+        self.data = torch.zeros(blocks, rows, layout.block_size, layout.token_bytes // rows, dtype=torch.uint8)
+
+    def _pieces(self, blocks: Sequence[int], first: int, tokens: int) -> list[torch.Tensor]:
+        size, start = self.layout.block_size, first // self.layout.block_size
+        if first % size:
+            raise ValueError(f"first_token is {first}; it must be at a block's border")
+        whole, rest = divmod(tokens, size)
+        pieces = [self.data[block] for block in blocks[start : start + whole]]
+        return pieces + ([self.data[blocks[start + whole]][:, :rest]] if rest else [])
+
+    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
+        at = 0
+        for piece in self._pieces(blocks, first_token, num_tokens):
+            out[at : at + piece.numel()] = piece.reshape(-1)
+            at += piece.numel()
+        return at
+
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> int:
+        at = 0
+        for piece in self._pieces(blocks, first_token, num_tokens):
+            piece.copy_(data[at : at + piece.numel()].reshape(piece.shape))
+            at += piece.numel()
+        return at
+
+    def tokens(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
+        """The bytes of a sequence: [tokens, rows, head_bytes]."""
+        return torch.cat([self.data[block].transpose(0, 1) for block in blocks])[:tokens]
+
+
+@dataclass(eq=False)
+class StandInHold:
+    """A hold that counts its releases."""
+
+    blocks: list[int]
+    releases: int = 0
+
+
+@dataclass(eq=False)
+class StandInReservation:
+    hold: StandInHold
+    have_tokens: int = 0
+
+
+@dataclass
+class Ends:
+    """What the two hosts were told, by key; `changed` is set at each news."""
+
+    exported: dict[Key, TransferStats] = field(default_factory=dict)
+    export_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
+    imported: dict[Key, tuple[StandInReservation, int, TransferStats]] = field(default_factory=dict)
+    import_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+        """Waits until `condition()` holds after some news."""
+
+        async def wait() -> None:
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+        await asyncio.wait_for(wait(), seconds)
+
+
+class ExportSide:
+    """Stands in for a prefill worker."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+        self.holds: list[StandInHold] = []
+
+    def hold(self, blocks: Sequence[int]) -> StandInHold:
+        hold = StandInHold(list(blocks))
+        self.holds.append(hold)
+        return hold
+
+    def release(self, hold: StandInHold) -> None:
+        hold.releases += 1
+        self.ends.changed.set()
+
+    def exported(self, key: Key, stats: TransferStats) -> None:
+        self.ends.exported[key] = stats
+        self.ends.changed.set()
+
+    def export_failed(self, key: Key, code: Code, message: str) -> None:
+        self.ends.export_failed[key] = (code, message)
+        self.ends.changed.set()
+
+    @property
+    def leaked(self) -> int:
+        return sum(hold.releases != 1 for hold in self.holds)
+
+
+class ImportSide:
+    """Stands in for a decode worker with `free` blocks, handed out in a scrambled order."""
+
+    def __init__(self, ends: Ends, blocks: int) -> None:
+        self.ends = ends
+        self.free = [(block * 7 + 3) % blocks for block in range(blocks)]
+        self.blocks = blocks
+        self.need: dict[Key, int] = {}
+        self.have: dict[Key, int] = {}
+        self.reservations: dict[Key, StandInReservation] = {}
+        self.gate: asyncio.Event | None = None
+
+    async def reserve(self, key: Key) -> StandInReservation | None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if len(self.free) < self.need[key]:
+            return None
+        taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
+        self.reservations[key] = StandInReservation(StandInHold(taken), self.have.get(key, 0))
+        return self.reservations[key]
+
+    def release(self, reservation: StandInReservation) -> None:
+        reservation.hold.releases += 1
+        self.free += reservation.hold.blocks
+        self.ends.changed.set()
+
+    def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
+        self.ends.imported[key] = (reservation, first_token, stats)
+        self.ends.changed.set()
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        self.ends.import_failed[key] = (code, message)
+        self.ends.changed.set()
+
+    @property
+    def leaked(self) -> int:
+        """Reservations neither released nor committed, or both."""
+        committed = {id(reservation) for reservation, _, _ in self.ends.imported.values()}
+        return sum(
+            reservation.hold.releases + (id(reservation) in committed) != 1
+            for reservation in self.reservations.values()
+        )
+
+
+@dataclass
+class Pair:
+    """A prefill side and a decode side."""
+
+    exporter: Exporter
+    importer: Importer
+    source: BytePool
+    target: BytePool
+    ends: Ends
+    sending: ExportSide
+    receiving: ImportSide
+    sender_peers: PeerTable
+    receiver_peers: PeerTable
+    server: grpc.aio.Server
+
+    def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
+        """What the router's two Submits do: the decode side expects, the prefill side offers."""
+        self.expect(key, tokens, have)
+        self.exporter.begin(key, RECEIVER, tokens)
+
+    def expect(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
+        self.receiving.need[key] = LAYOUT.blocks_for(len(tokens))
+        self.receiving.have[key] = have
+        self.importer.expect(key, SENDER, tokens)
+
+    def compute(self, key: Key, blocks: Sequence[int], first_token: int = 7, chunk_blocks: int = 4) -> None:
+        """The prompt's blocks become ready, chunk by chunk, and then the first token."""
+        for start in range(0, len(blocks) - 1, chunk_blocks):
+            self.exporter.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
+        self.exporter.finished(key, first_token, self.sending.hold(blocks))
+
+
+@asynccontextmanager
+async def pair(
+    config: TransferConfig | None = None,
+    *,
+    blocks: int = 256,
+    receiver_config: TransferConfig | None = None,
+    receiver_layout: KVLayout = LAYOUT,
+    transports: tuple[Mapping[str, Transport], Mapping[str, Transport]] | None = None,
+) -> AsyncIterator[Pair]:
+    """Starts both sides on loopback, and stops them."""
+    config = config or TransferConfig()
+    ends = Ends()
+    sending, receiving = ExportSide(ends), ImportSide(ends, blocks)
+    source, target = BytePool(LAYOUT, blocks), BytePool(receiver_layout, blocks)
+    here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
+    sender_peers, receiver_peers = PeerTable(), PeerTable([Peer(*SENDER, address="")])
+    exporter = Exporter(Local(*SENDER, LAYOUT, "fingerprint"), source, sender_peers, config, here, sending)
+    receiver = Local(*RECEIVER, receiver_layout, "fingerprint")
+    importer = Importer(receiver, target, receiver_peers, receiver_config or config, there, receiving)
+    server = grpc.aio.server(options=server_options())
+    add_HandoffServiceServicer_to_server(importer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    sender_peers.update([Peer(*RECEIVER, address=f"127.0.0.1:{port}", transports=tuple(there))])
+    exporter.start()
+    importer.start()
+    await server.start()
+    try:
+        yield Pair(
+            exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server
+        )
+    finally:
+        await exporter.close()
+        await importer.close()
+        await server.stop(0.5)
+
+
+def renamed(peer: Peer, **changes: str) -> Peer:
+    return replace(peer, **changes)
