@@ -10,10 +10,11 @@ PACKAGES := client cluster decode_worker engine kernels models prefill_worker ro
 setup: $(READY)
 
 # torch goes first: once it is there, no other package pulls another build of it.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt helm/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement helm/requirements.txt
 	touch $(READY)
 
 # mypy can't follow the editable install's import hook, so it gets the same map as a folder of links.

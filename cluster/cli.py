@@ -232,8 +232,8 @@ def _console() -> "Console":
     """Of stdout; a file or a pipe has no width to fit."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
+    console = Console(file=sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=FILE_WIDTH)
 
 
 def _refuse_second() -> None:

@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterStat
         Interrupted: a signal came before it was ready; nothing of it is left.
     """
     signals = Signals()
-    with state.owned():
+    with state.owned(), _quiet():
         signals.install()
         cluster = Cluster(config, report, signals, owner=os.getpid())
         try:
@@ -71,7 +72,7 @@ def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
         ClusterError, Interrupted: as `run`.
     """
     signals = Signals()
-    with state.owned():
+    with state.owned(), _quiet():
         signals.install()
         cluster = Cluster(config, report, signals, owner=None)
         try:
@@ -138,7 +139,6 @@ class Cluster:
             "log_to_driver": False,
             "configure_logging": False,
         }
-        logging.getLogger("ray").setLevel(logging.ERROR)
         if self._config.local:
             context = self._start_ray(options)
             self._check_gpus()
@@ -208,6 +208,14 @@ class Cluster:
                 raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; see {_logs()}")
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray's driver from writing into this process's output; all of it is in Ray's log files as well."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def _join(address: str, options: dict[str, Any]) -> Any:

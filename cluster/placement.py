@@ -51,7 +51,7 @@ class RayLauncher:
             logger.exception("server failed", extra={"member": name})
             return Ended(f"{type(error.cause).__name__}: {error.cause}")
         except RayActorError as error:
-            return Ended(" ".join(str(error).split()))
+            return Ended(_why(error))
         finally:
             ray.kill(actor)
 
@@ -99,6 +99,12 @@ class RayLauncher:
             return ray.remote(RouterActor).options(**options).remote(router, self._config.local)
         config = replace(worker, supervisor=supervisor)
         return ray.remote(WorkerActor).options(**options).remote(config, self._config.local)
+
+
+def _why(error: RayActorError) -> str:
+    """Ray's explanation in one line, without which actor it was and without its advice."""
+    text = " ".join(str(error).split())
+    return (text.partition("The actor is dead because ")[2] or text).partition(" Some common causes")[0]
 
 
 def actor_options(config: ClusterConfig, name: str) -> dict[str, Any]:

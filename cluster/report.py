@@ -62,7 +62,7 @@ class BarsReport:
             TextColumn("{task.fields[now]}"),
             TimeElapsedColumn(),
         )
-        self._bars = Progress(*columns, console=console, transient=True)
+        self._bars = Progress(*columns, console=console, transient=True, redirect_stdout=False)
         self._tasks: dict[str, TaskID] = {}
 
     def phase(self, text: str) -> None:

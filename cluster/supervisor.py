@@ -1,7 +1,7 @@
 """The supervisor: knows every member by its heartbeats, tells each of them who else is there, replaces the lost.
 
-A plain server: `python -m kvrelay.cluster.supervisor --port 0` runs one that replaces nobody. With a `Launcher` it
-keeps one process for each name: started, watched, and started anew when it ended or was declared dead.
+A plain server: `python -m kvrelay.cluster.supervisor --config FILE` runs one that replaces nobody. With a `Launcher`
+it keeps one process for each name: started, watched, and started anew when it ended or was declared dead.
 
 Requests and tokens never pass through here: with the supervisor away, running streams go on.
 """
@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import grpc
 
 from kvrelay.cluster.membership import Identity, InvalidMember, Membership
 from kvrelay.cluster.replacement import Backoff, Ended
+from kvrelay.engine.config import STRICT
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_UNSPECIFIED,
@@ -53,6 +54,8 @@ class Launcher(Protocol):
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
     """What the supervisor is told at start."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     host: str = "127.0.0.1"
     """Address that its gRPC binds to, and that members dial."""

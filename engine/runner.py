@@ -150,7 +150,7 @@ def build_runner(
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     with torch.inference_mode():
-        model = load_model(checkpoint, model_config, TORCH_DTYPES[kv_dtype], ops, max_context, progress)
+        model = load_model(checkpoint, model_config, TORCH_DTYPES[kv_dtype], ops, progress)
     spec = ModelSpec(
         name=model_path.resolve().name,
         architecture=model_config.architecture,

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -128,8 +127,8 @@ class WorkerLink:
         finally:
             call.cancel()
             writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await writing
+            # Not `await writing` with its CancelledError suppressed: that would swallow this task's own as well.
+            await asyncio.wait((writing,))
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[RelayRequest, RelayResponse]") -> None:
         try:

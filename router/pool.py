@@ -135,6 +135,7 @@ class WorkerPool:
 
     def _drop(self, worker: _Worker, reason: str) -> None:
         self._workers.pop(worker.key, None)
+        worker.listed = False
         if worker.link is not None:
             worker.link.close(reason)
         if worker.task is not None:

@@ -57,8 +57,8 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """xxh3_64 of a contiguous uint8 CPU tensor."""
-    return xxhash.xxh3_64_intdigest(data.numpy().data)
+    """xxh3_64 of a contiguous uint8 tensor, copied to the CPU first where it isn't there."""
+    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
 
 
 class SendJob:

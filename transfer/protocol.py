@@ -18,7 +18,7 @@ PREFILLING    has credit,     | Computed(hold)            -> same           Send
                               | Grant, later epoch        -> same           frames start anew at what the receiver has
                               | LinkLost(epoch)           -> ADMITTED       (waits for a grant of the next epoch)
 EXPORTED      computed,       | Grant                     -> TRANSFERRING   SendFrame..., Tell(Finish)
-              no credit,      |
+              no credit,      | Ack(the lost link's)      -> COMMITTED      as below: it was lost after the last frame
               under its lease |
 TRANSFERRING  computed, has   | Ack(this epoch)           -> COMMITTED      Committed, StopFrames, ReleaseHold of all
               credit          | Grant, later epoch        -> same           frames start anew
@@ -106,7 +106,7 @@ from kvrelay.transfer.events import (
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, Wait, clip
+from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, ToAttempt, Wait, clip
 
 MAX_LINK_LOSSES = 3
 """Links that one attempt may lose before it is given up."""
@@ -162,7 +162,12 @@ class Sender:
 
     def on(self, event: SenderEvent, now: float) -> list[SenderAction]:
         """The actions that `event` asks for, after those of a deadline that has passed."""
-        return [*self.poll(now), *(self._after_end(event) if self.state.over else self._on(event, now))]
+        actions = self.poll(now)
+        if isinstance(event, ToAttempt) and event.key != self.key:
+            self.dropped += 1
+        else:
+            actions += self._after_end(event) if self.state.over else self._on(event, now)
+        return actions
 
     def _on(self, event: SenderEvent, now: float) -> Iterator[SenderAction]:
         match event:
@@ -181,7 +186,7 @@ class Sender:
                 yield from self._on_grant(event, now)
             case Wait() | Renewed():
                 self._lease = now + self._limits.lease
-            case Ack(epoch=epoch) if self.state is State.TRANSFERRING and self._all_sent and epoch == self._epoch:
+            case Ack(epoch=epoch) if epoch == self._epoch == self._finish_epoch:
                 self.state = State.COMMITTED
                 yield Committed()
                 yield from self._let_go()
@@ -332,7 +337,12 @@ class Receiver:
 
     def on(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         """The actions that `event` asks for, after those of a deadline that has passed."""
-        return [*self.poll(now), *(self._after_end(event) if self.state.over else self._on(event, now))]
+        actions = self.poll(now)
+        if isinstance(event, ToAttempt) and event.key != self.key:
+            self.dropped += 1
+        else:
+            actions += self._after_end(event) if self.state.over else self._on(event, now)
+        return actions
 
     def _on(self, event: ReceiverEvent, now: float) -> Iterator[ReceiverAction]:
         if self._offer is not None and isinstance(event, Push | Finish | Renewed):

@@ -8,6 +8,7 @@ from torch.nn import functional
 from kvrelay.engine.attention.protocol import Attention
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.rope import rotations
 from kvrelay.kernels.ops import Linear, Ops
 
 
@@ -42,9 +43,8 @@ class Weights:
     """[hidden]."""
     head: Linear
     """hidden -> vocab."""
-    cos: Tensor
-    """float32 [positions, 1, D]; see `kernels.reference.rope`."""
-    sin: Tensor
+    frequencies: Tensor
+    """float32 [D / 2]; see `rope.frequencies`."""
 
 
 class Decoder:
@@ -63,7 +63,7 @@ class Decoder:
         """
         config, weights, ops = self.config, self._weights, self._ops
         eps, heads, keys = config.norm_eps, config.heads, config.kv_heads
-        cos, sin = weights.cos[batch.positions], weights.sin[batch.positions]
+        cos, sin = rotations(weights.frequencies, batch.positions)
         residual = functional.embedding(batch.tokens, weights.embedding)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):

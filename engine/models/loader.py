@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Decoder, Layer, Weights
-from kvrelay.engine.models.rope import rope_tables
+from kvrelay.engine.models.rope import frequencies
 from kvrelay.kernels.ops import Linear, Ops
 
 Progress = Callable[[float], None]
@@ -21,7 +21,6 @@ def load_model(
     config: ModelConfig,
     dtype: torch.dtype,
     ops: Ops,
-    max_context: int,
     progress: Progress | None = None,
 ) -> Decoder:
     """Loads the weights, converted to `dtype` and laid out as `ops` wants them.
@@ -30,7 +29,6 @@ def load_model(
     most. A tied embedding is held twice: rows of it are looked up, and as the head it is laid out for multiplying.
 
     Args:
-        max_context: positions that will be asked for.
         progress: told the share of bytes that is loaded, 0 to 1.
 
     Raises:
@@ -43,8 +41,13 @@ def load_model(
     layers = tuple(_layer(files, config, ops, index) for index in range(config.layers))
     embedding = files.take("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else files.take("lm_head.weight")
-    cos, sin = rope_tables(config.rope, config.head_dim, max_context)
-    weights = Weights(embedding, layers, files.take("model.norm.weight"), ops.linear(head, None), cos, sin)
+    weights = Weights(
+        embedding=embedding,
+        layers=layers,
+        norm=files.take("model.norm.weight"),
+        head=ops.linear(head, None),
+        frequencies=frequencies(config.rope, config.head_dim),
+    )
     return Decoder(config, weights, ops)
 
 
@@ -64,7 +67,10 @@ class TensorFiles:
     def take(self, *names: str) -> Tensor:
         """The tensors, converted and joined along their first dimension; a copy, never a view of the file."""
         parts = [self._read(name) for name in names]
-        tensor = torch.cat([part.to(self._dtype) for part in parts]) if len(parts) > 1 else self._copy(parts[0])
+        if len(parts) > 1:
+            tensor = torch.cat([part.to(self._dtype) for part in parts])
+        else:
+            tensor = parts[0].to(self._dtype, copy=True)
         for name in names:
             self._done += self._bytes(name)
         if self._progress is not None:
@@ -74,12 +80,12 @@ class TensorFiles:
     def _read(self, name: str) -> Tensor:
         path = self._entries[name].path
         if self._open is None or self._open[0] != path:
-            self._open = path, safe_open(path, "pt")
+            try:
+                self._open = path, safe_open(path, "pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: not a safetensors file: {error}") from error
         tensor: Tensor = self._open[1].get_tensor(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
         return tensor
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype, copy=True)
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin

@@ -1,4 +1,4 @@
-"""Tables of rotary positions."""
+"""Rotary positions: how far each pair of a head's numbers turns per position."""
 
 import math
 
@@ -8,19 +8,24 @@ from torch import Tensor
 from kvrelay.engine.models.config import RopeConfig
 
 
-def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [positions, 1, head_dim], in the form that `kernels.reference.rope` takes."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim))
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
-def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """float32 [head_dim / 2], radians per position."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     return plain / rope.factor
+
+
+def rotations(per_position: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin in the form that `kernels.reference.rope` takes, float32 [T, 1, head_dim].
+
+    Args:
+        per_position: of `frequencies`.
+        positions: int64 [T].
+    """
+    angles = torch.outer(positions.float(), per_position)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

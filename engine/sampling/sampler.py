@@ -43,8 +43,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]
         Token ids [R], and the indices of rows without a finite largest logit, whose token means nothing.
     """
     for row, draw in enumerate(draws):
-        if draw.generated < draw.params.min_tokens and draw.params.stop_token_ids:
-            logits[row, list(draw.params.stop_token_ids)] = -torch.inf
+        if draw.generated < draw.params.min_tokens:
+            logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
     # A NaN counts as largest, so the largest logit tells whether a row is sound.
     largest, tokens = logits.max(-1)
     unsound = (~largest.isfinite()).nonzero().flatten().tolist()

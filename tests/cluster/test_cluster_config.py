@@ -1,4 +1,4 @@
-"""A cluster's configuration: one line for each mistake, defaults that fit one machine, and what each process is told."""
+"""A cluster's configuration: a line for each mistake, defaults that fit one machine, what each process is told."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from kvrelay.cluster.config import ClusterConfig, RouterSection, schema
 from kvrelay.cluster.configfile import Override, dump, load
 from kvrelay.cluster.errors import UsageError

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
 from kvrelay.cluster.membership import Identity, InvalidMember, Membership
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,

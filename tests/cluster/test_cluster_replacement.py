@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvrelay.cluster.replacement import LONG_LIFE_SECONDS, MOST_SECONDS, Backoff
 
 

@@ -37,7 +37,10 @@ class Road:
     def expected(self, prompt: list[int], count: int) -> list[int]:
         greedy = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
         with torch.inference_mode():
-            return self.oracle.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist()
+            ids = torch.tensor([prompt])
+            # Without a mask, transformers takes every pad token in the prompt for padding.
+            whole = self.oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+            return whole[0, len(prompt) :].tolist()
 
     def complete(self, prompt: list[int], count: int = OUT) -> Completion:
         with Client(self.cluster.router) as client:
@@ -49,6 +52,7 @@ def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "model", request.param)
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    oracle.generation_config.eos_token_id = None  # a None that `generate` is given means this one
     config = oracle.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 8 * 2**20, "threads": 1}
@@ -124,7 +128,7 @@ import sys
 from kvrelay.client import Client
 
 with Client(sys.argv[1]) as client:
-    for number, chunk in enumerate(client.generate([5] * 100, max_tokens=400, temperature=0, ignore_eos=True)):
+    for number, chunk in enumerate(client.generate([5] * 100, max_tokens=900, temperature=0, ignore_eos=True)):
         if number == 3:
             print("streaming", flush=True)
 """
@@ -132,7 +136,7 @@ with Client(sys.argv[1]) as client:
 
 def test_a_client_that_stops_reading_the_stream_frees_its_blocks(road: Road) -> None:
     with Client(road.cluster.router) as client:
-        stream = client.generate(road.prompt(100, seed=7), max_tokens=400, temperature=0, ignore_eos=True, timeout=60)
+        stream = client.generate(road.prompt(100, seed=7), max_tokens=900, temperature=0, ignore_eos=True, timeout=60)
         for _ in range(3):
             next(stream)
         stream.close()
@@ -144,7 +148,7 @@ def test_a_killed_client_frees_its_blocks(road: Road) -> None:
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "streaming\n"
-        assert road.cluster.member("decode-0").load.blocks.held > 0
+        wait_until(lambda: road.cluster.member("decode-0").load.blocks.held, "decode at work", seconds=1)
     finally:
         client.kill()
         client.communicate(timeout=10)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
@@ -15,10 +18,8 @@ from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.runner import ModelRunner, build_runner
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import ops
-from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
 from support.paged import PagedSequences
-from torch import Tensor
 
 OPTIONS = EngineConfig(kv_memory_bytes=2**20, threads=1)
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -50,7 +51,13 @@ def logits(runner: ModelRunner) -> Tensor:
 
 def test_expected_tensors_are_what_transformers_writes(tmp_path: Path) -> None:
     biases = {"attention_bias": True, "mlp_bias": True}
-    variants = [("llama", biases), ("mistral", {}), ("qwen2", {}), ("qwen2", {"tie_word_embeddings": False}), ("qwen3", {})]
+    variants = [
+        ("llama", biases),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3", {}),
+    ]
     for index, (architecture, overrides) in enumerate(variants):
         folder = make_checkpoint(tmp_path / str(index), architecture, **overrides)
         found = {name: entry.shape for name, entry in Checkpoint(folder).tensors.items()}
@@ -95,9 +102,9 @@ def test_the_models_operations_on_cpu_are_the_reference_ones(original: Path) -> 
     config, checkpoint = read_config(original), Checkpoint(original)
     runner = build_runner(original, "float32", OPTIONS)
     fast = logits(runner)
-    runner.model = load_model(checkpoint, config, torch.float32, reference, 64)
+    runner.model = load_model(checkpoint, config, torch.float32, reference)
     torch.testing.assert_close(fast, logits(runner), atol=1e-4, rtol=0)
-    runner.model = load_model(checkpoint, config, torch.float32, ops, 64)
+    runner.model = load_model(checkpoint, config, torch.float32, ops)
     assert torch.equal(fast, logits(runner))
 
 
@@ -172,6 +179,17 @@ def test_a_file_cut_short_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file, or cut short"):
+        build_runner(folder, "float32", OPTIONS)
+
+
+def test_tensors_that_overlap_in_the_file_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    header[GATE] |= {"data_offsets": header[GATE.replace("gate", "up")]["data_offsets"]}
+    path.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file"):
         build_runner(folder, "float32", OPTIONS)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_config
 
 BASE: dict[str, Any] = {
@@ -136,7 +137,10 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; allowed: an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; allowed: default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type is 'yarn'; allowed: default, linear, llama3",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type is 'dynamic'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.runner import ModelRunner, build_runner
 from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE, make_checkpoint
 from support.paged import PagedSequence, PagedSequences
-from transformers import AutoModelForCausalLM
 
 BLOCK = 16
 TOLERANCE = 1e-4
@@ -112,7 +113,9 @@ def test_mixed_batches(case: Case, seed: int) -> None:
             prompt, length = waiting.pop()
             running.append((prompt, sequences.add(case.prompts[prompt][:length])))
         choose.shuffle(running)
-        work = [(s, min(s.left, choose.choice([1, 1, 1, 1, 5, BLOCK, 90]))) for _, s in running if choose.random() < 0.8]
+        work = [
+            (s, min(s.left, choose.choice([1, 1, 1, 1, 5, BLOCK, 90]))) for _, s in running if choose.random() < 0.8
+        ]
         if work:
             sequences.compute(*work)
         done += [entry for entry in running if not entry[1].left]

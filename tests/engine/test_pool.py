@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from kvrelay.engine.kv.layout import KVLayout, Order
 from kvrelay.engine.kv.pool import KVPool
-from torch import Tensor
 
 BLOCKS = 7
 SIZE = 8

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 import torch
+
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.rpc.options import server_options
@@ -24,7 +25,7 @@ SENDER, RECEIVER = ("prefill-0", "p-incarnation"), ("decode-0", "d-incarnation")
 
 
 class BytePool:
-    """A block-first pool of bytes with the KV pool's read and write contract: `[block, layer * 2, slot, head_bytes]`."""
+    """A block-first pool of bytes with the KV pool's contract: `[block, layer * 2, slot, head_bytes]`."""
 
     def __init__(self, layout: KVLayout, blocks: int) -> None:
         self.layout = layout
@@ -225,9 +226,7 @@ async def pair(
     importer.start()
     await server.start()
     try:
-        yield Pair(
-            exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server
-        )
+        yield Pair(exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server)
     finally:
         await exporter.close()
         await importer.close()

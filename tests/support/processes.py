@@ -17,19 +17,26 @@ from typing import Any
 
 import grpc
 
-from kvrelay.internal.v1.supervisor_pb2 import GetStatusRequest, GetStatusResponse, MemberStatus
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    GetStatusRequest,
+    GetStatusResponse,
+    MemberStatus,
+)
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 10.0, every: float = 0.01) -> Any:
+def wait_until(
+    condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0, every: float = 0.01
+) -> Any:
     """Polls until `condition()` is true and returns what it returned; fails naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(every)
     return value
 
@@ -103,10 +110,11 @@ class ProcessCluster:
         return next(status for status in self.status().members if status.member.name == name)
 
     def wait_idle(self, seconds: float = 5.0) -> None:
-        """Waits until no worker holds a block or a request."""
+        """Waits until no live worker holds a block or a request."""
 
         def idle() -> bool:
-            loads = [status.load for status in self.status().members if status.load.blocks.total]
+            live = [status for status in self.status().members if status.member.state != MEMBER_STATE_DEAD]
+            loads = [status.load for status in live if status.load.blocks.total]
             return bool(loads) and all(
                 load.blocks.held == 0
                 and load.requests.running == 0
@@ -115,7 +123,7 @@ class ProcessCluster:
                 for load in loads
             )
 
-        wait_until(idle, f"no block held on any worker: {self.status()}", seconds)
+        wait_until(idle, lambda: f"no block held on any worker: {self.status()}", seconds)
 
     def stop(self) -> None:
         failures = []

@@ -1,0 +1,347 @@
+"""The supervisor over real gRPC, with members that are no more than their heartbeats."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.cluster import replacement
+from kvrelay.cluster.replacement import Ended
+from kvrelay.cluster.status import as_json, get_status
+from kvrelay.cluster.supervisor import SupervisorConfig, SupervisorServer
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_SUSPECT,
+    MEMBER_STATE_UNSPECIFIED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    AttendRequest,
+    GetStatusRequest,
+    Member,
+    Role,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
+from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.options import channel_options
+
+SECONDS = 10.0
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 6 * SECONDS))
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """What `condition` returned when it was first true."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not (value := condition()):
+        assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.01)
+    return value
+
+
+class FakeMember:
+    """A process as the supervisor sees it."""
+
+    def __init__(self, supervisor: str, name: str, role: Role, incarnation: str) -> None:
+        self.member = Member(
+            name=name, role=role, incarnation=incarnation, address=f"127.0.0.1:{role}", pid=7, state=MEMBER_STATE_READY
+        )
+        self.load = Load(blocks=Blocks(total=9, free=4, cached=3, held=2), requests=Requests(waiting=1, running=2))
+        self.seen: dict[str, Member] = {}
+        self.fenced = asyncio.Event()
+        self.attendance = Attendance(supervisor, self._describe, self._learn, self.fenced.set, interval=0.1)
+
+    def _describe(self) -> tuple[Member, Load]:
+        return self.member, self.load
+
+    def _learn(self, members: Sequence[Member]) -> None:
+        self.seen = {entry.name: entry for entry in members}
+
+    def state_of(self, name: str) -> int:
+        return self.seen[name].state if name in self.seen else MEMBER_STATE_UNSPECIFIED
+
+
+@asynccontextmanager
+async def supervisor(**options: float) -> AsyncIterator[SupervisorServer]:
+    server = SupervisorServer(SupervisorConfig(**options))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0.5)
+
+
+@asynccontextmanager
+async def members(server: SupervisorServer, *given: tuple[str, Role]) -> AsyncIterator[list[FakeMember]]:
+    fakes = [FakeMember(server.address, name, role, f"{name}#1") for name, role in given]
+    for fake in fakes:
+        fake.attendance.start()
+    try:
+        yield fakes
+    finally:
+        for fake in fakes:
+            await fake.attendance.stop()
+
+
+@asynccontextmanager
+async def stub(server: SupervisorServer) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
+        yield SupervisorServiceStub(channel)
+
+
+PAIR = (("router-0", ROLE_ROUTER), ("prefill-0", ROLE_PREFILL), ("decode-0", ROLE_DECODE))
+
+
+def test_everyone_learns_of_everyone_and_of_every_change() -> None:
+    async def test() -> None:
+        async with supervisor() as server, members(server, *PAIR) as fakes:
+            names = {name for name, _ in PAIR}
+            for fake in fakes:
+                await until(lambda fake=fake: fake.seen.keys() == names, "everyone is known")
+                assert fake.member.name in fake.seen
+            assert server.membership.ready
+            fakes[1].member.store_address = "127.0.0.1:5"
+            fakes[1].attendance.beat()
+            await until(lambda: fakes[0].seen["prefill-0"].store_address == "127.0.0.1:5", "the change is known")
+
+    run(test)
+
+
+def test_status_says_what_the_members_said() -> None:
+    async def test() -> None:
+        async with supervisor() as server, members(server, *PAIR):
+            await until(lambda: server.membership.ready, "ready")
+            status = await asyncio.to_thread(get_status, server.address)
+            assert status is not None
+            shown = as_json(status)
+            assert shown["ready"] is True
+            assert shown["router"] == f"127.0.0.1:{ROLE_ROUTER}"
+            assert sorted(worker["name"] for worker in shown["workers"]) == ["decode-0", "prefill-0"]
+            assert {
+                "name": "prefill-0",
+                "role": "prefill",
+                "pid": 7,
+                "incarnation": "prefill-0#1",
+                "state": "ready",
+                "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
+                "requests": {"waiting": 1, "running": 2},
+            } in shown["workers"]
+            assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
+
+    run(test)
+
+
+def test_silence_is_told_to_the_others_and_the_dead_are_fenced() -> None:
+    async def test() -> None:
+        async with supervisor() as server, members(server, *PAIR) as (router, prefill, decode):
+            await until(lambda: server.membership.ready, "ready")
+            await prefill.attendance.stop()
+            start = asyncio.get_running_loop().time()
+            await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_SUSPECT, "suspected")
+            assert 1.2 < asyncio.get_running_loop().time() - start < 2.5
+            assert not server.membership.ready
+            await until(lambda: decode.state_of("prefill-0") == MEMBER_STATE_DEAD, "dead")
+            assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
+            prefill.attendance.start()
+            await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
+            assert server.membership.state("prefill-0") == MEMBER_STATE_DEAD
+            replacement = FakeMember(server.address, "prefill-0", ROLE_PREFILL, "prefill-0#2")
+            replacement.attendance.start()
+            await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_READY, "replaced")
+            assert router.seen["prefill-0"].incarnation == "prefill-0#2"
+            await replacement.attendance.stop()
+
+    run(test)
+
+
+def test_a_member_finds_itself_in_the_first_membership_that_it_gets() -> None:
+    async def test() -> None:
+        async with supervisor() as server, stub(server) as called:
+            call = called.Attend()
+            await call.write(AttendRequest(member=Member(name="a", incarnation="1", role=ROLE_DECODE, state=1)))
+            first = await asyncio.wait_for(call.read(), SECONDS)
+            assert [entry.name for entry in first.members] == ["a"]
+            call.cancel()
+
+    run(test)
+
+
+def test_a_heartbeat_without_a_name_is_invalid() -> None:
+    async def test() -> None:
+        async with supervisor() as server, stub(server) as called:
+            call = called.Attend()
+            await call.write(AttendRequest(member=Member(incarnation="1", role=ROLE_DECODE, state=1)))
+            with pytest.raises(grpc.aio.AioRpcError, match=r"member\.name is empty") as caught:
+                await asyncio.wait_for(call.read(), SECONDS)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    run(test)
+
+
+def test_a_port_in_use_is_an_os_error_that_names_it() -> None:
+    async def test() -> None:
+        async with supervisor() as server:
+            port = int(server.address.rpartition(":")[2])
+            with pytest.raises(OSError, match=f"port {port}: already in use"):
+                async with supervisor(port=port):
+                    raise AssertionError("two servers on one port")
+
+    run(test)
+
+
+class FakeLauncher:
+    """Processes that live until a test ends them; each attends as a new incarnation."""
+
+    def __init__(self, hopeless: str = "") -> None:
+        self.hopeless = hopeless
+        self.calls: list[str] = []
+        self.lives: dict[str, asyncio.Future[Ended]] = {}
+        self.count = 0
+
+    async def run(self, name: str, supervisor: str) -> Ended:
+        self.count += 1
+        self.calls.append(f"run {name}")
+        if name == self.hopeless:
+            return Ended("model /nope: no such folder", mistake=True)
+        assert name not in self.lives, "two processes of one name"
+        life = self.lives[name] = asyncio.get_running_loop().create_future()
+        role = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "router": ROLE_ROUTER}[name.partition("-")[0]]
+        fake = FakeMember(supervisor, name, role, f"{name}#{self.count}")
+        fake.attendance.start()
+        try:
+            return await life
+        finally:
+            del self.lives[name]
+            await fake.attendance.stop()
+
+    async def stop(self, name: str, grace: float) -> None:
+        self.calls.append(f"stop {name}")
+        await self._end(name, Ended())
+
+    async def kill(self, name: str) -> None:
+        self.calls.append(f"kill {name}")
+        await self._end(name, Ended("killed"))
+
+    async def _end(self, name: str, ended: Ended) -> None:
+        if name in self.lives:
+            self.lives[name].set_result(ended)
+            await until(lambda: name not in self.lives, f"{name} has ended")
+
+
+NAMES = tuple(name for name, _ in PAIR)
+
+
+@asynccontextmanager
+async def launched(launcher: FakeLauncher) -> AsyncIterator[SupervisorServer]:
+    server = SupervisorServer(SupervisorConfig(), launcher, NAMES)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0.5)
+
+
+def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "FIRST_SECONDS", 0.05)
+
+    async def test() -> None:
+        launcher = FakeLauncher()
+        async with launched(launcher) as server:
+            for lives in range(1, 5):
+                await until(lambda: server.membership.ready, "ready")
+                before = server.membership.incarnation("decode-0")
+                assert before is not None
+                launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
+                await until(lambda b=before: server.membership.incarnation("decode-0") != b, "replaced")
+                assert launcher.calls.count("run decode-0") == lives + 1
+            (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
+            assert (progress.failures, progress.reason, progress.hopeless) == (4, "killed by signal 9", False)
+        assert launcher.lives == {}
+
+    run(test)
+
+
+def test_a_silent_process_is_killed_and_replaced() -> None:
+    async def test() -> None:
+        launcher = FakeLauncher()
+        async with launched(launcher) as server:
+            await until(lambda: server.membership.ready, "ready")
+            # Frozen: it neither ends nor beats. Its heartbeats stop as a replacement's would not.
+            server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
+            await until(lambda: "kill prefill-0" in launcher.calls, "killed")
+            await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
+
+    run(test)
+
+
+def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable[[Member, Load], bool]:
+    """Loses the heartbeats of one incarnation."""
+    return lambda member, load: True if member.incarnation.startswith(incarnation) else attend(member, load)
+
+
+def test_a_mistake_at_the_first_start_is_told_and_not_tried_again() -> None:
+    async def test() -> None:
+        launcher = FakeLauncher(hopeless="prefill-0")
+        async with launched(launcher) as server:
+            await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others have started")
+            (progress,) = [entry for entry in server.startup().members if entry.hopeless]
+            assert (progress.name, progress.reason) == ("prefill-0", "model /nope: no such folder")
+            assert launcher.calls.count("run prefill-0") == 1
+            assert not server.startup().ready
+
+    run(test)
+
+
+def test_stopping_ends_the_routers_first_and_replaces_nobody() -> None:
+    async def test() -> None:
+        launcher = FakeLauncher()
+        async with launched(launcher) as server:
+            await until(lambda: server.membership.ready, "ready")
+        stops = [call for call in launcher.calls if call.startswith("stop")]
+        assert stops[0] == "stop router-0"
+        assert sorted(stops[1:]) == ["stop decode-0", "stop prefill-0"]
+        assert launcher.count == len(NAMES)
+        assert launcher.lives == {}
+        assert server.membership.members() == []
+
+    run(test)
+
+
+def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
+    config = tmp_path / "supervisor.json"
+    config.write_text('{"port": 0, "suspect_seconds": 2}')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvrelay.cluster.supervisor", "--config", str(config)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["address"]
+        status = get_status(address, timeout=SECONDS)
+        assert status is not None
+        assert not status.ready
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+        assert get_status(address, timeout=0.5) is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_grpc_contract_answers_an_empty_cluster() -> None:
+    async def test() -> None:
+        async with supervisor() as server, stub(server) as called:
+            assert not (await called.GetStatus(GetStatusRequest())).ready
+
+    run(test)

@@ -1,0 +1,153 @@
+"""Text that comes token by token is the text of all tokens."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from kvrelay.router.detokenizer import Detokenizer, TokenBytes
+from kvrelay.router.stops import StopStrings
+from support.router_fakes import byte_level_tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """As Llama 2 and Mistral have it: words with `▁` for the space, and a token for each byte."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "▁a", "▁b", "th", "▁th", "▁▁", "é", "日"]
+    merges = [("▁", "a"), ("▁", "b"), ("t", "h"), ("▁", "th"), ("▁", "▁")]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_LEVEL.add_tokens(["<tool>", "añadido\u2026", " x y "])
+METASPACE = metaspace_tokenizer()
+BYTE_LEVEL_BYTES = TokenBytes(BYTE_LEVEL)
+METASPACE_BYTES = TokenBytes(METASPACE)
+UNICODE = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
+
+
+def incremental(table: TokenBytes, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(table)
+    return [detokenizer.push(token) for token in ids] + [detokenizer.flush()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60))
+def test_any_byte_level_ids_decode_to_the_same_text(ids: list[int]) -> None:
+    assert "".join(incremental(BYTE_LEVEL_BYTES, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(UNICODE)
+def test_any_text_comes_back_in_whole_characters(text: str) -> None:
+    for tokenizer, table in ((BYTE_LEVEL, BYTE_LEVEL_BYTES), (METASPACE, METASPACE_BYTES)):
+        ids = tokenizer.encode(text).ids
+        pieces = incremental(table, ids)
+        # Metaspace: the text as the middle of another one, with the space that its encoding begins with.
+        expected = text if tokenizer is BYTE_LEVEL or not text else f" {text}"
+        assert "".join(pieces) == expected.replace("▁", " ") if tokenizer is METASPACE else expected
+        assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(UNICODE)
+def test_metaspace_text_is_the_librarys_but_for_its_first_space(text: str) -> None:
+    ids = METASPACE.encode(text).ids
+    mine = "".join(incremental(METASPACE_BYTES, ids))
+    assert mine.removeprefix(" ") == METASPACE.decode(ids)
+
+
+def test_bytes_of_a_character_are_held_until_it_is_whole() -> None:
+    ids = [METASPACE.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    assert incremental(METASPACE_BYTES, ids) == ["", "", "", "🙂", ""]
+    assert incremental(METASPACE_BYTES, ids[:3]) == ["", "", "", REPLACEMENT]
+    assert incremental(METASPACE_BYTES, [*ids[:2], METASPACE.token_to_id("a")]) == ["", "", f"{REPLACEMENT}a", ""]
+
+
+def test_a_completion_keeps_the_space_before_its_first_word() -> None:
+    ids = [METASPACE.token_to_id("▁th"), METASPACE.token_to_id("▁a"), METASPACE.token_to_id("</s>")]
+    assert incremental(METASPACE_BYTES, ids) == [" th", " a", "", ""]
+
+
+def test_added_tokens_are_their_text_and_special_ones_have_none() -> None:
+    ids = [BYTE_LEVEL.token_to_id(token) for token in ("<tool>", "<s>", " x y ", "</s>")]
+    assert incremental(BYTE_LEVEL_BYTES, ids) == ["<tool>", "", " x y ", "", ""]
+
+
+# ---- stop strings ----------------------------------------------------------------------------------------------------
+
+LETTERS = "ab"
+STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def expected_end(text: str, stops: list[str]) -> int | None:
+    """Where the text ends before the match that is complete first; the longest of several."""
+    for end in range(1, len(text) + 1):
+        ended = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            return end - max(ended)
+    return None
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text(LETTERS, max_size=4), max_size=10), STOPS)
+def test_text_ends_before_the_first_match_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+    text = "".join(pieces)
+    end = expected_end(text, stops)
+    automaton = StopStrings(stops)
+    shown = ""
+    stopped = False
+    for at, piece in enumerate(pieces):
+        more, stopped = automaton.push(piece)
+        shown += more
+        so_far = "".join(pieces[: at + 1])
+        if stopped:
+            break
+        # What is held back is the longest end that may begin a stop string; not a character more.
+        held = so_far[len(shown) :]
+        longest = max(
+            k
+            for k in range(len(so_far) + 1)
+            if k == 0 or any(stop[:k] == so_far[-k:] and k < len(stop) for stop in stops)
+        )
+        assert len(held) == longest
+    assert stopped == (end is not None)
+    assert shown + ("" if stopped else automaton.flush()) == (text if end is None else text[:end])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(LETTERS, max_size=30), STOPS, st.integers(0, 30))
+def test_a_match_that_ends_too_early_is_shown(text: str, stops: list[str], armed_from: int) -> None:
+    automaton = StopStrings(stops)
+    shown, stopped = "", False
+    for at, character in enumerate(text):
+        more, stopped = automaton.push(character, armed=at >= armed_from)
+        shown += more
+        if stopped:
+            break
+    ends = [
+        (end, length)
+        for end in range(armed_from + 1, len(text) + 1)
+        if (length := max((len(stop) for stop in stops if text[:end].endswith(stop)), default=0))
+    ]
+    assert stopped == bool(ends)
+    assert shown + ("" if stopped else automaton.flush()) == (text[: ends[0][0] - ends[0][1]] if ends else text)
+
+
+@pytest.mark.parametrize("stops", [["x" * 256] * 16, [f"{'x' * 255}{chr(97 + index)}" for index in range(16)]])
+def test_stop_strings_cost_a_bounded_number_of_steps(stops: list[str]) -> None:
+    text = "".join(random.Random(1).choices("xxxxxxxxxxxxxxxy", k=5000))
+    automaton = StopStrings(stops)
+    shown = "".join(automaton.push(character)[0] for character in text)
+    assert shown + automaton.flush() == text

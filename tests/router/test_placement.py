@@ -1,0 +1,112 @@
+"""Who takes a request, and how often it may be tried again."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
+from kvrelay.router.placement import Demand, LeastLoaded, WorkerKey, WorkerRole, WorkerView, complete
+
+ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[WorkerView]:
+    return [
+        WorkerView(
+            WorkerKey(f"w{index}", "i"),
+            draw(st.sampled_from(ROLES)),
+            ready=draw(st.booleans()),
+            outstanding_tokens=draw(st.integers(0, 5)),
+            pending_tokens=draw(st.integers(0, 5)),
+        )
+        for index in range(draw(st.integers(0, 8)))
+    ]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[WorkerView], Demand]:
+    workers = draw(views())
+    keys = [worker.key for worker in workers]
+    avoid = frozenset(draw(st.lists(st.sampled_from(keys)))) if keys else frozenset()
+    return workers, Demand(draw(st.integers(1, 9)), draw(st.integers(0, 9)), avoid)
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases())
+def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
+    case: tuple[list[WorkerView], Demand],
+) -> None:
+    workers, demand = case
+    by_key = {worker.key: worker for worker in workers}
+    placement = LeastLoaded().place(demand, workers)
+    ready = [worker for worker in workers if worker.ready]
+    of = {role: [worker for worker in ready if worker.role == role] for role in ROLES}
+    options = [[worker] for worker in of["colocated"]]
+    if demand.decode_tokens:
+        options += [[first, second] for first in of["prefill"] for second in of["decode"]]
+    else:
+        options += [[worker] for worker in of["prefill"]]
+    if placement is None:
+        assert not options
+        return
+    chosen = [by_key[key] for key in placement.workers]
+    assert sorted(worker.key for worker in chosen) in [sorted(worker.key for worker in option) for option in options]
+    assert placement.decode is not None or not demand.decode_tokens
+
+    def cost(option: list[WorkerView]) -> tuple[int, int]:
+        return sum(worker.key in demand.avoid for worker in option), sum(worker.load for worker in option)
+
+    assert cost(chosen) == min(map(cost, options))
+    assert complete(workers) or not demand.decode_tokens
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 5))
+def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated: int, rounds: int) -> None:
+    workers = [
+        WorkerView(WorkerKey(f"{role}-{index}", "i"), role, ready=True)
+        for role, count in zip(ROLES, (prefills, decodes, colocated), strict=True)
+        for index in range(count)
+    ]
+    policy = LeastLoaded()
+    taken: Counter[str] = Counter()
+    for _ in range(rounds * prefills * decodes * (colocated + 1) * 2):
+        placement = policy.place(Demand(10, 5), workers)
+        assert placement is not None
+        taken.update(key.name for key in placement.workers)
+    for role in ROLES:
+        counts = [taken[worker.key.name] for worker in workers if worker.role == role]
+        assert not counts or max(counts) - min(counts) <= 1
+
+
+def test_what_a_worker_took_last_is_forgotten_with_it() -> None:
+    policy = LeastLoaded()
+    for life in range(50):
+        worker = WorkerView(WorkerKey("colocated-0", str(life)), "colocated", ready=True)
+        assert policy.place(Demand(1, 1), [worker]) is not None
+    assert len(policy._taken) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["request", "retry"]), st.floats(0, 5)), max_size=120))
+def test_retries_stay_within_a_fifth_of_the_windows_requests(events: list[tuple[str, float]]) -> None:
+    now = 1000.0
+    budget = RetryBudget(lambda: now)
+    requests: list[float] = []
+    retries: list[float] = []
+    for kind, pause in events:
+        now += pause
+        bucket = WINDOW_SECONDS / 10
+        start = (now // bucket - 9) * bucket
+        recent = [time for time in requests if time >= start - 1e-6]
+        if kind == "request":
+            budget.request()
+            requests.append(now)
+        else:
+            spent = len([time for time in retries if time >= start - 1e-6])
+            allowed = budget.take()
+            assert allowed == (spent < max(AT_LEAST, int(SHARE * len(recent))))
+            if allowed:
+                retries.append(now)

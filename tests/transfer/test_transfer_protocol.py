@@ -1,0 +1,439 @@
+"""The ownership protocol: what no interleaving of events may break, and the table of its docstring."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvrelay.transfer.events import (
+    Cancel,
+    Commit,
+    Committed,
+    Computed,
+    Expected,
+    Failed,
+    Finished,
+    Frame,
+    FrameEnded,
+    LinkLost,
+    LinkUp,
+    Outcome,
+    PeerLost,
+    ReceiveFrame,
+    ReleaseHold,
+    Renewed,
+    Reserve,
+    Reserved,
+    RoomChanged,
+    SendFrame,
+    Shape,
+    State,
+    StopFrames,
+    Tell,
+)
+from kvrelay.transfer.protocol import MAX_LINK_LOSSES, Receiver, Sender
+from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
+from support.handoff_model import BLOCK, KEY, LIMITS, Held, Model, run_seed
+
+SEEDS = 4000
+SHAPE = Shape(tokens=10, digest=b"d" * 16, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
+OFFER = Offer(*KEY, 10, b"d" * 16)
+FRAMES = [Frame(1, 0, 0, 4, 12), Frame(1, 1, 4, 4, 12), Frame(1, 2, 8, 2, 6)]
+
+
+def test_seeded_interleavings_break_nothing() -> None:
+    """Every seed is one world; run_seed(seed) replays it."""
+    committed = sum(run_seed(seed).committed for seed in range(SEEDS))
+    assert committed > SEEDS // 10, "the worlds are so hostile that they prove nothing"
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Hypothesis looks for the shortest interleaving that breaks an invariant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(tokens=11, frame_blocks=1)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        steps = self.model.steps()
+        steps[data.draw(st.sampled_from(sorted(steps)))]()
+
+    @rule(forward=st.booleans(), index=st.integers(0, 7), keep=st.booleans())
+    def deliver(self, forward: bool, index: int, keep: bool) -> None:
+        self.model.deliver(forward, index, keep)
+
+    @rule(forward=st.booleans())
+    def deliver_next(self, forward: bool) -> None:
+        self.model.deliver(forward, 0)
+
+    @rule(forward=st.booleans(), index=st.integers(0, 7))
+    def drop(self, forward: bool, index: int) -> None:
+        self.model.drop(forward, index)
+
+    @rule(seconds=st.sampled_from((0.0, 1.0, 4.9, 5.0, 29.0, 61.0, 121.0)))
+    def advance(self, seconds: float) -> None:
+        self.model.advance(seconds)
+
+    @rule()
+    def corrupt(self) -> None:
+        self.model.corrupt()
+
+    @invariant()
+    def guarantees(self) -> None:
+        self.model.check()
+
+    def teardown(self) -> None:
+        self.model.settle()
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_without_faults_every_order_of_steps_commits(seed: int) -> None:
+    rng = random.Random(seed)
+    model = Model(tokens=rng.choice((1, 3, 4, 5, 8, 23)), frame_blocks=rng.choice((1, 3)))
+    model.have = rng.choice((0, min(model.shape.tokens, 4)))
+    wanted = ["compute", "finish", "expect", "reserve", "read", "was read", "write", "was written"]
+    for _ in range(2000):
+        if model.sender.state is State.COMMITTED and model.sender.over:
+            break
+        if rng.random() < 0.1 and model.link_epoch <= MAX_LINK_LOSSES:
+            model.lose_link()
+        if rng.random() < 0.5:
+            model.deliver(rng.random() < 0.5, 0)
+        else:
+            possible = model.steps()
+            names = [name for name in wanted if name in possible]
+            if names:
+                possible[rng.choice(names)]()
+        model.check()
+    assert model.committed == 1
+    assert model.acknowledged == 1
+    assert not model.left.failed + model.right.failed
+    model.settle()
+
+
+# ---- the sender's rows -----------------------------------------------------------------------------------------------
+
+
+def granted(now: float = 0.0) -> Sender:
+    sender = Sender(KEY, SHAPE, LIMITS, now)
+    sender.on(Grant(*KEY, 1, 0, 10), now)
+    return sender
+
+
+def exporting(state: State) -> tuple[Sender, list[Held]]:
+    """A sender in `state`, with the holds that it has."""
+    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    holds: list[Held] = []
+    if state in (State.PREFILLING, State.TRANSFERRING):
+        sender.on(Grant(*KEY, 1, 0, 10), 0.0)
+    if state in (State.EXPORTED, State.TRANSFERRING):
+        holds.append(Held("all"))
+        sender.on(Finished(7, holds[0]), 0.0)
+    assert sender.state is state
+    return sender, holds
+
+
+def test_sender_sends_frames_as_soon_as_they_are_computed_and_granted() -> None:
+    sender = granted()
+    assert sender.state is State.PREFILLING
+    assert sender.on(Computed(8, Held("a")), 1.0) == [SendFrame(FRAMES[0]), SendFrame(FRAMES[1])]
+    assert sender.on(Finished(7, Held("b")), 2.0) == [SendFrame(FRAMES[2]), Tell(Finish(*KEY, 1, 7, 3, 30))]
+    assert sender.state is State.TRANSFERRING
+
+
+def test_sender_sends_nothing_without_credit() -> None:
+    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    assert sender.on(Computed(4, Held("a")), 0.0) == []
+    assert sender.on(Finished(7, Held("b")), 0.0) == []
+    assert sender.state is State.EXPORTED
+    assert sender.on(Grant(*KEY, 1, 0, 4), 0.0) == [SendFrame(FRAMES[0])]
+    assert sender.on(Grant(*KEY, 1, 0, 4), 0.0) == []
+    assert sender.on(Grant(*KEY, 1, 0, 10), 0.0)[:1] == [SendFrame(FRAMES[1])]
+
+
+def test_sender_skips_what_the_receiver_has() -> None:
+    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    sender.on(Finished(7, Held("a")), 0.0)
+    assert sender.on(Grant(*KEY, 1, 8, 10), 0.0) == [
+        SendFrame(Frame(1, 0, 8, 2, 6)),
+        Tell(Finish(*KEY, 1, 7, 1, 6)),
+    ]
+    everything = Sender(KEY, SHAPE, LIMITS, 0.0)
+    everything.on(Finished(7, Held("a")), 0.0)
+    assert everything.on(Grant(*KEY, 1, 10, 10), 0.0) == [Tell(Finish(*KEY, 1, 7, 0, 0))]
+
+
+def test_sender_releases_on_ack_but_not_what_is_still_read() -> None:
+    sender, holds = exporting(State.TRANSFERRING)
+    for frame in FRAMES[:2]:
+        sender.on(FrameEnded(frame), 0.0)
+    assert sender.on(Ack(*KEY, 1), 0.0) == [Committed(), StopFrames((FRAMES[2],))]
+    assert not sender.over
+    assert sender.on(FrameEnded(FRAMES[2]), 0.0) == [ReleaseHold(holds[0])]
+    assert sender.over
+
+
+def test_sender_believes_no_ack_of_another_epoch_or_before_the_end() -> None:
+    sender = granted()
+    sender.on(Computed(8, Held("a")), 0.0)
+    assert sender.on(Ack(*KEY, 1), 0.0) == []
+    sender.on(Finished(7, Held("b")), 0.0)
+    assert sender.on(Ack(*KEY, 2), 0.0) == []
+    assert sender.dropped == 2
+    assert sender.state is State.TRANSFERRING
+
+
+def test_sender_starts_anew_on_the_next_link_where_the_receiver_says() -> None:
+    sender, _ = exporting(State.TRANSFERRING)
+    assert sender.on(LinkLost(1), 0.0) == []
+    assert sender.state is State.EXPORTED
+    assert sender.on(Grant(*KEY, 1, 0, 10), 0.0) == [], "a grant of the lost link's epoch"
+    assert sender.on(Grant(*KEY, 2, 4, 10), 0.0) == [
+        SendFrame(Frame(2, 0, 4, 4, 12)),
+        SendFrame(Frame(2, 1, 8, 2, 6)),
+        Tell(Finish(*KEY, 2, 7, 2, 18)),
+    ]
+    assert sender.have == 0
+
+
+def test_sender_gives_up_after_too_many_links() -> None:
+    sender, _ = exporting(State.EXPORTED)
+    for epoch in range(1, MAX_LINK_LOSSES + 1):
+        assert sender.on(LinkLost(epoch), 0.0) == []
+    actions = sender.on(LinkLost(MAX_LINK_LOSSES + 1), 0.0)
+    assert any(isinstance(action, Failed) and action.code is Code.LINK for action in actions)
+    assert sender.over
+
+
+@pytest.mark.parametrize("state", [State.ADMITTED, State.PREFILLING, State.EXPORTED, State.TRANSFERRING])
+@pytest.mark.parametrize("end", ["cancel", "nack", "peer lost", "lease", "late"])
+def test_sender_ends_in_every_state_and_releases_all(state: State, end: str) -> None:
+    sender, holds = exporting(state)
+    at = 0.0
+    match end:
+        case "cancel":
+            actions = sender.on(Cancel(), at)
+            assert isinstance(actions[0], Tell)
+            assert isinstance(actions[0].message, Abort)
+        case "nack":
+            actions = sender.on(Nack(*KEY, Code.NO_ROOM, "full"), at)
+        case "peer lost":
+            actions = sender.on(PeerLost(Code.CLOSED, "gone"), at)
+        case "lease":
+            actions = sender.poll(LIMITS.lease)
+        case "late":
+            while at < LIMITS.prefill + LIMITS.lease and not sender.state.over:
+                at += LIMITS.lease / 2
+                actions = sender.on(Renewed(), at)
+    assert sender.state is (State.CANCELLED if end == "cancel" else State.FAILED)
+    assert (end == "cancel") == (not any(isinstance(action, Failed) for action in actions))
+    for action in list(actions):
+        if isinstance(action, StopFrames):
+            for frame in action.frames:
+                actions += sender.on(FrameEnded(frame), at)
+    assert [action.hold for action in actions if isinstance(action, ReleaseHold)] == holds
+    assert sender.over
+    late = Held("late")
+    assert sender.on(Computed(8, late), at) == [ReleaseHold(late)]
+    assert sender.on(Grant(*KEY, 9, 0, 10), at) == []
+
+
+@pytest.mark.parametrize(("have", "limit"), [(1, 10), (0, 5), (8, 4), (0, 11), (12, 12)])
+def test_sender_refuses_a_grant_that_cannot_be(have: int, limit: int) -> None:
+    sender, _ = exporting(State.EXPORTED)
+    actions = sender.on(Grant(*KEY, 1, have, limit), 0.0)
+    assert any(isinstance(action, Failed) and action.code is Code.PROTOCOL for action in actions)
+
+
+# ---- the receiver's rows ---------------------------------------------------------------------------------------------
+
+
+def receiving(have: int = 0) -> tuple[Receiver, Held]:
+    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver.on(Expected(SHAPE), 0.0)
+    assert receiver.on(OFFER, 0.0) == [Reserve()]
+    receiver.on(LinkUp(1), 0.0)
+    reservation = Held("reservation")
+    assert receiver.on(Reserved(reservation, have), 0.0) == [Tell(Grant(*KEY, 1, have, 10))]
+    assert receiver.state is State.TRANSFERRING
+    return receiver, reservation
+
+
+def push(frame: Frame, checksum: int = 5) -> Push:
+    return Push(*KEY, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, checksum)
+
+
+@pytest.mark.parametrize("first", [Expected(SHAPE), OFFER], ids=["expected first", "offered first"])
+def test_receiver_reserves_when_both_notices_are_here(first: Expected | Offer) -> None:
+    receiver = Receiver(KEY, LIMITS, 0.0)
+    second = OFFER if isinstance(first, Expected) else Expected(SHAPE)
+    assert receiver.on(first, 0.0) == []
+    assert receiver.state is State.ADMITTED
+    assert receiver.on(second, 0.0) == [Reserve()]
+    assert receiver.state is State.WAITING
+
+
+@pytest.mark.parametrize(
+    ("offer", "field"), [(Offer(*KEY, 11, b"d" * 16), "tokens"), (Offer(*KEY, 10, b"e" * 16), "digest")]
+)
+def test_receiver_refuses_a_manifest_that_was_not_announced(offer: Offer, field: str) -> None:
+    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver.on(Expected(SHAPE), 0.0)
+    nack, failed = receiver.on(offer, 0.0)
+    assert isinstance(nack, Tell)
+    assert isinstance(nack.message, Nack)
+    assert nack.message.message.startswith(field)
+    assert isinstance(failed, Failed)
+    assert failed.code is Code.MANIFEST
+
+
+def test_receiver_waits_for_room_and_says_so_once() -> None:
+    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver.on(Expected(SHAPE), 0.0)
+    receiver.on(OFFER, 0.0)
+    receiver.on(LinkUp(1), 0.0)
+    assert receiver.on(Reserved(None), 0.0) == [Tell(Wait(*KEY))]
+    assert receiver.on(RoomChanged(), 0.0) == [Reserve()]
+    assert receiver.on(RoomChanged(), 0.0) == [], "asked already"
+    assert receiver.on(Reserved(None), 0.0) == [Reserve()], "room changed while it was asked"
+    assert receiver.on(Reserved(None), 0.0) == []
+    for at in range(2, int(LIMITS.grant), 2):
+        receiver.on(Renewed(), float(at))
+    actions = receiver.poll(LIMITS.grant)
+    assert any(isinstance(action, Failed) and action.code is Code.NO_ROOM for action in actions)
+
+
+def test_receiver_commits_when_all_frames_have_verified_and_only_then() -> None:
+    receiver, reservation = receiving()
+    for frame in FRAMES:
+        assert receiver.on(push(frame), 0.0) == [ReceiveFrame(frame, 5)]
+    assert receiver.on(Finish(*KEY, 1, 7, 3, 30), 0.0) == []
+    assert receiver.on(FrameEnded(FRAMES[0]), 0.0) == []
+    assert receiver.on(FrameEnded(FRAMES[1]), 0.0) == []
+    assert receiver.on(FrameEnded(FRAMES[2]), 0.0) == [Commit(reservation, 7), Tell(Ack(*KEY, 1))]
+    assert receiver.over
+
+
+def test_receiver_that_has_everything_commits_without_a_frame() -> None:
+    receiver, reservation = receiving(have=10)
+    assert receiver.on(Finish(*KEY, 1, 7, 0, 0), 0.0) == [Commit(reservation, 7), Tell(Ack(*KEY, 1))]
+
+
+def test_receiver_drops_other_attempts_and_epochs() -> None:
+    receiver, _ = receiving()
+    old = Push("request", 1, 1, 0, 0, 4, 12, 5)
+    assert receiver.on(old, 0.0) == []
+    assert receiver.on(push(Frame(2, 0, 0, 4, 12)), 0.0) == []
+    assert receiver.on(Finish(*KEY, 2, 7, 3, 30), 0.0) == []
+    assert receiver.on(Abort("request", 1, Code.CANCELLED, ""), 0.0) == []
+    receiver.on(push(FRAMES[0]), 0.0)
+    assert receiver.on(push(FRAMES[0]), 0.0) == [], "a frame that came twice"
+    assert receiver.dropped == 5
+    assert receiver.state is State.TRANSFERRING
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(1, 1, 4, 4, 12),
+        Frame(1, 0, 4, 4, 12),
+        Frame(1, 0, 0, 3, 9),
+        Frame(1, 0, 0, 4, 13),
+        Frame(1, 0, 0, 12, 36),
+    ],
+    ids=["gap", "wrong tokens", "not whole blocks", "wrong length", "past the end"],
+)
+def test_receiver_refuses_a_frame_that_cannot_follow(frame: Frame) -> None:
+    receiver, reservation = receiving()
+    actions = receiver.on(push(frame), 0.0)
+    assert any(isinstance(action, Failed) and action.code is Code.PROTOCOL for action in actions)
+    assert actions[-1] == ReleaseHold(reservation)
+
+
+@pytest.mark.parametrize("finish", [Finish(*KEY, 1, 7, 3, 29), Finish(*KEY, 1, 7, 4, 30), Finish(*KEY, 1, 7, 2, 30)])
+def test_receiver_refuses_a_finish_that_does_not_add_up(finish: Finish) -> None:
+    receiver, _ = receiving()
+    for frame in FRAMES:
+        receiver.on(push(frame), 0.0)
+    actions = receiver.on(finish, 0.0)
+    for frame in FRAMES:
+        actions += receiver.on(FrameEnded(frame), 0.0)
+    assert not any(isinstance(action, Commit) for action in actions)
+    assert receiver.state is State.FAILED
+
+
+def test_receiver_never_commits_a_corrupt_frame() -> None:
+    receiver, reservation = receiving()
+    receiver.on(push(FRAMES[0]), 0.0)
+    receiver.on(push(FRAMES[1]), 0.0)
+    actions = receiver.on(FrameEnded(FRAMES[0], Outcome.CORRUPT), 0.0)
+    assert isinstance(actions[0], Tell)
+    assert isinstance(actions[0].message, Nack)
+    assert actions[0].message.code is Code.CORRUPT
+    assert actions[-1] == StopFrames((FRAMES[1],))
+    assert receiver.on(FrameEnded(FRAMES[1]), 0.0) == [ReleaseHold(reservation)]
+
+
+def test_receiver_asks_the_next_link_for_what_has_not_verified() -> None:
+    receiver, _ = receiving()
+    receiver.on(push(FRAMES[0]), 0.0)
+    receiver.on(push(FRAMES[1]), 0.0)
+    receiver.on(FrameEnded(FRAMES[0]), 0.0)
+    assert receiver.on(LinkUp(2), 0.0) == [], "the old link may still be writing"
+    assert receiver.on(FrameEnded(FRAMES[1], Outcome.LOST), 0.0) == [Tell(Grant(*KEY, 2, 4, 10))]
+
+
+@pytest.mark.parametrize("state", [State.ADMITTED, State.WAITING, State.TRANSFERRING])
+@pytest.mark.parametrize("end", ["cancel", "abort", "peer lost", "lease", "late"])
+def test_receiver_ends_in_every_state_and_releases_all(state: State, end: str) -> None:
+    receiver = Receiver(KEY, LIMITS, 0.0)
+    reservation = Held("reservation")
+    actions = receiver.on(OFFER, 0.0) + receiver.on(LinkUp(1), 0.0)
+    if state is not State.ADMITTED:
+        actions += receiver.on(Expected(SHAPE), 0.0)
+    if state is State.TRANSFERRING:
+        actions += receiver.on(Reserved(reservation), 0.0) + receiver.on(push(FRAMES[0]), 0.0)
+    assert receiver.state is state
+    at = 0.0
+    match end:
+        case "cancel":
+            actions += receiver.on(Cancel(), at)
+        case "abort":
+            actions += receiver.on(Abort(*KEY, Code.CANCELLED, "gone"), at)
+        case "peer lost":
+            actions += receiver.on(PeerLost(Code.CLOSED, "gone"), at)
+        case "lease":
+            actions += receiver.poll(LIMITS.lease)
+        case "late":
+            while at < LIMITS.prefill + LIMITS.lease and not receiver.state.over:
+                at += LIMITS.lease / 2
+                actions += receiver.on(Renewed(), at)
+    assert receiver.state is (State.CANCELLED if end == "cancel" else State.FAILED)
+    if state is State.WAITING:
+        assert not receiver.over
+        actions += receiver.on(Reserved(reservation), at)
+    if state is State.TRANSFERRING:
+        assert ReleaseHold(reservation) not in actions, "the frame under way may still be written"
+        actions += receiver.on(FrameEnded(FRAMES[0], Outcome.LOST), at)
+    assert actions.count(ReleaseHold(reservation)) == (state is not State.ADMITTED)
+    assert receiver.over
+
+
+def test_who_was_frozen_past_a_deadline_acts_on_nothing_that_queued_up() -> None:
+    receiver, reservation = receiving()
+    for frame in FRAMES:
+        receiver.on(push(frame), 0.0)
+        receiver.on(FrameEnded(frame), 0.0)
+    actions = receiver.on(Finish(*KEY, 1, 7, 3, 30), LIMITS.lease + 1)
+    assert not any(isinstance(action, Commit) for action in actions)
+    assert ReleaseHold(reservation) in actions
+    sender, _ = exporting(State.TRANSFERRING)
+    assert Committed() not in sender.on(Ack(*KEY, 1), LIMITS.lease + 1)
+    assert sender.state is State.FAILED

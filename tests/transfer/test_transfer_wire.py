@@ -1,0 +1,216 @@
+"""Control messages: what is said arrives, and nothing else is ever taken for a message."""
+
+import dataclasses
+import time
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.transfer import wire
+from kvrelay.transfer.wire import (
+    MAX_CHUNK_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    Ack,
+    Code,
+    Grant,
+    Hello,
+    Message,
+    Nack,
+    Offer,
+    Push,
+    Renew,
+    WireError,
+    decode,
+    encode,
+)
+
+REQUESTS = st.text(min_size=1, max_size=128)
+ATTEMPTS = st.integers(1, 2**32 - 1)
+LAYOUTS = st.builds(
+    KVLayout,
+    layers=st.integers(1, 128),
+    kv_heads=st.integers(1, 64),
+    head_dim=st.integers(1, 256),
+    block_size=st.sampled_from((8, 16, 128)),
+    dtype=st.sampled_from(("float32", "bfloat16", "float16")),
+    order=st.sampled_from(("NHD", "HND")),
+)
+
+
+def _values(rule: wire.Rule) -> st.SearchStrategy[Any]:
+    match rule:
+        case wire.Number(low, high):
+            return st.integers(low, high)
+        case wire.Text(shortest, longest):
+            return st.text(min_size=shortest, max_size=longest)
+        case wire.Raw(shortest, longest):
+            return st.binary(min_size=shortest, max_size=longest)
+        case wire.Flag():
+            return st.booleans()
+        case wire.Choice(kind):
+            return st.sampled_from(list(kind))
+        case wire.LayoutRule():
+            return LAYOUTS
+        case wire.Many():
+            return st.lists(st.tuples(REQUESTS, ATTEMPTS), max_size=20).map(tuple)
+    raise AssertionError(rule)
+
+
+MESSAGES = st.one_of(
+    [
+        st.builds(form.kind, **{name: _values(rule) for name, rule in form.rules.items()})
+        for form in wire._FORMS.values()
+    ]
+)
+OFFER = Offer("request", 1, 10, b"0123456789abcdef")
+
+
+def packed(**changes: object) -> bytes:
+    """A frame of one Offer, with some of its fields changed."""
+    plain = {"type": "Offer", "request": "request", "attempt": 1, "tokens": 10, "digest": b"0123456789abcdef"}
+    return bytes(msgpack.packb([plain | changes]))
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_what_is_said_arrives(messages: list[Message]) -> None:
+    assert decode(encode(messages)) == messages
+
+
+def test_every_message_is_covered() -> None:
+    assert set(wire._FORMS) == {kind.__name__ for kind in wire._Form.KINDS}
+    for form in wire._FORMS.values():
+        assert list(form.rules) == [field.name for field in dataclasses.fields(form.kind)]
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=500, deadline=None)
+def test_random_bytes_are_wire_errors(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(frame)
+
+
+@given(MESSAGES, st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_frames_are_messages_or_wire_errors(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode([message]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    frame = frame[: data.draw(st.integers(0, len(frame)))] if data.draw(st.booleans()) else frame
+    try:
+        decoded = decode(bytes(frame))
+    except WireError:
+        return
+    assert decode(encode(decoded)) == decoded
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.floats()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.text(max_size=9)
+        | st.binary(max_size=9),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9) | st.just("type"), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_other_msgpack_is_a_wire_error(value: object) -> None:
+    with pytest.raises(WireError):
+        decode(msgpack.packb(value))
+    with pytest.raises(WireError):
+        decode(msgpack.packb([{"type": value}]))
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"", "not msgpack"),
+        (packed(tokens="10"), "Offer.tokens"),
+        (packed(tokens=10.0), "Offer.tokens"),
+        (packed(tokens=float("nan")), "Offer.tokens"),
+        (packed(tokens=True), "Offer.tokens"),
+        (packed(tokens=-1), "Offer.tokens"),
+        (packed(tokens=2**40), "Offer.tokens"),
+        (packed(tokens=None), "Offer.tokens"),
+        (packed(request=b"request"), "Offer.request"),
+        (packed(request=""), "Offer.request"),
+        (packed(request="r" * 129), "Offer.request"),
+        (packed(attempt=0), "Offer.attempt"),
+        (packed(digest="0123456789abcdef"), "Offer.digest"),
+        (packed(digest=b"short"), "Offer.digest"),
+        (packed(more=1), "missing or unknown fields: 'more'"),
+        (packed(type="Order"), "type is 'Order'"),
+        (packed(type=3), "type is 3"),
+        (packed(tokens=msgpack.ExtType(4, b"")), "not msgpack|extension"),
+        (packed(tokens=msgpack.ExtType(4, b"abcd")), "not msgpack|extension"),
+        (packed(tokens=msgpack.Timestamp(1, 2)), "not msgpack|extension|Offer.tokens"),
+        (packed() + b"\x01", "not msgpack"),
+        (packed()[:-1], "not msgpack"),
+        (bytes(msgpack.packb([{"type": "Offer", "request": "r", "attempt": 1, "tokens": 1}])), "digest"),
+        (bytes(msgpack.packb([])), "array of 1 to"),
+        (bytes(msgpack.packb({"type": "Offer"})), "array of 1 to"),
+        (bytes(msgpack.packb([[1]])), "a message is a map"),
+        (bytes(msgpack.packb([{1: 2}])), "not msgpack|key is 1"),
+        (b"\x91\x82\xa1a\x01\xa1a\x02", "each key once"),
+        (b"\x91\x81\xa1\xff\x01", "not msgpack"),
+        (b"\x91" * 5000, "not msgpack"),
+        (b"\xdd\x40\x00\x00\x00", "not msgpack"),
+        (b"\xc6\x40\x00\x00\x00", "not msgpack"),
+        (b"\xdf\x40\x00\x00\x00", "not msgpack"),
+        (b"\xdb\x40\x00\x00\x00", "not msgpack"),
+        (b"\x90" * (MAX_FRAME_BYTES + 1), "allowed: up to"),
+        (bytes(msgpack.packb([{"type": "Ack"}] * (MAX_MESSAGES + 1))), "array of 1 to|fields"),
+    ],
+)
+def test_strictness(frame: bytes, reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Offer("", 1, 10, b"0" * 16), "Offer.request"),
+        (Push("r", 1, 1, 0, 0, 16, MAX_CHUNK_BYTES + 1, 0), "Push.nbytes"),
+        (Grant("r", 1, 0, 0, 0), "Grant.epoch"),
+        (Renew((("r", 1),) * 1025), "Renew.keys"),
+        (Nack("r", 1, Code.CORRUPT, "x" * 513), "Nack.message"),
+        (Ack("r", True, 1), "Ack.attempt"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(message: Message, field: str) -> None:
+    with pytest.raises(WireError, match=field):
+        encode([message])
+
+
+def test_a_layout_that_cannot_be_is_refused() -> None:
+    layout = KVLayout(2, 2, 8, 16, "float32")
+    frame = encode([Hello(1, "p", "i", "j", "f", layout, True, 65536)])
+    plain = msgpack.unpackb(frame)
+    for field, value in (("layers", 0), ("dtype", "int8"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
+        changed = [plain[0] | {"layout": plain[0]["layout"] | {field: value}}]
+        with pytest.raises(WireError, match="layout"):
+            decode(msgpack.packb(changed))
+
+
+def test_a_bad_frame_costs_less_than_a_millisecond() -> None:
+    frames = [b"\x91" * MAX_FRAME_BYTES, packed(request=b"x" * (MAX_FRAME_BYTES - 200)), b"\xdd\x40\x00\x00\x00" * 9]
+    frames.append(bytes(msgpack.packb([{"type": "Renew", "keys": [[1]] * 1024}])))
+    for frame in frames:
+        best = float("inf")
+        for _ in range(5):
+            started = time.process_time()
+            with pytest.raises(WireError):
+                decode(frame)
+            best = min(best, time.process_time() - started)
+        assert best < 1e-3
