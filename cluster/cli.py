@@ -69,7 +69,7 @@ config_option = click.option(
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
 def up(config: Path | None, detach: bool, **flags: Any) -> None:
     """Starts a cluster and serves until Ctrl-C."""
-    from kvrelay.cluster import background, preflight
+    from kvrelay.cluster import background, preflight, rayenv
     from kvrelay.cluster.report import PipeReport, console_report
     from kvrelay.cluster.signals import Interrupted
 
@@ -77,6 +77,7 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     loaded = preflight.check(_load(config, flags))
     _refuse_second()
 
+    rayenv.prepare()
     from kvrelay.cluster import launch  # imports Ray
 
     console = _console()

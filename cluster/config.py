@@ -19,6 +19,7 @@ from kvrelay.worker.config import WorkerConfig, WorkerRole
 
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 LOCAL = "local"
+AUTO = "auto"
 _ROUTER = RouterConfig()
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -144,6 +145,13 @@ class RaySection(Section):
 
     dashboard_port: int = Field(default=0, ge=0, le=65535)
     """Of a local cluster's dashboard; 0 takes 8265 or the next free one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RaySection":
+        host, _, port = self.address.rpartition(":")
+        joined = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+        require(joined or self.address in (LOCAL, AUTO), "address", self.address, f"{LOCAL}, {AUTO} or HOST:PORT")
+        return self
 
 
 class HeartbeatSection(Section):

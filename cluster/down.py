@@ -5,7 +5,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from kvrelay.cluster import processes, state
+from kvrelay.cluster import processes, rayenv, state
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.state import ClusterState
 
@@ -40,17 +40,17 @@ def down(report: "Report") -> bool:
 
 
 def _end_left_running(current: ClusterState) -> None:
+    rayenv.prepare()
     import ray  # takes half a second, which the owner of a local cluster has spent already
-    from ray.exceptions import AuthenticationError
 
     from kvrelay.cluster import placement
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(address=current.ray_address, namespace=current.namespace, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, AuthenticationError) as error:
+    except placement.JOIN_ERRORS as error:
         state.forget()
-        raise RunError(f"Ray at {current.ray_address} is gone: {str(error).strip().splitlines()[0]}") from None
+        raise RunError(f"Ray at {current.ray_address} is gone: {placement.why_not_joined(error)}") from None
     supervisor = placement.find_supervisor(current.namespace)
     if supervisor is not None:
         placement.end(supervisor)

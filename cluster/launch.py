@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import AuthenticationError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import placement, processes, state
-from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.config import AUTO, ClusterConfig
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
@@ -61,7 +61,6 @@ def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterStat
             on_ready(cluster.state)
             cluster.wait()
         finally:
-            report.phase("stopping")
             cluster.stop()
 
 
@@ -120,6 +119,7 @@ class Cluster:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
         if not ray.is_initialized():
             return
+        self._report.phase("stopping")
         if self._supervisor is not None:
             placement.end(self._supervisor)
         if not self._config.local:
@@ -152,7 +152,6 @@ class Cluster:
         resources = self._config.total_resources()
         cpus = max(len(os.sched_getaffinity(0)), math.ceil(resources.pop("CPU", 0)))
         resources.pop("GPU", None)  # Ray counts them
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             return ray.init(
                 address="local",
@@ -220,12 +219,12 @@ def _quiet() -> Iterator[None]:
 
 def _join(address: str, options: dict[str, Any]) -> Any:
     namespace = options["namespace"]
-    if address != "auto":
+    if address != AUTO:
         _check_reachable(address)
     try:
         context = ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
-        raise RunError(f"--address {address}: {str(error).strip().splitlines()[0]}") from None
+    except placement.JOIN_ERRORS as error:
+        raise RunError(f"--address {address}: {placement.why_not_joined(error)}") from None
     if placement.find_supervisor(namespace) is not None:
         ray.shutdown()
         raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
@@ -233,12 +232,11 @@ def _join(address: str, options: dict[str, Any]) -> Any:
 
 
 def _check_reachable(address: str) -> None:
+    """Ray itself takes a minute to find out, and says so on stderr."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5.0):
             return
-    except ValueError:
-        raise UsageError(f"--address is {address!r}; allowed: local, auto or HOST:PORT") from None
     except OSError as error:
         raise RunError(f"--address {address}: {error.strerror or error}") from None
 

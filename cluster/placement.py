@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,6 +20,8 @@ from kvrelay.cluster.replacement import Ended
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "kvrelay-supervisor"
+JOIN_ERRORS = (ConnectionError, RuntimeError, ValueError, AuthenticationError)
+"""What ray.init raises when there is no cluster to join, or it is another version's, or asks for another token."""
 DRAIN_SECONDS = 5.0
 """For what runs to finish."""
 STOP_SECONDS = 30.0
@@ -99,6 +101,13 @@ class RayLauncher:
             return ray.remote(RouterActor).options(**options).remote(router, self._config.local)
         config = replace(worker, supervisor=supervisor)
         return ray.remote(WorkerActor).options(**options).remote(config, self._config.local)
+
+
+def why_not_joined(error: BaseException) -> str:
+    """The first line of what one of JOIN_ERRORS came from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0]
 
 
 def _why(error: RayActorError) -> str:

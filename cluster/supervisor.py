@@ -207,7 +207,7 @@ class SupervisorServer(SupervisorServiceServicer):
     def _lost(self, name: str) -> None:
         """The one process of this name is gone, and with it the incarnation that attended under the name."""
         identity = self.membership.incarnation(name)
-        if identity is not None and self.membership.gone(identity):
+        if identity is not None and self.membership.gone(identity) and not self._stopping:
             logger.warning("gone", extra={"member": name, "incarnation": identity.incarnation})
         self._tell()
 

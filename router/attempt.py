@@ -208,10 +208,20 @@ class Attempt:
         self._taken = len(self._seen)
         return token_ids, self._finish if self._complete else None
 
-    def fail(self, code: Failure.Code, message: str, *blamed: WorkerKey, lost: bool = False) -> None:
-        """Ends the attempt, unless it has failed or finished already."""
+    def give_up(self, why: str) -> None:
+        """Ends the attempt for its workers' silence."""
+        self._fail(Failure.CODE_RETRY, f"{why} ({', '.join(sorted(key.name for key in self.workers))})")
+
+    def decide(self) -> None:
+        """`decide_by` has passed: the hand-off did not survive the loss of prefill."""
+        lost = self._prefill.link
+        self._fail(Failure.CODE_RETRY, f"worker {lost.key.name} lost before the hand-off", lost)
+
+    def _fail(self, code: Failure.Code, message: str, lost: WorkerLink | None = None) -> None:
+        """Sets the failure, unless the attempt has failed or is complete already."""
         if self.failure is None and not self._complete:
-            self.failure = AttemptFailure(code, message, frozenset(blamed) or self.workers, lost)
+            blamed = self.workers if lost is None else frozenset((lost.key,))
+            self.failure = AttemptFailure(code, message, blamed, lost=lost is not None)
         self._wake.set()
 
     # ---- Listener ------------------------------------------------------------------------------------------------
@@ -230,19 +240,17 @@ class Attempt:
         if event.HasField("failure"):
             part.open = False
             if not self._outlived(part):
-                self.fail(event.failure.code, f"{link.key.name}: {event.failure.message}")
+                self._fail(event.failure.code, f"{link.key.name}: {event.failure.message}")
         self._wake.set()
 
     def on_lost(self, link: WorkerLink) -> None:
         part = next(part for part in self._parts if part.link is link)
-        if not part.open or self._outlived(part):
-            part.open = False
-        elif part is self._prefill and self._decode is not None and part.delivered:
-            part.open = False
-            self.decide_by = time.monotonic() + PEER_LOST_SECONDS
-        else:
-            part.open = False
-            self.fail(Failure.CODE_RETRY, f"worker {link.key.name} lost ({link.lost})", link.key, lost=True)
+        was_open, part.open = part.open, False
+        if was_open and not self._outlived(part):
+            if part is self._prefill and self._decode is not None and part.delivered:
+                self.decide_by = time.monotonic() + PEER_LOST_SECONDS
+            else:
+                self._fail(Failure.CODE_RETRY, f"worker {link.key.name} lost ({link.lost})", link)
         self._wake.set()
 
     @property
@@ -289,4 +297,4 @@ class Attempt:
 
     def _defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.link.key.name} {what} (request {self._key[0]}, attempt {self._key[1]})"
-        self.fail(Failure.CODE_INTERNAL, message)
+        self._fail(Failure.CODE_INTERNAL, message)

@@ -26,8 +26,6 @@ class WorkerView:
     """Tokens that this router has given it to compute and that are not known to be done."""
     pending_tokens: int = 0
     """As the worker itself reports, for all routers."""
-    waiting: int = 0
-    running: int = 0
 
     @property
     def load(self) -> int:

@@ -179,8 +179,6 @@ class WorkerPool:
             ready=worker.state == MEMBER_STATE_READY and link.up and same,
             outstanding_tokens=link.outstanding_tokens,
             pending_tokens=link.load.pending_tokens,
-            waiting=link.load.requests.waiting,
-            running=link.load.requests.running,
         )
 
     def _notify(self) -> None:

@@ -9,7 +9,7 @@ for what, and for how long at most:
 
     first token     first_token_timeout, from receipt                        DEADLINE_EXCEEDED
     next token      idle_timeout, from the last one                          another attempt
-    a worker        as above, only where an attempt had failed before        UNAVAILABLE
+    a worker        idle_timeout, where an attempt had failed before         UNAVAILABLE
     anything        the client's own deadline                                DEADLINE_EXCEEDED
 """
 
@@ -181,15 +181,13 @@ class Session:
                 await attempt.wait()
             return
         except TimeoutError:
-            if first == self._deadline:
-                raise DeadlineExceeded("the client's deadline has passed") from None
+            self._check_deadline()
             if first == token_limit and not self._completion.tokens:
                 raise self._no_first_token() from None
         if first == decide_by:
-            attempt.fail(Failure.CODE_RETRY, f"worker {attempt.prefill_worker} lost before the hand-off", lost=True)
+            attempt.decide()
         else:
-            limit = self._dispatch.config.idle_timeout_seconds
-            attempt.fail(Failure.CODE_RETRY, f"no token from {attempt.decode_worker} for {limit:g} s")
+            attempt.give_up(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
 
     def _token_limit(self) -> float:
         """When the next token must be here, on the monotonic clock."""
@@ -273,29 +271,30 @@ class Session:
         self._avoid |= failure.blamed
         if not failure.lost:
             # Who is told of a broken hand-off by the survivor is told of the loss itself a moment later.
-            await self._sleep(BACKOFF_SECONDS * 2 ** (failed.number - 1))
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (failed.number - 1))
+            self._check_deadline()
             if not failed.lost_worker and not self._dispatch.budget.take():
                 raise self._given_up(failure, "the router's retry budget is spent")
         return self._start(await self._choose_again(failure))
 
     async def _choose_again(self, failure: AttemptFailure) -> Placement:
         """Waits for workers where there are none: the lost one's replacement may be on its way."""
+        limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds)
         while True:
             placement = self._choose()
             if placement is not None:
                 if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                     raise self._given_up(failure, "no other worker to try")
                 return placement
-            limit = min(self._token_limit(), self._deadline)
             try:
-                async with asyncio.timeout(limit - time.monotonic()):
+                async with asyncio.timeout(min(limit, self._deadline) - time.monotonic()):
                     await self._dispatch.pool.changed()
             except TimeoutError:
+                self._check_deadline()
                 raise self._given_up(failure, "no worker has come in its place") from None
 
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        if time.monotonic() > self._deadline:
+    def _check_deadline(self) -> None:
+        if time.monotonic() >= self._deadline:
             raise DeadlineExceeded("the client's deadline has passed")
 
     def _no_first_token(self) -> RequestError:

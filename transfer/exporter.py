@@ -210,6 +210,10 @@ class Exporter:
         members = {peer.incarnation for peer in self._peers}
         self._epochs = {peer: epoch for peer, epoch in self._epochs.items() if peer in members or peer in self._streams}
 
+    def epoch(self, incarnation: str) -> int:
+        """Of the link to a worker; 0 where there is none now."""
+        return self._links.epoch(incarnation)
+
     async def close(self) -> None:
         """Ends all hand-offs, streams and links."""
         self._ticker.cancel()

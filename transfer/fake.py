@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.transport import SENDER, Link, LinkError, Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class Fault:
     """drop: it never arrives; corrupt: one bit is flipped; delay: it comes late; fail: the link breaks at both ends."""
     seconds: float = 0.0
     """Of a delay."""
+
+
+Queue = deque[tuple[float, int, torch.Tensor]]
+"""When it arrives, its number on the link, its bytes."""
 
 
 class FakeTransport:
@@ -67,7 +71,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.queues: tuple[deque[tuple[float, torch.Tensor]], ...] = (deque(), deque())
+        self.queues: tuple[Queue, ...] = (deque(), deque())
         self.broken: str | None = None
 
     def break_(self, reason: str) -> None:
@@ -83,14 +87,14 @@ class FakeLink:
         self._transport = transport
         self._wire = wire
         self._rank = rank
-        self._warm = False
+        self._sent = self._received = 0
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, data: torch.Tensor) -> "FakePending":
-        fault = self._transport.fault() if self._warm and self._rank == SENDER else None
-        self._warm = True
+        fault = self._transport.fault() if self._sent and self._rank == SENDER else None
+        number, self._sent = self._sent, self._sent + 1
         data = data.clone()
         match fault:
             case Fault("fail"):
@@ -100,12 +104,13 @@ class FakeLink:
         arrives = time.monotonic() + (fault.seconds if fault is not None and fault.kind == "delay" else 0.0)
         with self._wire.changed:
             if fault is None or fault.kind != "drop":
-                self._wire.queues[self._rank].append((arrives, data))
+                self._wire.queues[self._rank].append((arrives, number, data))
                 self._wire.changed.notify_all()
-        return FakePending(self._wire, None, None)
+        return FakePending(self._wire, None, None, number)
 
     def recv(self, into: torch.Tensor) -> "FakePending":
-        return FakePending(self._wire, self._wire.queues[RECEIVER if self._rank == SENDER else SENDER], into)
+        number, self._received = self._received, self._received + 1
+        return FakePending(self._wire, self._wire.queues[1 - self._rank], into, number)
 
     def abort(self) -> None:
         self._wire.break_("the other end has closed")
@@ -117,26 +122,32 @@ class FakeLink:
 class FakePending:
     """A send, or (with `queue` and `into`) a receive."""
 
-    def __init__(self, wire: _Wire, queue: deque[tuple[float, torch.Tensor]] | None, into: torch.Tensor | None) -> None:
+    def __init__(self, wire: _Wire, queue: Queue | None, into: torch.Tensor | None, number: int) -> None:
         self._wire = wire
         self._queue = queue
         self._into = into
+        self._number = number
 
     def wait(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._wire.changed:
-            while True:
-                at = time.monotonic()
-                if self._wire.broken is not None:
-                    raise LinkError(f"fake: {self._wire.broken}")
-                if self._queue is None or self._into is None:
-                    return
-                if self._queue and self._queue[0][0] <= at:
-                    break
-                if at >= deadline:
+            data = self._next()
+            while data is None and self._queue is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     raise LinkError(f"fake: nothing came within {timeout} s")
-                self._wire.changed.wait(min(deadline, self._queue[0][0] if self._queue else deadline) - at)
-            _, data = self._queue.popleft()
+                self._wire.changed.wait(min(left, 0.005))
+                data = self._next()
+        if data is None or self._into is None:
+            return
         if data.numel() != self._into.numel():
             raise LinkError(f"fake: {data.numel()} bytes came; {self._into.numel()} were expected")
         self._into.copy_(data)
+
+    def _next(self) -> torch.Tensor | None:
+        """What has come for this receive; a frame that was dropped leaves its place empty."""
+        if self._wire.broken is not None:
+            raise LinkError(f"fake: {self._wire.broken}")
+        if not self._queue or self._queue[0][0] > time.monotonic() or self._queue[0][1] != self._number:
+            return None
+        return self._queue.popleft()[2]

@@ -71,6 +71,7 @@ class LinkThread:
         self._window: deque[tuple[Job, Pending, torch.Tensor]] = deque()
         self._changed = threading.Condition()
         self._reason: str | None = None
+        self._link: Link | None = None
         self.thread = threading.Thread(target=self._run, name=f"link {spec.peer[:8]}/{spec.epoch}", daemon=True)
 
     def submit(self, job: Job) -> None:
@@ -84,16 +85,20 @@ class LinkThread:
         job.fail(reason)
 
     def close(self, reason: str) -> None:
-        """Ends the link after what is on the wire now; never blocks. What is queued fails."""
+        """Ends the link, and fails what is queued or under way. Never blocks; any thread."""
         with self._changed:
             self._reason = self._reason or reason
             self._changed.notify()
+            link = self._link
         self.meeting.close()
+        if link is not None:
+            link.abort()
 
     def _run(self) -> None:
-        link: Link | None = None
         try:
             link = self.spec.transport.connect(self.meeting, self.spec.rank, self.spec.timeout)
+            with self._changed:
+                self._link = link
             self._warm_up(link)
             self._serve(link)
         except LinkError as error:
@@ -101,21 +106,20 @@ class LinkThread:
         except Exception as error:
             logger.exception("a link's thread failed", extra={"peer": self.spec.peer, "epoch": self.spec.epoch})
             self.close(f"{type(error).__name__} in the link's thread")
-        self._end(link)
+        self._end()
 
-    def _end(self, link: Link | None) -> None:
-        if link is not None:
-            link.abort()
-        reason = self._reason or "closed"
+    def _end(self) -> None:
+        self.close("closed")
+        reason = self._reason or ""
         failed = [job for job, _, _ in self._window] + list(self._jobs)
         self._window.clear()
         self._jobs.clear()
         for job in failed:
             job.fail(reason)
         post(self._loop, self.spec.on_end, self.spec.epoch, reason)
-        if link is not None:
+        if self._link is not None:
             # Last, since some transports block here; this thread has nothing else to do.
-            link.close()
+            self._link.close()
 
     def _warm_up(self, link: Link) -> None:
         """One byte there and back: connections and buffers are made now, and a link that can't carry fails now."""

@@ -56,6 +56,11 @@ class Watchdog:
             with self._changed:
                 self._due.pop(link, None)
 
+    def abort(self, link: "NcclLink") -> None:
+        """Has the thread abort `link` at once: it may take its time, which the caller may not have."""
+        with self.watching(link, 0.0):
+            pass
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -66,7 +71,7 @@ class Watchdog:
                 if not overdue:
                     self._changed.wait(min(self._due.values()) - now if self._due else None)
             for link in overdue:
-                link.abort()
+                link.abort_now()
 
 
 class NcclTransport:

@@ -46,4 +46,4 @@ class Role:
         """Ends the role's part of a request; the engine's ends by itself."""
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        """What a step yielded, before anything of it is sent; on the engine thread."""
+        """What a step yielded, when its tokens are on their way to the router; on the engine thread."""

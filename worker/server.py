@@ -349,9 +349,11 @@ class WorkerServer:
     # ---- engine thread -----------------------------------------------------------------------------------------
 
     def _on_step(self, progress: Sequence[Progress]) -> None:
-        self.role.on_step(progress)
         events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
+        # First the tokens, then what the role makes of them: a hand-off can be over before this thread goes on, and
+        # with it the request.
         self.loop.call_soon_threadsafe(self._deliver, events, self._read_load())
+        self.role.on_step(progress)
 
     def _read_load(self) -> Load:
         load = self.engine.scheduler.load()

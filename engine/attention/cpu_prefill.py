@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvrelay.engine.attention.pages import Gathered, Pages
 from kvrelay.engine.batch import ForwardBatch
 
-TILE = 128
+TILE = 64
 """Queries of a tile. Smaller ones skip more of the triangle that isn't seen, larger ones make fewer calls."""
 
 

@@ -103,14 +103,15 @@ def _architecture(fields: Fields) -> Architecture:
 
 def _rope(fields: Fields) -> RopeConfig:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as older ones do."""
-    if fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-        fields.refuse("partial_rotary_factor", "1.0")
     scaling = fields.fields("rope_parameters")
     if scaling is not None:
         theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     else:
         scaling = fields.fields("rope_scaling")
         theta = fields.number("rope_theta", default=10000.0)
+    for source in (fields, scaling):
+        if source is not None and source.get("partial_rotary_factor") not in (None, 1):
+            source.refuse("partial_rotary_factor", "1.0")
     if scaling is None:
         return RopeConfig(theta)
     name = "rope_type" if scaling.get("rope_type") is not None else "type"

@@ -42,6 +42,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
         ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
         ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
+        ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
         ("- a\n- b", "holds a list; allowed: a mapping of sections"),
         ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
         ("engine: [", "line 1: expected the node content, but found '<stream end>'"),

@@ -135,6 +135,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"eos_token_id": 320}, r"eos_token_id is 320; allowed: ids below vocab_size \(320\)"),
         ({"eos_token_id": [1, "</s>"]}, "eos_token_id is"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters: partial_rotary_factor is 0.25"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; allowed: an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (

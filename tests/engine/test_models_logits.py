@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrelay.engine.attention.cpu_prefill import TILE
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.runner import ModelRunner, build_runner
 from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE, make_checkpoint
@@ -74,7 +75,7 @@ def case(request: pytest.FixtureRequest, case_of: Callable[[str], Case]) -> Case
     return case
 
 
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 127, 128, 129, LENGTH])
+@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 1, LENGTH])
 def test_prefill_in_one_step(case: Case, length: int) -> None:
     sequences = PagedSequences(case.runner)
     sequence = sequences.add(case.prompts[0][:length])
@@ -82,7 +83,7 @@ def test_prefill_in_one_step(case: Case, length: int) -> None:
     case.check(sequence)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 64, 128, 130])
+@pytest.mark.parametrize("chunk", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, TILE, 2 * TILE + 2])
 def test_prefill_in_equal_chunks(case: Case, chunk: int) -> None:
     sequences = PagedSequences(case.runner)
     sequence = sequences.add(case.prompts[0][: 100 if chunk < BLOCK - 1 else LENGTH])

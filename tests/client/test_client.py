@@ -1,0 +1,251 @@
+"""The clients against a real router over scripted workers."""
+
+import asyncio
+import dataclasses
+import gc
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay import client as package
+from kvrelay.client import (
+    AsyncClient,
+    Cancelled,
+    Chunk,
+    Client,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrelayError,
+    Timeline,
+    Unavailable,
+)
+from kvrelay.client.messages import TIMELINE_FIELDS, GenerateOptions, generate_request
+from kvrelay.v1 import inference_pb2 as pb
+from support.router_fakes import FakeCluster, Job, decode_of, fake_cluster, pair, run, silent, until
+
+
+def token_at(index: int) -> int:
+    return 40 + index
+
+
+class Background:
+    """A fake cluster whose event loop runs in a thread, for the blocking client."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stop = asyncio.Event()
+        self._ready: Future[FakeCluster] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    def __enter__(self) -> "Background":
+        self._thread.start()
+        self.cluster = self._ready.result(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with fake_cluster(self._folder, *pair(token_at)) as cluster:
+            self._ready.set_result(cluster)
+            await self._stop.wait()
+
+    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
+
+
+@pytest.fixture(scope="module")
+def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    with Background(tmp_path_factory.mktemp("router")) as background:
+        yield background
+
+
+def test_the_chunks_of_a_stream_are_its_completion(background: Background) -> None:
+    with Client(background.cluster.router.address, timeout=10) as client:
+        chunks = list(client.generate("hello", max_tokens=6, temperature=0))
+        assert all(chunk.finish_reason is chunk.usage is chunk.timeline is None for chunk in chunks[:-1])
+        completion = client.complete("hello", max_tokens=6, temperature=0)
+        assert completion.text == "".join(chunk.text for chunk in chunks)
+        assert completion.token_ids == tuple(token for chunk in chunks for token in chunk.token_ids)
+        assert completion.finish_reason == chunks[-1].finish_reason == "length"
+        assert completion.usage == chunks[-1].usage
+        assert completion.timeline.transfer_bytes == 640
+        ids = client.tokenize("hello")
+        assert client.detokenize(ids) == "hello"
+        assert client.complete(ids, max_tokens=2).usage.prompt_tokens == len(ids)
+        chat = [{"role": "user", "content": "hello"}]
+        assert client.complete(chat, max_tokens=2).usage.prompt_tokens == len(client.tokenize(chat))
+        assert client.model_info().max_context == 64
+
+
+@pytest.mark.parametrize("how", ["close", "break", "del", "with"])
+def test_leaving_a_stream_cancels_it_on_the_workers(background: Background, how: str) -> None:
+    cluster = background.cluster
+    worker = cluster.workers["decode-0"]
+    worker.script, script = silent, worker.script
+    before = len(worker.jobs)
+    try:
+        with Client(cluster.router.address) as client:
+            stream = client.generate("hello", max_tokens=6)
+            next(stream)
+            if how == "close":
+                stream.close()
+            elif how == "break":
+                stream.close()
+                for _ in client.generate("hello", max_tokens=6):
+                    break
+            elif how == "with":
+                with stream:
+                    pass
+            else:
+                del stream
+                gc.collect()
+            background.wait(lambda: len(worker.jobs) > before)
+            background.wait(lambda: all(job.cancelled.is_set() for job in worker.jobs[before:]), 0.5)
+    finally:
+        worker.script = script
+
+
+def test_errors_of_the_blocking_client(background: Background) -> None:
+    with Client(background.cluster.router.address) as client:
+        with pytest.raises(InvalidRequest, match=r"sampling\.top_p is 2\.0") as caught:
+            client.complete("hello", top_p=2.0)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(InvalidRequest, match="text is ''"):
+            client.tokenize("")
+        with pytest.raises(DeadlineExceeded):
+            client.complete("hello", timeout=1e-6)
+        stream = client.generate("hello", max_tokens=2)
+        stream.close()
+        with pytest.raises(Cancelled):
+            list(stream)
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.complete("hello", timeout=10)
+
+
+def test_one_client_serves_many_threads(background: Background) -> None:
+    results: list[tuple[int, ...]] = []
+    with Client(background.cluster.router.address, timeout=20) as client:
+        threads = [
+            threading.Thread(target=lambda: results.append(client.complete("hello", max_tokens=9).token_ids))
+            for _ in range(16)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert results == [tuple(map(token_at, range(9)))] * 16
+
+
+def test_the_async_client(tmp_path: Path) -> None:
+    async def decode(job: Job) -> None:
+        if job.submit.sampling.max_tokens == 6:
+            await decode_of(token_at)(job)
+
+    async def test() -> None:
+        workers = pair(token_at)
+        workers[1].script = decode
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            chunks: list[Chunk] = [chunk async for chunk in client.generate("hello", max_tokens=6)]
+            completion = await client.complete("hello", max_tokens=6)
+            assert completion.token_ids == tuple(token for chunk in chunks for token in chunk.token_ids)
+            with pytest.raises(DeadlineExceeded):
+                await client.complete("hello", max_tokens=7, timeout=0.1)
+            stream = client.generate("hello", max_tokens=7)
+            await anext(stream)
+            reading = asyncio.create_task(anext(stream))  # type: ignore[arg-type]  # an awaitable, not a coroutine
+            await asyncio.sleep(0)
+            await stream.aclose()
+            with pytest.raises(Cancelled):
+                await reading
+            # A cancelled task stays cancelled: that is not an error of the call.
+            async with client.generate("hello", max_tokens=7) as stream:
+                task = asyncio.create_task(client.complete("hello", max_tokens=7))
+                await anext(stream)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until(lambda: [r.outcome for r in cluster.records].count("cancelled") >= 2, "cancelled on the router")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"max_tokens": -1}, r"sampling\.max_tokens: .*-1"),
+        ("x", {"max_tokens": 2**32}, r"sampling\.max_tokens: .*4294967296"),
+        ("x", {"max_tokens": 1.5}, r"sampling\.max_tokens"),
+        ("x", {"seed": -1}, r"sampling\.seed"),
+        ("x", {"temperature": "hot"}, r"sampling\.temperature"),
+        ("x", {"stop": [1]}, r"sampling\.stop"),
+        ("x", {"stop_token_ids": ["a"]}, r"sampling\.stop_token_ids"),
+        ("secret \ud800", {}, r"text: not valid Unicode"),
+        ([1, -1], {}, r"token_ids\.ids: .*-1"),
+        ([1, "a"], {}, r"token_ids\.ids"),
+        (b"bytes", {}, r"prompt is bytes"),
+        (7, {}, r"prompt is int"),
+        ([{"role": "user"}], {}, r"messages\[0\]; allowed: an object with role and content"),
+        ([{"role": "user", "content": 1}], {}, r"messages\[0\]\.content"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        generate_request(prompt, options)
+    assert "secret" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_requests_say_what_was_asked_and_nothing_else() -> None:
+    assert generate_request("x", {}) == pb.GenerateRequest(text="x", sampling={})
+    assert not generate_request("x", {"temperature": None, "max_tokens": None}).sampling.ListFields()
+    full: GenerateOptions = {
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "temperature": 0.0,
+        "top_k": 2,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 2**64 - 1,
+        "stop": "end",
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "tenant": "t",
+        "request_id": "r",
+        "timeout": 1.0,
+    }
+    assert full.keys() == GenerateOptions.__annotations__.keys()
+    request = generate_request([], full)
+    assert request.WhichOneof("input") == "token_ids"
+    assert list(request.sampling.stop) == ["end"]
+    assert {field.name for field, _ in request.sampling.ListFields()} == set(full) - {"tenant", "request_id", "timeout"}
+    assert math.isnan(generate_request("x", {"temperature": math.nan}).sampling.temperature)
+    with pytest.raises(TypeError, match=r"max_token$"):
+        generate_request("x", {"max_token": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
+
+
+def test_values_mirror_the_contract() -> None:
+    assert set(TIMELINE_FIELDS) == {field.name for field in pb.Timeline.DESCRIPTOR.fields}
+    assert {f.name for f in dataclasses.fields(package.Usage)} == {f.name for f in pb.Usage.DESCRIPTOR.fields}
+    info = {field.name for field in pb.GetModelInfoResponse.DESCRIPTOR.fields}
+    assert {field.name for field in dataclasses.fields(package.ModelInfo)} == info
+    assert dataclasses.is_dataclass(Timeline)
+    errors = [value for value in vars(package).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert all(issubclass(error, KvrelayError) for error in errors)
+
+
+@pytest.mark.parametrize("module", ["kvrelay.client", "kvrelay.router.server"])
+def test_neither_client_nor_router_needs_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd="/").returncode == 0

@@ -1,0 +1,101 @@
+"""Many requests while workers die, come back, refuse, repeat themselves and overtake each other: no token is lost."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
+from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_UNSPECIFIED, Failure, TransferReport
+from kvrelay.router.pool import WorkerPool
+from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, run, until
+
+REQUESTS = 60
+KILLS = 6
+
+
+def token_at(job: Job, index: int) -> int:
+    """Depends on the prompt, so that a token of another request shows."""
+    return (job.submit.token_ids[0] * 31 + index * 7) % 398 + 2
+
+
+def prefill_script(source: random.Random) -> Script:
+    async def script(job: Job) -> None:
+        await asyncio.sleep(source.uniform(0, 0.02))
+        if source.random() < 0.03:
+            job.fail(Failure.CODE_RETRY)
+            return
+        job.send(job.base, (token_at(job, job.base),))
+        await asyncio.sleep(source.uniform(0, 0.02))
+        job.send(transfer=TransferReport(transfer_bytes=1))
+
+    return script
+
+
+def decode_script(source: random.Random) -> Script:
+    async def script(job: Job) -> None:
+        end = job.submit.sampling.max_tokens
+        at = job.base + 1
+        while at < end:
+            await asyncio.sleep(source.uniform(0, 0.01))
+            if source.random() < 0.01:
+                job.fail(Failure.CODE_RETRY)
+                return
+            first = max(job.base, at - source.randrange(2))
+            to = min(end, at + source.randrange(1, 4))
+            tokens = tuple(token_at(job, index) for index in range(first, to))
+            job.send(first, tokens, FINISH_LENGTH if to == end else FINISH_UNSPECIFIED)
+            at = to
+
+    return script
+
+
+async def kill_and_replace(cluster: FakeCluster, source: random.Random) -> None:
+    """Kills a worker at random, announces the death now and then, and brings another life of it."""
+    name = source.choice(sorted(cluster.workers))
+    old = cluster.workers[name]
+    new = FakeWorker(name, old.role, old.script)
+    await old.stop()
+    if source.random() < 0.5:
+        cluster.tell(**{name.replace("-", "_"): MEMBER_STATE_DEAD})
+    await asyncio.sleep(source.uniform(0, 0.1))
+    await new.start()
+    cluster.workers[name] = new
+    cluster.tell()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_stream_is_whole(tmp_path: Path, seed: int) -> None:
+    source = random.Random(seed)
+
+    async def test() -> None:
+        workers = [FakeWorker(f"prefill-{index}", "prefill", prefill_script(source)) for index in range(2)]
+        workers += [FakeWorker(f"decode-{index}", "decode", decode_script(source)) for index in range(3)]
+        async with (
+            fake_cluster(tmp_path, *workers, max_attempts=20) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+
+            async def request(number: int) -> None:
+                await asyncio.sleep(source.uniform(0, 1.0))
+                count = source.randrange(2, 40)
+                completion = await client.complete([number + 2, 5], max_tokens=count, timeout=30)
+                expected = [((number + 2) * 31 + index * 7) % 398 + 2 for index in range(count)]
+                assert list(completion.token_ids) == expected
+
+            running = [asyncio.create_task(request(number)) for number in range(REQUESTS)]
+            for _ in range(KILLS):
+                await asyncio.sleep(source.uniform(0.05, 0.2))
+                await kill_and_replace(cluster, source)
+            await asyncio.gather(*running)
+            assert len(cluster.records) == REQUESTS
+            assert sum(record.retries for record in cluster.records) > 0
+            pool: WorkerPool = cluster.router.pool
+            await until(lambda: all(view.outstanding_tokens == 0 for view in pool.view()), "nothing claimed")
+            for worker in cluster.workers.values():
+                assert len(pool.link(next(v.key for v in pool.view() if v.key.name == worker.name))._listeners) == 0
+                await worker.stop()
+
+    run(test)

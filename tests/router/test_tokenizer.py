@@ -1,0 +1,123 @@
+"""The tokenizer's files, chat templates, and the event loop while a long prompt is encoded."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from kvrelay.router.chat import ChatTemplate, TemplateFailed
+from kvrelay.router.tokenizer import INLINE_CHARACTERS, Tokenizer
+from support.router_fakes import byte_level_tokenizer
+
+MESSAGES = [{"role": "user", "content": "<b>hi</b>"}]
+
+
+def folder_with(path: Path, **config: object) -> Path:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_prompt_gets_the_special_tokens_and_a_rendered_chat_does_not(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    tokenizer = Tokenizer(folder_with(tmp_path, **config))
+    plain = byte_level_tokenizer()
+
+    async def test() -> None:
+        for text in ("def x", "def x" * INLINE_CHARACTERS):
+            assert await tokenizer.encode(text) == [0, *plain.encode(text).ids]
+            assert await tokenizer.encode_chat([{"role": "user", "content": text}]) == [0, *plain.encode(text).ids, 1]
+            assert await tokenizer.decode(plain.encode(text).ids) == text
+
+    asyncio.run(test())
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "has"),
+    [
+        ({}, False),
+        ({"chat_template": None}, False),
+        ({"chat_template": [{"name": "tool_use", "template": "x"}]}, False),
+        ({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]}, True),
+    ],
+)
+def test_where_a_template_may_be(tmp_path: Path, config: dict[str, object], has: bool) -> None:
+    assert Tokenizer(folder_with(tmp_path, **config)).has_chat_template == has
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = Tokenizer(tmp_path)
+    assert (
+        asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "abc"}]))
+        == byte_level_tokenizer().encode("abc").ids
+    )
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json: missing"):
+        Tokenizer(tmp_path)
+    folder_with(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{% for %}"}')
+    with pytest.raises(ValueError, match="chat template, line 1"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(ValueError, match="chat_template is int"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_templates_can_do_what_models_templates_do() -> None:
+    source = """\
+{%- if not add_generation_prompt %}{{ raise_exception("no") }}{% endif -%}
+{%- for message in messages %}
+    {%- if loop.index > 5 %}{% break %}{% endif %}
+    {%- generation %}[{{ message | tojson }}]{% endgeneration %}
+{%- endfor %}
+{{- strftime_now("%Y") | length }}{{ tools is none }}"""
+    assert ChatTemplate(source, {}).render(MESSAGES) == '[{"role": "user", "content": "<b>hi</b>"}]4True'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ nothing.at_all }}", "UndefinedError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_what_a_template_refuses_says_nothing_of_the_messages(source: str, message: str) -> None:
+    with pytest.raises(TemplateFailed, match=message) as caught:
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert "hi" not in str(caught.value)
+
+
+def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(folder_with(tmp_path))
+    text = "def __init__(self, größer): return 日本語\n" * 20000
+
+    async def test() -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        start = last = loop.time()
+        longest = 0.0
+        encoding = asyncio.create_task(tokenizer.encode(text))
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, loop.time() - last), loop.time()
+        return longest, loop.time() - start
+
+    longest, whole = asyncio.run(test())
+    tokenizer.close()
+    # Not a figure of time but a share of it: a held lock would show as nearly the whole.
+    assert longest < whole / 3, f"held up for {longest:.3f} of {whole:.3f} s"
