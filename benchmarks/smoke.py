@@ -53,7 +53,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def latency(client: Client, length: int, field: str, repeat: int = 30) -> dict[str, float]:
     """Milliseconds of one timeline field over cold prompts on an idle cluster."""
-    rng = random.Random(length)
+    rng = random.Random(f"{length} {field}")
     times = [getattr(complete(client, prompt(length, rng), 8).timeline, field) for _ in range(repeat + 3)][3:]
     return {key: round(value * 1e3, 2) if key != "n" else value for key, value in spread(times).items()}
 

@@ -235,6 +235,10 @@ class Attempt:
             part.open = False
             self._finish = FINISHES[event.finish]
             self._end = part.expected
+        elif self._end is None and len(self._seen) == self._left:
+            # There is nothing more to wait for, whether the worker says so or not.
+            self._finish = Finish.LENGTH
+            self._end = self._base + self._left
         if event.HasField("transfer"):
             part.open = False
         if event.HasField("failure"):

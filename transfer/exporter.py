@@ -224,7 +224,7 @@ class Exporter:
             stream.end(Code.CLOSED, f"{self._local.name} is shutting down")
         for stream in streams:
             await stream.closed()
-        await self._links.shut_down(self._config.frame_timeout_seconds + 1.0)
+        await self._links.shut_down(2 * self._config.frame_timeout_seconds + 1.0)
 
     # ---- machines ------------------------------------------------------------------------------------------------
 

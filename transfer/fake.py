@@ -45,19 +45,28 @@ class FakeTransport:
     def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
         try:
-            if rank == SENDER:
-                name, wire = uuid.uuid4().hex, _Wire()
-                with self._lock:
-                    self._wires[name] = wire
-                meeting.set("wire", name)
-                meeting.wait(["taken"])
-            else:
-                with self._lock:
-                    wire = self._wires.pop(meeting.get("wire").decode())
-                meeting.set("taken", b"")
+            wire = self._offer(meeting) if rank == SENDER else self._take(meeting)
         except RuntimeError as error:
             raise LinkError(f"fake: {error}") from error
         return FakeLink(self, wire, rank)
+
+    def _offer(self, meeting: Rendezvous) -> "_Wire":
+        name, wire = uuid.uuid4().hex, _Wire()
+        with self._lock:
+            self._wires[name] = wire
+        meeting.set("wire", name)
+        try:
+            meeting.wait(["taken"])
+        except RuntimeError:
+            wire.break_("the other end did not come")
+            raise
+        return wire
+
+    def _take(self, meeting: Rendezvous) -> "_Wire":
+        name = meeting.get("wire").decode()
+        meeting.set("taken", b"")
+        with self._lock:
+            return self._wires.pop(name)
 
     def fault(self) -> Fault | None:
         """Of the next frame."""

@@ -229,7 +229,7 @@ class Importer(HandoffServiceServicer):
             stream.end(Code.CLOSED, message)
         if self._reserving:
             await asyncio.wait(self._reserving)
-        await self._links.shut_down(self._config.frame_timeout_seconds + 1.0)
+        await self._links.shut_down(2 * self._config.frame_timeout_seconds + 1.0)
 
     # ---- machines ------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,9 @@ class LinkThread:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._link: Link | None = None
-        self.thread = threading.Thread(target=self._run, name=f"link {spec.peer[:8]}/{spec.epoch}", daemon=True)
+        # Not a daemon: an interpreter that ends while one of its threads is inside a transport's C++ aborts. What a
+        # transport blocks on has a timeout, so this delays the end of the process by no more than that.
+        self.thread = threading.Thread(target=self._run, name=f"link {spec.peer[:8]}/{spec.epoch}")
 
     def submit(self, job: Job) -> None:
         """Queues a job; fails it at once where the link has ended."""
@@ -99,8 +101,10 @@ class LinkThread:
             link = self.spec.transport.connect(self.meeting, self.spec.rank, self.spec.timeout)
             with self._changed:
                 self._link = link
-            self._warm_up(link)
-            self._serve(link)
+                closed = self._reason is not None
+            if not closed:
+                self._warm_up(link)
+                self._serve(link)
         except LinkError as error:
             self.close(str(error))
         except Exception as error:

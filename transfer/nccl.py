@@ -34,11 +34,15 @@ def nccl_is_available() -> bool:
 
 
 class Watchdog:
-    """Aborts links whose operation is overdue: one thread, started with the first operation."""
+    """Aborts links: those whose operation is overdue, and those that it is told of. One thread, started when needed.
+
+    Aborting may take its time, which the event loop doesn't have, and must not be done by a thread that is inside NCCL.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._due: dict[NcclLink, float] = {}
+        self._told: set[NcclLink] = set()
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -46,10 +50,7 @@ class Watchdog:
         """Aborts `link` if the body takes longer than `timeout` seconds."""
         with self._changed:
             self._due[link] = time.monotonic() + timeout
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nccl watchdog", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            self._wake()
         try:
             yield
         finally:
@@ -57,21 +58,33 @@ class Watchdog:
                 self._due.pop(link, None)
 
     def abort(self, link: "NcclLink") -> None:
-        """Has the thread abort `link` at once: it may take its time, which the caller may not have."""
-        with self.watching(link, 0.0):
-            pass
+        """Aborts `link` soon. Never blocks."""
+        with self._changed:
+            self._told.add(link)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="nccl watchdog", daemon=True)
+            self._thread.start()
+        self._changed.notify()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                now = time.monotonic()
-                overdue = [link for link, due in self._due.items() if due <= now]
-                for link in overdue:
-                    del self._due[link]
-                if not overdue:
-                    self._changed.wait(min(self._due.values()) - now if self._due else None)
-            for link in overdue:
+            for link in self._next():
                 link.abort_now()
+
+    def _next(self) -> set["NcclLink"]:
+        """Waits until there is a link to abort."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                links = self._told | {link for link, due in self._due.items() if due <= now}
+                if links:
+                    self._told.clear()
+                    self._due = {link: due for link, due in self._due.items() if link not in links}
+                    return links
+                self._changed.wait(min(self._due.values()) - now if self._due else None)
 
 
 class NcclTransport:
@@ -138,12 +151,16 @@ class NcclLink:
             raise LinkError(f"nccl {what}: {error}") from error
 
     def abort(self) -> None:
+        self._watchdog.abort(self)
+
+    def abort_now(self) -> None:
+        """Aborts the communicators; may block. The watchdog's own."""
         # Never given back: a second abort of the same communicators isn't defined.
         if self._abort_once.acquire(blocking=False):
             self._group.abort()
 
     def close(self) -> None:
-        self.abort()
+        self.abort_now()
 
 
 class NcclPending:

@@ -28,7 +28,9 @@ class KVPool:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.tensor = torch.zeros(layout.shape(num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device)
+        # Written to now: the memory is taken at start, where running out of it is a clear error, and not as blocks are
+        # first used, so that a worker's size doesn't grow with the requests it served.
+        self.tensor = torch.empty(layout.shape(num_blocks), dtype=TORCH_DTYPES[layout.dtype], device=device).zero_()
         self._bytes = self.tensor.view(torch.uint8)
 
     def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor) -> int:

@@ -9,8 +9,7 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_UNSPECIFIED, Failure, TransferReport
-from kvrelay.router.pool import WorkerPool
-from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, run, until
+from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, run
 
 REQUESTS = 60
 KILLS = 6
@@ -27,7 +26,8 @@ def prefill_script(source: random.Random) -> Script:
         if source.random() < 0.03:
             job.fail(Failure.CODE_RETRY)
             return
-        job.send(job.base, (token_at(job, job.base),))
+        last = job.base + 1 == job.submit.sampling.max_tokens
+        job.send(job.base, (token_at(job, job.base),), FINISH_LENGTH if last else FINISH_UNSPECIFIED)
         await asyncio.sleep(source.uniform(0, 0.02))
         job.send(transfer=TransferReport(transfer_bytes=1))
 
@@ -92,10 +92,9 @@ def test_every_stream_is_whole(tmp_path: Path, seed: int) -> None:
             await asyncio.gather(*running)
             assert len(cluster.records) == REQUESTS
             assert sum(record.retries for record in cluster.records) > 0
-            pool: WorkerPool = cluster.router.pool
-            await until(lambda: all(view.outstanding_tokens == 0 for view in pool.view()), "nothing claimed")
+            await cluster.ready(*cluster.workers)
+            assert all(view.outstanding_tokens == 0 for view in cluster.router.pool.view())
             for worker in cluster.workers.values():
-                assert len(pool.link(next(v.key for v in pool.view() if v.key.name == worker.name))._listeners) == 0
                 await worker.stop()
 
     run(test)
