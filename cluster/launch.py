@@ -94,6 +94,7 @@ class Cluster:
         self._signals = signals
         self._supervisor: Any = None
         self._serving: Any = None
+        self._started = False
         self.state = ClusterState(pid=owner, started=time.time(), namespace=config.ray.namespace)
 
     def start(self) -> None:
@@ -101,6 +102,7 @@ class Cluster:
         self._know(self.state)
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
         self._connect()
+        self._started = True
         self._signals.check()
         self._report.phase("starting the cluster")
         self._supervisor = placement.create_supervisor(self._config)
@@ -117,16 +119,16 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
-        if not ray.is_initialized():
-            return
-        self._report.phase("stopping")
-        if self._supervisor is not None:
-            placement.end(self._supervisor)
-        if not self._config.local:
-            placement.remove_all(self._config.ray.namespace)
+        if ray.is_initialized():
+            self._report.phase("stopping")
+            if self._supervisor is not None:
+                placement.end(self._supervisor)
+            if not self._config.local:
+                placement.remove_all(self._config.ray.namespace)
         below = processes.descendants()
         ray.shutdown()
-        for process in processes.end(below, EXIT_SECONDS):
+        # A start that was broken off has processes that Ray's shutdown doesn't know.
+        for process in processes.end(below, EXIT_SECONDS if self._started else 0.0):
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
 
     def _know(self, fresh: ClusterState) -> None:

@@ -30,6 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
+from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.serve import main
 
@@ -121,7 +122,7 @@ class SupervisorServer(SupervisorServiceServicer):
     @property
     def address(self) -> str:
         """host:port of the gRPC."""
-        return f"{self.config.host}:{self._port}"
+        return join(self.config.host, self._port)
 
     async def start(self) -> None:
         """Binds, serves, and starts the members.
@@ -133,10 +134,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server(options=server_options())
         add_SupervisorServiceServicer_to_server(self, self._server)
-        try:
-            self._port = self._server.add_insecure_port(f"{self.config.host}:{self.config.port}")
-        except RuntimeError as error:
-            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
+        self._port = bind(self._server, self.config.host, self.config.port)
         await self._server.start()
         self._run("tick", self._watch())
         if self._launcher is not None:

@@ -39,7 +39,8 @@ class Listener(Protocol):
 class WorkerLink:
     """One stream, made once: up after the worker's hello, lost for ever when it ends.
 
-    What is submitted goes out in order. Events go to the listener of their (request, attempt); those of an attempt
+    What is submitted goes out in order, through a queue that holds at most a Submit and a Cancel of each attempt that
+    the router has in flight. Events go to the listener of their (request, attempt); those of an attempt
     that nobody listens to any more are dropped.
     """
 

@@ -128,7 +128,7 @@ class WorkerPool:
             await link.run()
             failures = 0 if link.model is not None else failures + 1
             if failures <= 1:
-                logger.warning("worker lost", extra={"worker": worker.key.name, "reason": link.lost})
+                logger.warning("worker lost", extra=_fields(worker) | {"reason": link.lost})
             await asyncio.sleep(REDIAL_SECONDS[min(failures, len(REDIAL_SECONDS) - 1)])
         self._workers.pop(worker.key, None)
         self._notify()
@@ -140,7 +140,7 @@ class WorkerPool:
             worker.link.close(reason)
         if worker.task is not None:
             worker.task.cancel()
-        logger.info("worker dropped", extra={"worker": worker.key.name, "reason": reason})
+        logger.info("worker dropped", extra=_fields(worker) | {"reason": reason})
 
     def _on_link(self) -> None:
         self._settle_model()
@@ -163,10 +163,8 @@ class WorkerPool:
         self._model = chosen
         for worker, model in up:
             if model.fingerprint != chosen.fingerprint:
-                logger.error(
-                    "worker not used: it serves another model",
-                    extra={"worker": worker.key.name, "fingerprint": model.fingerprint, "cluster": chosen.fingerprint},
-                )
+                different = {"fingerprint": model.fingerprint, "cluster_fingerprint": chosen.fingerprint}
+                logger.error("worker not used: it serves another model", extra=_fields(worker) | different)
 
     def _view(self, worker: _Worker) -> WorkerView:
         link = worker.link
@@ -185,3 +183,8 @@ class WorkerPool:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+
+
+def _fields(worker: _Worker) -> dict[str, object]:
+    """What every log line about a worker carries."""
+    return {"worker": worker.key.name, "role": worker.role, "incarnation": worker.key.incarnation}

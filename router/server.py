@@ -27,6 +27,7 @@ from kvrelay.router.pool import WorkerPool
 from kvrelay.router.records import Observer
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.attendance import Attendance
 from kvrelay.rpc.options import server_options
 
@@ -63,7 +64,7 @@ class RouterServer:
     @property
     def address(self) -> str:
         """host:port of the public gRPC."""
-        return f"{self.config.host}:{self._port}"
+        return join(self.config.host, self._port)
 
     @property
     def pool(self) -> WorkerPool:
@@ -89,10 +90,7 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
-        try:
-            self._port = server.add_insecure_port(f"{self.config.host}:{self.config.grpc_port}")
-        except RuntimeError as error:
-            raise OSError(f"grpc_port: {self.config.host}:{self.config.grpc_port} is in use or not bindable") from error
+        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port")
         await server.start()
         if self.config.supervisor:
             self._attendance = Attendance(self.config.supervisor, self._describe, pool.update, self._on_fenced)

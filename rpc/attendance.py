@@ -42,6 +42,7 @@ class Attendance:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="attendance")
+        self._task.add_done_callback(_tell_failure)
 
     def beat(self) -> None:
         """Sends a heartbeat without waiting for the next one's time."""
@@ -50,8 +51,7 @@ class Attendance:
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait((self._task,))
             self._task = None
 
     async def _run(self) -> None:
@@ -66,6 +66,12 @@ class Attendance:
                     reason = "stream ended"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
+                except asyncio.CancelledError:
+                    # A stream that the other side ends with CANCELLED looks like a cancellation of this very task.
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    reason = "CANCELLED by the supervisor"
                 if failures == 0:
                     logger.warning("supervisor away; the last membership stays in force", extra={"reason": reason})
                 await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
@@ -74,6 +80,7 @@ class Attendance:
     async def _attend(self, stub: SupervisorServiceStub) -> AsyncIterator[AttendResponse]:
         call = stub.Attend()
         beating = asyncio.create_task(self._beat(call), name="heartbeat")
+        beating.add_done_callback(_tell_failure)
         version = -1
         try:
             async for response in call:
@@ -101,3 +108,9 @@ class Attendance:
             self._on_fenced()
         else:
             self._on_members(response.members)
+
+
+def _tell_failure(task: "asyncio.Task[None]") -> None:
+    """A defect here silences the member, which is then declared dead; the log must say why."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("attendance failed", exc_info=error)

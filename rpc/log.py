@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import time
 
@@ -31,6 +32,8 @@ class JsonFormatter(logging.Formatter):
 
 def configure(**fields: str) -> None:
     """Sends this process's `kvrelay` logs to stderr as JSON, each line with `fields` (e.g. part, name)."""
+    # gRPC's core writes lines of its own, not JSON; what it has to say comes as statuses, too.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields))
     root = logging.getLogger("kvrelay")

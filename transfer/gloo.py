@@ -1,7 +1,8 @@
 """Links over TCP between CPU buffers: torch's ProcessGroupGloo, made directly, without the global process group.
 
 What is known of it, and kept to here: a killed peer shows as an error within 0.1 s, a frozen one when the wait times
-out; one wait that timed out breaks the pair; nothing is sent before the other end has posted its receive.
+out; one wait that timed out breaks the pair; nothing is sent before the other end has posted its receive; nothing ends
+a blocked wait or connect but its timeout.
 """
 
 from datetime import timedelta
@@ -10,6 +11,9 @@ import torch
 from torch.distributed import ProcessGroupGloo, Work
 
 from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
+
+_CONNECT_TRIES = 5
+"""Gloo tries to connect this often, each time for the group's timeout."""
 
 
 class GlooTransport:
@@ -33,7 +37,7 @@ class GlooTransport:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
         options._devices = [self._device]
         options._threads = 1
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = timedelta(seconds=timeout / _CONNECT_TRIES)
         try:
             return GlooLink(ProcessGroupGloo(meeting, rank, 2, options), rank)
         except RuntimeError as error:

@@ -101,13 +101,13 @@ class Rendezvous(Store):
             return all(key in self._entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        """Returns when all `keys` are there; the rendezvous's own timeout counts, whatever the group's is."""
         with self._changed:
             there = self._changed.wait_for(
-                lambda: self._closed or all(key in self._entries for key in keys), min(seconds, self._timeout)
+                lambda: self._closed or all(key in self._entries for key in keys), self._timeout
             )
             if self._closed or not there:
-                raise RuntimeError("closed" if self._closed else f"the other end did not come within {seconds} s")
+                raise RuntimeError("closed" if self._closed else f"the other end did not come within {self._timeout} s")
 
 
 class Transport(Protocol):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -111,8 +110,9 @@ class RelayService(WorkerServiceServicer):
         finally:
             reader.cancel()
             self._host.abandon(stream)
-            with suppress(asyncio.CancelledError):
-                await reader
+            await asyncio.wait((reader,))
+            if not reader.cancelled() and (error := reader.exception()) is not None:
+                logger.error("reading a relay failed", extra={"router": stream.router}, exc_info=error)
 
     async def _read(self, requests: AsyncIterator[RelayRequest], stream: RelayStream) -> None:
         try:

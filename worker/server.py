@@ -53,6 +53,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import resolve
+from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.attendance import Attendance
 from kvrelay.rpc.options import server_options
 from kvrelay.worker.config import WorkerConfig
@@ -117,7 +118,7 @@ class WorkerServer:
     @property
     def address(self) -> str:
         """host:port of the internal gRPC."""
-        return f"{self.config.host}:{self._port}"
+        return join(self.config.host, self._port)
 
     async def start(self) -> None:
         """Binds, attends the supervisor, loads the model; returns when ready.
@@ -155,10 +156,7 @@ class WorkerServer:
         server = grpc.aio.server(options=server_options())
         add_WorkerServiceServicer_to_server(RelayService(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        try:
-            self._port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
-        except RuntimeError as error:
-            raise OSError(f"port {self.config.port}: already in use on {self.config.host}") from error
+        self._port = bind(server, self.config.host, self.config.port)
         return server
 
     async def stop(self, grace: float) -> None:

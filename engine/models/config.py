@@ -31,6 +31,7 @@ class ModelConfig:
     """The shape of a model."""
 
     architecture: str
+    """As config.json names it, e.g. "LlamaForCausalLM"."""
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -73,7 +74,7 @@ def read_config(folder: Path) -> ModelConfig:
     if head_dim % 2:
         fields.refuse("head_dim", "an even number")
     return ModelConfig(
-        architecture=architecture.model_type,
+        architecture=architecture.model_class,
         layers=layers,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),

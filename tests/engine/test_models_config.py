@@ -44,7 +44,7 @@ def read(folder: Path, changes: dict[str, Any] | None = None, without: str = "")
 
 def test_the_common_fields(tmp_path: Path) -> None:
     config = read(tmp_path)
-    assert (config.architecture, config.layers, config.hidden_size) == ("llama", 3, 64)
+    assert (config.architecture, config.layers, config.hidden_size) == ("LlamaForCausalLM", 3, 64)
     assert (config.heads, config.kv_heads, config.head_dim) == (4, 2, 16)
     assert config.norm_eps == 1e-5
     assert config.rope == RopeConfig(theta=10000.0)

@@ -197,6 +197,23 @@ def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
     run(test)
 
 
+def test_another_life_of_a_worker_behind_the_same_address_is_not_taken_for_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        async with fake_cluster(tmp_path, worker) as cluster, AsyncClient(cluster.router.address) as client:
+            member = worker.member()
+            member.incarnation = "stale"
+            cluster.supervisor.tell(member)
+            await until(lambda: not cluster.router.pool.complete, "the listed life is not there")
+            with pytest.raises(Unavailable):
+                await complete(client)
+            cluster.tell()
+            await cluster.ready("colocated-0")
+            assert await complete(client) == tokens(TOTAL)
+
+    run(test)
+
+
 def test_a_refused_request_goes_elsewhere(tmp_path: Path) -> None:
     async def refuse(job: Job) -> None:
         job.fail(Failure.CODE_RETRY)
