@@ -7,6 +7,7 @@ written, checked and documented once.
 import math
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
@@ -20,6 +21,7 @@ from kvrelay.worker.config import WorkerConfig, WorkerRole
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 LOCAL = "local"
 AUTO = "auto"
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _ROUTER = RouterConfig()
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -243,7 +245,7 @@ class ClusterConfig(Section):
         use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
         workers = sum(self.role(role).replicas for role in ROLES)
-        share = max(1, (cores or len(os.sched_getaffinity(0))) // workers)
+        share = max(1, (cores or available_cores()) // workers)
         return [
             WorkerConfig(
                 name=f"{role}-{index}",
@@ -276,6 +278,13 @@ class ClusterConfig(Section):
             for name, amount in self.bundle(role).items():
                 total[name] = total.get(name, 0.0) + amount * (1 if role is None else self.role(role).replicas)
         return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and no more than its control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = CPU_QUOTA.read_text().partition(" ") if CPU_QUOTA.exists() else ("max", "", "")
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def schema() -> dict[str, Any]:

@@ -3,7 +3,8 @@
     Ray, started or joined -> the supervisor's actor, which starts the others -> ready
     -> until SIGINT, SIGTERM or SIGHUP -> members finish and end -> Ray is ended or left
 
-A signal never breaks into a step, as it would leave half-started Ray processes behind: it is looked at between steps.
+Signals are looked at between steps. Only Ray's own start, which takes seconds, is broken off; what it has started by
+then is found below this process and ended.
 """
 
 import logging
@@ -21,7 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import placement, processes, state
-from kvrelay.cluster.config import AUTO, ClusterConfig
+from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
@@ -94,7 +95,6 @@ class Cluster:
         self._signals = signals
         self._supervisor: Any = None
         self._serving: Any = None
-        self._started = False
         self.state = ClusterState(pid=owner, started=time.time(), namespace=config.ray.namespace)
 
     def start(self) -> None:
@@ -102,7 +102,6 @@ class Cluster:
         self._know(self.state)
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
         self._connect()
-        self._started = True
         self._signals.check()
         self._report.phase("starting the cluster")
         self._supervisor = placement.create_supervisor(self._config)
@@ -119,16 +118,16 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
-        if ray.is_initialized():
-            self._report.phase("stopping")
-            if self._supervisor is not None:
-                placement.end(self._supervisor)
-            if not self._config.local:
-                placement.remove_all(self._config.ray.namespace)
+        if not ray.is_initialized():
+            processes.kill_descendants()  # what a start that was broken off has started
+            return
+        self._report.phase("stopping")
+        if self._supervisor is not None:
+            placement.end(self._supervisor)
+            placement.remove_all(self._config.ray.namespace)
         below = processes.descendants()
         ray.shutdown()
-        # A start that was broken off has processes that Ray's shutdown doesn't know.
-        for process in processes.end(below, EXIT_SECONDS if self._started else 0.0):
+        for process in processes.end(below, EXIT_SECONDS):
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
 
     def _know(self, fresh: ClusterState) -> None:
@@ -152,8 +151,9 @@ class Cluster:
     def _start_ray(self, options: dict[str, Any]) -> Any:
         section = self._config.ray
         resources = self._config.total_resources()
-        cpus = max(len(os.sched_getaffinity(0)), math.ceil(resources.pop("CPU", 0)))
+        cpus = max(available_cores(), math.ceil(resources.pop("CPU", 0)))
         resources.pop("GPU", None)  # Ray counts them
+        self._signals.interrupt()
         try:
             return ray.init(
                 address="local",
@@ -165,9 +165,12 @@ class Cluster:
                 dashboard_port=section.dashboard_port or None,
                 **options,
             )
+        except placement.JOIN_ERRORS as error:
+            raise RunError(f"Ray did not start: {placement.why_not_joined(error)}") from error
         except SystemExit:
-            self._signals.note(signal.SIGTERM)  # Ray's own handler, in force while it starts
-            raise Interrupted(signal.SIGTERM) from None
+            raise Interrupted(signal.SIGTERM) from None  # by Ray's own handler, in force while it starts
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT) from None
         finally:
             self._signals.install()
 
@@ -180,8 +183,11 @@ class Cluster:
     def _ask(self, method: Any) -> Any:
         """What the supervisor's actor answers, while signals are looked at."""
         answer = method.remote()
+        deadline = time.monotonic() + STALL_SECONDS
         while not ray.wait([answer], timeout=POLL_SECONDS)[0]:
             self._signals.check()
+            if time.monotonic() > deadline:
+                raise RunError(f"the supervisor does not answer within {STALL_SECONDS:g} s; see {_logs()}")
         try:
             return ray.get(answer)
         except RayError as error:
@@ -206,7 +212,10 @@ class Cluster:
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
                     return startup.router
-                raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; see {_logs()}")
+                raise RunError(
+                    f"not ready: no progress of {missing} in {STALL_SECONDS:g} s, for want of resources or as "
+                    f"{_logs()} says"
+                )
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
 

@@ -4,7 +4,9 @@ A placement group outlives its actor: a replacement finds the resources of the o
 Actors are detached so that running streams outlive the supervisor; `remove_all` is what ends them.
 """
 
+import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "kvrelay-supervisor"
 JOIN_ERRORS = (ConnectionError, RuntimeError, ValueError, AuthenticationError)
 """What ray.init raises when there is no cluster to join, or it is another version's, or asks for another token."""
+GROUP_SECONDS = 5
 DRAIN_SECONDS = 5.0
 """For what runs to finish."""
 STOP_SECONDS = 30.0
@@ -44,7 +47,9 @@ class RayLauncher:
         group = self._groups.get(name)
         if group is None:
             group = self._groups[name] = self._reserve(name)
-        await group.ready()
+        # Asks Ray's GCS; `group.ready()` would start a process to find out.
+        while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
+            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundle(name)})
         actor = self._actors[name] = self._create(name, supervisor, group)
         try:
             ended: Ended = await actor.serve.remote()
@@ -56,6 +61,7 @@ class RayLauncher:
             return Ended(_why(error))
         finally:
             ray.kill(actor)
+            await asyncio.to_thread(self._until_unnamed, name)
 
     async def stop(self, name: str, grace: float) -> None:
         """Lets the member finish within `grace` seconds, ends its actor, and gives its reservation back."""
@@ -75,6 +81,17 @@ class RayLauncher:
         actor = self._actors.get(name)
         if actor is not None:
             ray.kill(actor)
+
+    def _until_unnamed(self, name: str) -> None:
+        """Returns when the next actor can take this name."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                ray.get_actor(name, self._config.ray.namespace)
+            except ValueError:
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"actor {name} still has its name {STOP_SECONDS:g} s after it was killed")
 
     def _bundle(self, name: str) -> dict[str, float]:
         worker = self._workers.get(name)

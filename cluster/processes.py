@@ -3,12 +3,13 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 POLL_SECONDS = 0.02
+KILLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,28 @@ def end(processes: Sequence[Process], seconds: float) -> list[Process]:
     deadline = time.monotonic() + seconds
     while (left := [process for process in processes if process.alive]) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    for process in left:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    _send(signal.SIGKILL, left)
     return left
+
+
+def kill_descendants() -> None:
+    """Kills every process below this one at once.
+
+    They are frozen first, and looked for again until none is new: one that was started while its parent was being
+    killed would belong to nobody and be found by nobody.
+    """
+    frozen: set[Process] = set()
+    while fresh := set(descendants()) - frozen:
+        _send(signal.SIGSTOP, fresh)
+        frozen |= fresh
+    _send(signal.SIGKILL, frozen)
+    end(list(frozen), KILLED_SECONDS)
+
+
+def _send(number: int, processes: Iterable[Process]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _read(pid: int) -> _Stat | None:

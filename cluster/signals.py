@@ -28,10 +28,10 @@ class Signals:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on)
 
-    def note(self, number: int) -> None:
-        """A signal came."""
-        self._number = number
-        self._came.set()
+    def interrupt(self) -> None:
+        """Lets Ctrl-C break into what follows, as KeyboardInterrupt, until `install`."""
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def check(self) -> None:
         """Raises Interrupted if one came."""
@@ -43,4 +43,5 @@ class Signals:
         return self._came.wait(seconds)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
-        self.note(number)
+        self._number = number
+        self._came.set()

@@ -137,7 +137,10 @@ def post(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *argument
 
 
 async def every(seconds: float, what: Callable[[], None]) -> None:
-    """Calls `what` again and again, for as long as the task lives."""
+    """Calls `what` again and again, for as long as the task lives: no wait is without a deadline, whatever happens."""
     while True:
         await asyncio.sleep(seconds)
-        what()
+        try:
+            what()
+        except Exception:
+            logger.exception("a deadline's consequence failed")

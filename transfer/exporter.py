@@ -124,6 +124,8 @@ class Exporter:
         self._config = config
         self._transports = transports
         self._host = host
+        self.dropped = 0
+        """Messages of other attempts or epochs, so far."""
         self._limits = limits_of(config)
         self._frame_tokens = max(1, config.chunk_bytes // layout.block_bytes) * layout.block_size
         self._attempts: dict[Key, _Attempt] = {}
@@ -214,6 +216,11 @@ class Exporter:
         """Of the link to a worker; 0 where there is none now."""
         return self._links.epoch(incarnation)
 
+    @property
+    def active(self) -> int:
+        """Attempts that hold something here, or may yet."""
+        return len(self._attempts)
+
     async def close(self) -> None:
         """Ends all hand-offs, streams and links."""
         self._ticker.cancel()
@@ -254,6 +261,7 @@ class Exporter:
                     self._host.export_failed(key, code, message)
         if attempt.machine.over and self._attempts.get(key) is attempt:
             del self._attempts[key]
+            self.dropped += attempt.machine.dropped
 
     def _send(self, attempt: _Attempt, frame: Frame) -> None:
         attempt.pushing_since = attempt.pushing_since or now()
@@ -302,10 +310,11 @@ class Exporter:
                 attempt = self._attempts.get(message.key)
                 if attempt is not None and attempt.stream is stream:
                     self._feed(attempt, message)
+                else:
+                    self.dropped += 1
             case Renew(keys):
-                for key in keys:
-                    attempt = self._attempts.get(key)
-                    if attempt is not None and attempt.stream is stream:
+                for attempt in filter(None, (self._attempts.get(key) for key in keys)):
+                    if attempt.stream is stream:
                         self._feed(attempt, Renewed())
             case Meet(epoch, entry, value):
                 self._links.meet(stream.peer.incarnation, epoch, entry, value)

@@ -25,8 +25,8 @@ class KVBytes(Protocol):
     def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
         """Copies the range into `out` (uint8) and returns the number of bytes."""
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> int:
-        """Copies `data` (uint8) into the range and returns the number of bytes."""
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
+        """Copies `data` (uint8) into the range."""
 
 
 class Guard:
@@ -117,7 +117,7 @@ class ReceiveJob:
         frame: Frame,
         expected: int | None,
         guard: Guard,
-        write: Callable[[torch.Tensor], int],
+        write: Callable[[torch.Tensor], None],
         on_end: Callable[[Outcome], None],
     ) -> None:
         """`expected` is the announced checksum, None to take the bytes as they come; `on_end` is called once."""

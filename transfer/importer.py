@@ -149,6 +149,8 @@ class Importer(HandoffServiceServicer):
         self._config = config
         self._transports = transports
         self._host = host
+        self.dropped = 0
+        """Messages of other attempts or epochs, so far."""
         self._limits = limits_of(config)
         self._attempts: dict[Key, _Attempt] = {}
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
@@ -217,6 +219,11 @@ class Importer(HandoffServiceServicer):
             if attempt.peer not in members:
                 self._feed(attempt, PeerLost(Code.UNKNOWN_PEER, "the prefill worker is no longer a member"))
 
+    @property
+    def active(self) -> int:
+        """Attempts that hold something here, or may yet."""
+        return len(self._attempts)
+
     async def close(self) -> None:
         """Ends all hand-offs, streams and links."""
         self._ticker.cancel()
@@ -269,6 +276,7 @@ class Importer(HandoffServiceServicer):
             self.room_changed()
         if attempt.machine.over and self._attempts.get(key) is attempt:
             del self._attempts[key]
+            self.dropped += attempt.machine.dropped
             self._remember(key, attempt.ended)
 
     def _remember(self, key: Key, reason: tuple[Code, str]) -> None:
@@ -395,14 +403,13 @@ class Importer(HandoffServiceServicer):
             case Push():
                 self._on_push(stream, message)
             case Finish() | Abort():
-                attempt = self._attempts.get(message.key)
-                if attempt is not None and attempt.stream is stream:
+                attempt = self._find(stream, message.key)
+                if attempt is not None:
                     attempt.finish_at = now()
                     self._feed(attempt, message)
             case Renew(keys):
-                for key in keys:
-                    attempt = self._attempts.get(key)
-                    if attempt is not None and attempt.stream is stream:
+                for attempt in filter(None, (self._attempts.get(key) for key in keys)):
+                    if attempt.stream is stream:
                         self._feed(attempt, Renewed())
             case Offer():
                 self._on_offer(stream, message)
@@ -415,6 +422,14 @@ class Importer(HandoffServiceServicer):
                     self._links.close(peer, f"closed by {stream.peer.name}: {reason}")
             case _:
                 stream.end(Code.PROTOCOL, f"{type(message).__name__} is not for a sender to say here")
+
+    def _find(self, stream: IncomingStream, key: Key) -> _Attempt | None:
+        """The attempt that a message of this stream is about; None, and counted, if it has nothing to do with it."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.stream is not stream:
+            self.dropped += 1
+            return None
+        return attempt
 
     def _on_offer(self, stream: IncomingStream, offer: Offer) -> None:
         key, peer = offer.key, stream.peer.incarnation
@@ -435,11 +450,10 @@ class Importer(HandoffServiceServicer):
         if push.nbytes > stream.chunk_bytes:
             stream.end(Code.PROTOCOL, f"frame of {push.nbytes} bytes; announced were up to {stream.chunk_bytes}")
         if stream.over is not None or push.epoch != stream.epoch:
+            self.dropped += 1
             return
-        attempt = self._attempts.get(push.key)
-        actions: list[ReceiverAction] = []
-        if attempt is not None and attempt.stream is stream:
-            actions = attempt.machine.on(push, now())
+        attempt = self._find(stream, push.key)
+        actions = [] if attempt is None else attempt.machine.on(push, now())
         if not any(isinstance(action, ReceiveFrame) for action in actions):
             self._links.submit(stream.peer.incarnation, push.epoch, DrainJob(push.nbytes))
         if attempt is not None:

@@ -58,6 +58,9 @@ class OutgoingStream:
             over = Code.CLOSED, f"control stream to {self.peer.name}: {error.code().name}: {error.details()}"
         except WireError as error:
             over = Code.PROTOCOL, f"control stream to {self.peer.name}: {error}"
+        except Exception as error:
+            logger.exception("a control stream failed", extra={"peer": self.peer.name})
+            over = Code.INTERNAL, f"control stream to {self.peer.name}: {type(error).__name__}"
         finally:
             self._over = self._over or over
             self.outbox.close()

@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import Client, Completion
-from support.checkpoints import make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 PROMPT = [7, 11, 13, 17, 19, 23] * 20
 ENGINE = {"engine": {"max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1}}
 SAMPLED = {"max_tokens": 800, "temperature": 0.9, "top_p": 0.95, "seed": 4, "ignore_eos": True, "timeout": 60}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("recovery") / "model", "llama")
 
 
 @pytest.fixture(scope="module")

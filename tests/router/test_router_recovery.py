@@ -321,7 +321,11 @@ def test_silence_has_limits(tmp_path: Path) -> None:
                     await asyncio.wait_for((await cluster.job(name, at)).cancelled.wait(), 0.5)
             workers[0].script = prefill_of(token_at)
             assert await complete(client) == tokens(TOTAL)
-            assert [record.outcome for record in cluster.records] == ["deadline", "deadline", "length"]
+            outcomes = [record.outcome for record in cluster.records]
+            # When the client's deadline passes, its own cancellation may reach the router before the router's timer.
+            assert outcomes[0] == "deadline"
+            assert outcomes[1] in ("deadline", "cancelled")
+            assert outcomes[2:] == ["length"]
             assert cluster.records[-1].retries == 1
 
     run(test)

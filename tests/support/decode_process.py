@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 import grpc
 import torch
 import xxhash
-from support.handoff import LAYOUT, RECEIVER, SENDER, BytePool, Ends, ImportSide, StandInReservation
 
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
@@ -23,6 +23,7 @@ from kvrelay.transfer.gloo import GlooTransport
 from kvrelay.transfer.importer import Importer
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.wire import Code, Key
+from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ImportSide, StandInReservation, content
 
 START_SECONDS = 60.0
 
@@ -30,15 +31,14 @@ START_SECONDS = 60.0
 class _Host(ImportSide):
     """Tells the parent process the digest of what was committed, and frees it."""
 
-    def __init__(self, pool: BytePool, blocks: int, tell: Connection) -> None:
+    def __init__(self, pool: KVPool, blocks: int, tell: Connection) -> None:
         super().__init__(Ends(), blocks)
         self._pool = pool
         self._tell = tell
         self.lengths: dict[Key, int] = {}
 
     def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
-        data = self._pool.tokens(reservation.hold.blocks, self.lengths[key])
-        self._tell.send((key, digest(data)))
+        self._tell.send((key, digest(content(self._pool, reservation.hold.blocks, self.lengths[key]))))
         self.release(reservation)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
@@ -46,8 +46,8 @@ class _Host(ImportSide):
 
 
 def digest(data: torch.Tensor) -> int:
-    """Of a sequence's bytes."""
-    return xxhash.xxh3_64_intdigest(data.contiguous().numpy().data)
+    """Of some bytes."""
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
 
 
 def _main(connection: Connection, layout: KVLayout, blocks: int, config: TransferConfig) -> None:
@@ -56,7 +56,7 @@ def _main(connection: Connection, layout: KVLayout, blocks: int, config: Transfe
 
 
 async def _serve(connection: Connection, layout: KVLayout, blocks: int, config: TransferConfig) -> None:
-    pool = BytePool(layout, blocks)
+    pool = KVPool(layout, blocks)
     host = _Host(pool, blocks, connection)
     local = Local(*RECEIVER, layout, "fingerprint")
     peers = PeerTable([Peer(*SENDER, address="")])
@@ -110,9 +110,7 @@ class DecodeProcess:
 
 
 @contextlib.contextmanager
-def decode_process(
-    config: TransferConfig, layout: KVLayout = LAYOUT, blocks: int = 256
-) -> Iterator[DecodeProcess]:
+def decode_process(config: TransferConfig, layout: KVLayout = LAYOUT, blocks: int = 256) -> Iterator[DecodeProcess]:
     """Starts a decode side, and always ends it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

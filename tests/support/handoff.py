@@ -1,4 +1,4 @@
-"""Two ends of a hand-off in one process: a prefill side and a decode side with plain byte pools, over real gRPC."""
+"""Two ends of a hand-off in one process: a prefill side and a decode side over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import grpc
 import torch
 
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
@@ -24,39 +25,17 @@ LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float3
 SENDER, RECEIVER = ("prefill-0", "p-incarnation"), ("decode-0", "d-incarnation")
 
 
-class BytePool:
-    """A block-first pool of bytes with the KV pool's contract: `[block, layer * 2, slot, head_bytes]`."""
+def raw(pool: KVPool) -> torch.Tensor:
+    """The pool's bytes, [blocks, block_bytes], to fill and to look at."""
+    return pool.tensor.view(torch.uint8).reshape(pool.num_blocks, -1)
 
-    def __init__(self, layout: KVLayout, blocks: int) -> None:
-        self.layout = layout
-        rows = layout.layers * 2
-        self.data = torch.zeros(blocks, rows, layout.block_size, layout.token_bytes // rows, dtype=torch.uint8)
 
-    def _pieces(self, blocks: Sequence[int], first: int, tokens: int) -> list[torch.Tensor]:
-        size, start = self.layout.block_size, first // self.layout.block_size
-        if first % size:
-            raise ValueError(f"first_token is {first}; it must be at a block's border")
-        whole, rest = divmod(tokens, size)
-        pieces = [self.data[block] for block in blocks[start : start + whole]]
-        return pieces + ([self.data[blocks[start + whole]][:, :rest]] if rest else [])
-
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
-        at = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
-            out[at : at + piece.numel()] = piece.reshape(-1)
-            at += piece.numel()
-        return at
-
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> int:
-        at = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
-            piece.copy_(data[at : at + piece.numel()].reshape(piece.shape))
-            at += piece.numel()
-        return at
-
-    def tokens(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """The bytes of a sequence: [tokens, rows, head_bytes]."""
-        return torch.cat([self.data[block].transpose(0, 1) for block in blocks])[:tokens]
+def content(pool: KVPool, blocks: Sequence[int], tokens: int, first: int = 0) -> torch.Tensor:
+    """The KV bytes of a sequence's tokens from `first` on."""
+    out = torch.empty((tokens - first) * pool.layout.token_bytes, dtype=torch.uint8)
+    if tokens > first:
+        pool.read(blocks, first, tokens - first, out)
+    return out
 
 
 @dataclass(eq=False)
@@ -162,14 +141,15 @@ class Pair:
 
     exporter: Exporter
     importer: Importer
-    source: BytePool
-    target: BytePool
+    source: KVPool
+    target: KVPool
     ends: Ends
     sending: ExportSide
     receiving: ImportSide
     sender_peers: PeerTable
     receiver_peers: PeerTable
     server: grpc.aio.Server
+    port: int
 
     def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
         """What the router's two Submits do: the decode side expects, the prefill side offers."""
@@ -196,12 +176,14 @@ async def pair(
     receiver_config: TransferConfig | None = None,
     receiver_layout: KVLayout = LAYOUT,
     transports: tuple[Mapping[str, Transport], Mapping[str, Transport]] | None = None,
+    source: KVPool | None = None,
+    target: KVPool | None = None,
 ) -> AsyncIterator[Pair]:
     """Starts both sides on loopback, and stops them."""
     config = config or TransferConfig()
     ends = Ends()
     sending, receiving = ExportSide(ends), ImportSide(ends, blocks)
-    source, target = BytePool(LAYOUT, blocks), BytePool(receiver_layout, blocks)
+    source, target = source or KVPool(LAYOUT, blocks), target or KVPool(receiver_layout, blocks)
     here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
     sender_peers, receiver_peers = PeerTable(), PeerTable([Peer(*SENDER, address="")])
     exporter = Exporter(Local(*SENDER, LAYOUT, "fingerprint"), source, sender_peers, config, here, sending)
@@ -215,7 +197,9 @@ async def pair(
     importer.start()
     await server.start()
     try:
-        yield Pair(exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server)
+        yield Pair(
+            exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server, port
+        )
     finally:
         await exporter.close()
         await importer.close()

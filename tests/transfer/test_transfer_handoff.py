@@ -1,6 +1,7 @@
 """Exporter and importer over real gRPC: bytes equal, counts exact, and every end releases all that was held."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.fake import FakeTransport, Fault
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.wire import Code, Key
-from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
+from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, content, pair, raw
 
 CONFIG = TransferConfig(frame_timeout_seconds=1.0)
 BLOCK = LAYOUT.block_size
@@ -41,7 +42,7 @@ async def settled(world: Pair, key: Key) -> None:
 def check_equal(world: Pair, key: Key, blocks: list[int], count: int) -> None:
     reservation, first_token, stats = world.ends.imported[key]
     assert first_token == 7
-    assert torch.equal(world.source.tokens(blocks, count), world.target.tokens(reservation.hold.blocks, count))
+    assert torch.equal(content(world.source, blocks, count), content(world.target, reservation.hold.blocks, count))
     assert world.ends.exported[key].nbytes == stats.nbytes
 
 
@@ -51,7 +52,7 @@ def test_kv_arrives_and_every_byte_is_counted(kind: str) -> None:
         fake = {"fake": FakeTransport()}
         transports = (fake, fake) if kind == "fake" else None
         async with pair(replace(CONFIG, chunk_bytes=max(65536, 4 * BLOCK_BYTES)), transports=transports) as world:
-            world.source.data.random_(0, 255)
+            raw(world.source).random_(0, 256)
             for number, count in enumerate((1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 19 * BLOCK + 3)):
                 key = (f"r{number}", 1)
                 world.announce(key, tokens(count))
@@ -68,7 +69,7 @@ def test_kv_arrives_and_every_byte_is_counted(kind: str) -> None:
 def test_what_the_decode_worker_has_is_not_sent_again() -> None:
     async def test() -> None:
         async with pair(CONFIG) as world:
-            world.source.data.random_(0, 255)
+            raw(world.source).random_(0, 256)
             count = 5 * BLOCK
             for have in (0, 2 * BLOCK, count):
                 key = (f"have {have}", 1)
@@ -77,10 +78,12 @@ def test_what_the_decode_worker_has_is_not_sent_again() -> None:
                 await settled(world, key)
                 reservation, _, stats = world.ends.imported[key]
                 assert stats.nbytes == (count - have) * LAYOUT.token_bytes
-                there = world.target.tokens(reservation.hold.blocks, count)
-                assert torch.equal(there[have:], world.source.tokens(blocks_of(count), count)[have:])
-                assert not have or not there[:have].any(), "what was there already was written over"
-                world.target.data.zero_()
+                blocks = reservation.hold.blocks
+                assert torch.equal(
+                    content(world.target, blocks, count, have), content(world.source, blocks_of(count), count, have)
+                )
+                assert not content(world.target, blocks, have).any(), "what was there already was written over"
+                raw(world.target).zero_()
 
     run(test)
 
@@ -88,7 +91,7 @@ def test_what_the_decode_worker_has_is_not_sent_again() -> None:
 def test_many_at_once_in_any_order_of_the_two_notices() -> None:
     async def test() -> None:
         async with pair(replace(CONFIG, chunk_bytes=65536), blocks=512) as world:
-            world.source.data.random_(0, 255)
+            raw(world.source).random_(0, 256)
             keys, start = [], 0
             for number in range(24):
                 count = 1 + number * 13
@@ -208,7 +211,7 @@ def test_a_flipped_bit_is_never_committed(number: int) -> None:
     async def test() -> None:
         fake = {"fake": FakeTransport(lambda index: Fault("corrupt") if index == number else None)}
         async with pair(replace(CONFIG, chunk_bytes=65536), transports=(fake, fake)) as world:
-            world.source.data.random_(0, 255)
+            raw(world.source).random_(0, 256)
             count = 4 * (65536 // BLOCK_BYTES) * BLOCK + 5
             world.announce(("r", 1), tokens(count))
             world.compute(("r", 1), blocks_of(count), chunk_blocks=65536 // BLOCK_BYTES)
@@ -217,7 +220,7 @@ def test_a_flipped_bit_is_never_committed(number: int) -> None:
             assert world.ends.export_failed["r", 1][0] is Code.CORRUPT
             assert world.ends.import_failed["r", 1][0] is Code.CORRUPT
             bad = world.receiving.reservations["r", 1].hold.blocks[number * (65536 // BLOCK_BYTES)]
-            assert not world.target.data[bad].any(), "a corrupt frame has touched the pool"
+            assert not raw(world.target)[bad].any(), "a corrupt frame has touched the pool"
             world.announce(("r", 2), tokens(count))
             world.compute(("r", 2), blocks_of(count))
             await settled(world, ("r", 2))
@@ -233,7 +236,7 @@ def test_a_lost_link_is_dialled_again_and_no_request_on_it_fails(kind: str) -> N
         fake = {"fake": FakeTransport(lambda index: fault if index in (1, 6) else None)}
         config = replace(CONFIG, chunk_bytes=65536, frame_timeout_seconds=0.3)
         async with pair(config, blocks=512, transports=(fake, fake)) as world:
-            world.source.data.random_(0, 255)
+            raw(world.source).random_(0, 256)
             count = 4 * (65536 // BLOCK_BYTES) * BLOCK + 5
             size = LAYOUT.blocks_for(count)
             for number in range(3):
@@ -267,7 +270,7 @@ def test_nothing_is_read_or_written_after_its_release() -> None:
         async with pair(replace(CONFIG, chunk_bytes=65536), blocks=24, transports=(fake, fake)) as world:
             for number in range(20):
                 key = (f"r{number}", 1)
-                world.source.data.fill_(number)
+                raw(world.source).fill_(number)
                 world.announce(key, tokens(20 * BLOCK))
                 world.compute(key, blocks_of(20 * BLOCK))
                 if number % 2:
@@ -275,11 +278,11 @@ def test_nothing_is_read_or_written_after_its_release() -> None:
                     world.exporter.cancel(key)
                     await world.ends.until(lambda key=key: key in world.ends.import_failed)
                     await world.ends.until(lambda: not world.sending.leaked and not world.receiving.leaked)
-                    world.target.data.zero_()
+                    raw(world.target).zero_()
                     continue
                 await settled(world, key)
                 reservation = world.ends.imported[key][0]
-                assert (world.target.tokens(reservation.hold.blocks, 20 * BLOCK) == number).all()
+                assert (content(world.target, reservation.hold.blocks, 20 * BLOCK) == number).all()
                 world.receiving.free += reservation.hold.blocks
 
     run(test)
@@ -424,5 +427,49 @@ def test_links_are_capped_and_the_idle_one_goes_first() -> None:
             await asyncio.sleep(0)
             assert ("s", 2) not in world.ends.export_failed
             other.importer.start()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_storm_of_faults_and_cancels_leaves_no_wrong_byte_and_no_leak(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = ("corrupt", "fail", "drop", "delay")
+
+    def script(index: int) -> Fault | None:
+        return Fault(rng.choice(kinds), 0.01) if rng.random() < 0.05 else None
+
+    async def test() -> None:
+        fake = {"fake": FakeTransport(script)}
+        config = replace(CONFIG, chunk_bytes=65536, frame_timeout_seconds=0.1)
+        async with pair(config, blocks=96, transports=(fake, fake)) as world:
+            raw(world.source).random_(0, 256)
+            await asyncio.gather(*(one(world, (f"r{number}", 1)) for number in range(120)))
+            await world.ends.until(lambda: not world.sending.leaked and not world.receiving.leaked)
+            assert len(world.receiving.free) == 96
+            assert len(world.ends.imported) > 40
+            assert not world.exporter.active
+            assert not world.importer.active
+
+    async def one(world: Pair, key: Key) -> None:
+        await asyncio.sleep(rng.random() * 0.5)
+        count = rng.randrange(1, 20 * BLOCK)
+        blocks = rng.sample(range(96), LAYOUT.blocks_for(count))
+        world.announce(key, tokens(count))
+        ends = world.ends
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.random() * 0.05)
+            rng.choice((world.exporter, world.importer)).cancel(key)
+            world.compute(key, blocks)
+            return
+        world.compute(key, blocks, chunk_blocks=rng.randrange(1, 9))
+        await ends.until(lambda: key in ends.imported or key in ends.import_failed, 30)
+        if key in ends.imported:
+            reservation = ends.imported[key][0]
+            assert torch.equal(
+                content(world.source, blocks, count), content(world.target, reservation.hold.blocks, count)
+            )
+            world.receiving.free += reservation.hold.blocks
+            world.importer.room_changed()
 
     run(test)

@@ -1,0 +1,222 @@
+"""The control stream: what a hostile, confused or old peer says changes nothing and ends nobody."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import MAX_PENDING, Local, Outbox, renewals
+from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.wire import (
+    MAX_KEYS,
+    MAX_MESSAGES,
+    Abort,
+    Ack,
+    Code,
+    Dial,
+    Finish,
+    Hello,
+    Message,
+    Nack,
+    Offer,
+    Push,
+    Refuse,
+    Renew,
+    Wait,
+    decode,
+    encode,
+)
+from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
+
+CONFIG = TransferConfig(frame_timeout_seconds=0.5)
+Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+
+
+def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(test())
+
+
+class RawPeer:
+    """A control stream whose every byte the test writes."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    async def say(self, *messages: Message) -> None:
+        await self.call.write(ControlRequest(frame=encode(messages)))
+
+    async def hear(self, kind: type[Message]) -> Message:
+        """The next message of this kind; AssertionError if the stream ends first."""
+        async with asyncio.timeout(10):
+            while (response := await self.call.read()) is not grpc.aio.EOF:
+                for message in decode(response.frame):
+                    if isinstance(message, kind):
+                        return message
+        raise AssertionError(f"the stream ended without {kind.__name__}")
+
+
+@asynccontextmanager
+async def stranger(world: Pair) -> AsyncIterator[RawPeer]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
+        call = HandoffServiceStub(channel).Control()
+        yield RawPeer(call)
+        call.cancel()
+
+
+@asynccontextmanager
+async def fake_pair() -> AsyncIterator[Pair]:
+    fake = {"fake": FakeTransport()}
+    async with pair(CONFIG, transports=(fake, fake)) as world:
+        yield world
+
+
+async def still_works(world: Pair) -> None:
+    key = ("still works", 1)
+    world.announce(key, list(range(20)))
+    world.compute(key, [0, 1])
+    await world.ends.until(lambda: key in world.ends.exported)
+
+
+HELLO = Local(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xff" * 100, b"\x93" * 1000, encode([Renew(())])])
+def test_a_stream_that_does_not_begin_with_hello_is_refused(frame: bytes) -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.call.write(ControlRequest(frame=frame))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await peer.hear(Hello)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await still_works(world)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("worker", "incarnation", "code"),
+    [("prefill-9", "p-incarnation", Code.UNKNOWN_PEER), ("prefill-0", "another", Code.UNKNOWN_PEER)],
+)
+def test_who_is_not_a_member_is_refused(worker: str, incarnation: str, code: Code) -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.say(Local(worker, incarnation, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG))
+            refusal = await peer.hear(Refuse)
+            assert isinstance(refusal, Refuse)
+            assert refusal.code is code
+            await still_works(world)
+
+    run(test)
+
+
+@pytest.mark.parametrize("bad", [b"\xff", encode([Ack("r", 1, 1)]), encode([Wait("r", 1)])])
+def test_nonsense_later_on_ends_the_stream_with_the_reason(bad: bytes) -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.say(HELLO)
+            await peer.hear(Hello)
+            await peer.call.write(ControlRequest(frame=bad))
+            refusal = await peer.hear(Refuse)
+            assert isinstance(refusal, Refuse)
+            assert refusal.code is Code.PROTOCOL
+            await still_works(world)
+
+    run(test)
+
+
+def test_what_is_said_of_unknown_attempts_changes_nothing() -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.say(HELLO)
+            await peer.say(
+                Renew((("nobody", 1),)),
+                Abort("nobody", 1, Code.CANCELLED, ""),
+                Finish("nobody", 1, 1, 7, 1, 1),
+                Push("nobody", 1, 1, 0, 0, 16, 100, 0),
+            )
+            world.expect(("r", 1), list(range(20)))
+            await peer.say(Offer("r", 1, 21, b"0" * 16))
+            nack = await peer.hear(Nack)
+            assert isinstance(nack, Nack)
+            assert nack.key == ("r", 1)
+            assert not world.receiving.reservations
+            assert world.importer.dropped >= 3
+
+    run(test)
+
+
+def test_an_epoch_is_dialled_once() -> None:
+    async def test() -> None:
+        async with fake_pair() as world:
+            async with stranger(world) as peer:
+                await peer.say(HELLO, Dial(5, "fake"))
+                await peer.hear(Hello)
+                await peer.say(Dial(5, "fake"))
+                assert isinstance(await peer.hear(Refuse), Refuse)
+            async with stranger(world) as peer:
+                await peer.say(HELLO, Dial(4, "fake"))
+                assert isinstance(await peer.hear(Refuse), Refuse)
+
+    run(test)
+
+
+def test_a_frame_longer_than_announced_ends_the_stream_before_it_is_received() -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.chunk_bytes + 1, 0))
+            refusal = await peer.hear(Refuse)
+            assert isinstance(refusal, Refuse)
+            assert str(CONFIG.chunk_bytes + 1) in refusal.message
+
+    run(test)
+
+
+def test_a_second_stream_of_the_same_worker_takes_the_place_of_the_first() -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as first:
+            await first.say(HELLO)
+            await first.hear(Hello)
+            async with stranger(world) as second:
+                await second.say(HELLO)
+                await second.hear(Hello)
+                assert isinstance(await first.hear(Refuse), Refuse)
+
+    run(test)
+
+
+def test_messages_that_come_together_leave_together_and_in_order() -> None:
+    async def test() -> None:
+        outbox = Outbox()
+        messages = [Ack("r", number + 1, 1) for number in range(MAX_MESSAGES + 5)]
+        outbox.put(*messages)
+        outbox.close()
+        outbox.put(Ack("late", 1, 1))
+        frames = [decode(frame) async for frame in outbox.frames()]
+        assert [len(frame) for frame in frames] == [MAX_MESSAGES, 5]
+        assert [message for frame in frames for message in frame] == messages
+
+    run(test)
+
+
+def test_a_peer_that_never_reads_is_given_up() -> None:
+    async def test() -> None:
+        outbox = Outbox()
+        for _ in range(MAX_PENDING + 1):
+            outbox.put(Wait("r", 1))
+        assert outbox.closed
+
+    run(test)
+
+
+def test_signs_of_life_fit_into_messages() -> None:
+    keys = [(f"r{number}", 1) for number in range(2 * MAX_KEYS + 1)]
+    messages = renewals(keys)
+    assert [key for message in messages for key in message.keys] == keys
+    for message in messages:
+        encode([message])
+    assert renewals([]) == []
