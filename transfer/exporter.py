@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.control import Local, TransferStats, every, limits_of, post, renewals, tick_seconds
@@ -43,8 +42,10 @@ from kvrelay.transfer.events import (
     Tell,
 )
 from kvrelay.transfer.frames import Guard, KVBytes, SendJob, tokens_digest
+from kvrelay.transfer.hosts import ExportHost
 from kvrelay.transfer.links import LinkManager, LinkSpec
 from kvrelay.transfer.outgoing import OutgoingStream
+from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.protocol import Sender
 from kvrelay.transfer.transport import SENDER, LinkError, Transport, choose
@@ -63,27 +64,12 @@ from kvrelay.transfer.wire import (
     Refuse,
     Renew,
     Wait,
-    WireError,
     check_key,
-    clip,
 )
 
 logger = logging.getLogger(__name__)
 
 now = time.monotonic
-
-
-class ExportHost(Protocol):
-    """The prefill worker, as its exporter sees it. All of it is called on the event loop."""
-
-    def release(self, hold: Hold) -> None:
-        """Nobody needs the hold any more: release it, on the thread that owns the block pool."""
-
-    def exported(self, key: Key, stats: TransferStats) -> None:
-        """The decode worker has the KV."""
-
-    def export_failed(self, key: Key, code: Code, message: str) -> None:
-        """The hand-off did not happen, or its end isn't known: the decode worker's word on that counts."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import grpc
 
@@ -48,10 +47,13 @@ from kvrelay.transfer.events import (
     Tell,
 )
 from kvrelay.transfer.frames import DrainJob, Guard, KVBytes, ReceiveJob, tokens_digest
+from kvrelay.transfer.hosts import ImportHost
 from kvrelay.transfer.incoming import IncomingStream, read_hello
 from kvrelay.transfer.links import LinkManager, LinkSpec
+from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.protocol import Receiver
+from kvrelay.transfer.room import RoomQueue
 from kvrelay.transfer.transport import RECEIVER, Transport
 from kvrelay.transfer.wire import (
     Abort,
@@ -67,8 +69,6 @@ from kvrelay.transfer.wire import (
     Push,
     Refuse,
     Renew,
-    WireError,
-    clip,
     encode,
 )
 
@@ -77,41 +77,6 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED = 8192
 
 now = time.monotonic
-
-
-class BlockHold(Protocol):
-    """What keeps the reserved blocks alive."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """The block table, from the first token on."""
-
-
-class Reservation(Protocol):
-    """Blocks for all tokens of an attempt."""
-
-    @property
-    def hold(self) -> BlockHold: ...
-
-    @property
-    def have_tokens(self) -> int:
-        """Tokens whose KV is there already: whole blocks, or all of the tokens."""
-
-
-class ImportHost(Protocol):
-    """The decode worker, as its importer sees it. All of it is called on the event loop."""
-
-    async def reserve(self, key: Key) -> Reservation | None:
-        """Reserves blocks for the attempt's tokens; None where there is no room now."""
-
-    def release(self, reservation: Reservation) -> None:
-        """Nobody needs the reservation any more: release it, on the thread that owns the block pool."""
-
-    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
-        """The KV of all tokens is in the reservation's blocks; the reservation is the host's from here on."""
-
-    def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """The hand-off of an expected attempt did not happen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +119,7 @@ class Importer(HandoffServiceServicer):
         self._limits = limits_of(config)
         self._attempts: dict[Key, _Attempt] = {}
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
-        self._waiting: dict[Key, None] = {}
+        self._room = RoomQueue()
         self._streams: dict[str, IncomingStream] = {}
         self._epochs: dict[str, int] = {}
         self._links = LinkManager(config.max_links)
@@ -204,9 +169,9 @@ class Importer(HandoffServiceServicer):
 
     def room_changed(self) -> None:
         """Blocks may be free now: asks again for the offer that has waited for longest."""
-        for key in self._waiting:
-            self._feed(self._attempts[key], RoomChanged())
-            return
+        first = self._room.first
+        if first is not None:
+            self._feed(self._attempts[first], RoomChanged())
 
     def peers_changed(self) -> None:
         """The membership changed: ends what is under way with workers that are no longer members."""
@@ -271,8 +236,7 @@ class Importer(HandoffServiceServicer):
 
     def _forget(self, attempt: _Attempt) -> None:
         key = attempt.machine.key
-        if key in self._waiting:
-            del self._waiting[key]
+        if self._room.leave(key):
             self.room_changed()
         if attempt.machine.over and self._attempts.get(key) is attempt:
             del self._attempts[key]
@@ -324,10 +288,8 @@ class Importer(HandoffServiceServicer):
     # ---- room ----------------------------------------------------------------------------------------------------
 
     def _reserve(self, attempt: _Attempt) -> None:
-        """Asks the host for blocks, unless others wait for them already: first come, first served."""
         key = attempt.machine.key
-        if self._waiting and key not in self._waiting:
-            self._waiting[key] = None
+        if self._room.must_wait(key):
             self._feed(attempt, Reserved(None))
             return
         task = asyncio.create_task(self._ask_host(attempt), name=f"reserve {key[0]}/{key[1]}")
@@ -345,15 +307,15 @@ class Importer(HandoffServiceServicer):
             return
         if reservation is None:
             if not attempt.machine.state.over:
-                self._waiting.setdefault(key, None)
+                self._room.wait(key)
             self._feed(attempt, Reserved(None))
             return
-        self._waiting.pop(key, None)
         attempt.table = list(reservation.hold.blocks)
         attempt.have = reservation.have_tokens
         attempt.granted_at = now()
         self._feed(attempt, Reserved(reservation, reservation.have_tokens))
-        self.room_changed()
+        if self._room.leave(key):
+            self.room_changed()
 
     # ---- streams -------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ import grpc
 
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.transfer.control import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.wire import Code, Hello, Message, Refuse, WireError, clip, decode
+from kvrelay.transfer.wire import Code, Hello, Message, Refuse, decode
 
 logger = logging.getLogger(__name__)
 

@@ -106,7 +106,8 @@ from kvrelay.transfer.events import (
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, ToAttempt, Wait, clip
+from kvrelay.transfer.packing import clip
+from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, ToAttempt, Wait
 
 MAX_LINK_LOSSES = 3
 """Links that one attempt may lose before it is given up."""

@@ -2,8 +2,7 @@
 
 A frame is an array of 1 to `MAX_MESSAGES` messages; a message is a map of its fields plus `type`. What doesn't match
 exactly (a missing, unknown or duplicate key, another type, a number out of range, a float, an extension type, bytes
-left over) is a `WireError`, and decoding raises nothing else. Nothing is allocated by what a length claims: claims are
-compared with the bytes that are there.
+left over) is a `WireError`, and decoding raises nothing else.
 
     sender -> receiver    Hello, Dial, Meet, CloseLink, Offer, Push, Finish, Abort, Renew
     receiver -> sender    Hello, Refuse, Meet, CloseLink, Wait, Grant, Ack, Nack, Renew
@@ -11,13 +10,25 @@ compared with the bytes that are there.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
-
-import msgpack  # type: ignore[import-untyped]  # it ships no types
+from typing import Annotated, ClassVar, get_args, get_type_hints
 
 from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+from kvrelay.transfer.packing import (
+    MAX_REASON,
+    Choice,
+    Flag,
+    Many,
+    Number,
+    Raw,
+    Rule,
+    Text,
+    WireError,
+    pack,
+    shown,
+    unpack,
+)
 
 Key = tuple[str, int]
 """(request_id, attempt): what a hand-off is known by."""
@@ -29,107 +40,10 @@ MAX_KEYS = 1024
 MAX_CHUNK_BYTES = 16 * 2**20
 
 
-class WireError(ValueError):
-    """Bytes, or a value, that no message of this protocol can be. The text names the field and the limit."""
-
-
-class Rule(Protocol):
-    """Accepts a decoded value or raises WireError."""
-
-    def check(self, name: str, value: object) -> Any: ...
-
-    def plain(self, value: Any) -> object:
-        """The value as msgpack's own types."""
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    low: int
-    high: int
-
-    def check(self, name: str, value: object) -> int:
-        if type(value) is not int or not self.low <= value <= self.high:
-            raise WireError(f"{name} is {_shown(value)}; allowed: an integer from {self.low} to {self.high}")
-        return value
-
-    def plain(self, value: int) -> object:
-        return self.check("value", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    shortest: int
-    longest: int
-
-    def check(self, name: str, value: object) -> str:
-        if type(value) is not str or not self.shortest <= len(value) <= self.longest:
-            raise WireError(f"{name} is {_shown(value)}; allowed: text of {self.shortest} to {self.longest} characters")
-        return value
-
-    def plain(self, value: str) -> object:
-        return self.check("value", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    def check(self, name: str, value: object) -> bool:
-        if type(value) is not bool:
-            raise WireError(f"{name} is {_shown(value)}; allowed: true or false")
-        return value
-
-    def plain(self, value: bool) -> object:
-        return self.check("value", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    shortest: int
-    longest: int
-
-    def check(self, name: str, value: object) -> bytes:
-        if type(value) is not bytes or not self.shortest <= len(value) <= self.longest:
-            raise WireError(f"{name} is {_shown(value)}; allowed: {self.shortest} to {self.longest} bytes")
-        return value
-
-    def plain(self, value: bytes) -> object:
-        return self.check("value", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    kind: type[enum.Enum]
-
-    def check(self, name: str, value: object) -> enum.Enum:
-        try:
-            return self.kind(value)
-        except ValueError:
-            allowed = ", ".join(str(member.value) for member in self.kind)
-            raise WireError(f"{name} is {_shown(value)}; allowed: {allowed}") from None
-
-    def plain(self, value: enum.Enum) -> object:
-        return value.value
-
-
-@dataclass(frozen=True, slots=True)
-class Many:
-    item: Rule
-    most: int
-
-    def check(self, name: str, value: object) -> tuple[Any, ...]:
-        if type(value) is not list or len(value) > self.most:
-            raise WireError(f"{name} is {_shown(value)}; allowed: a list of at most {self.most}")
-        return tuple(self.item.check(name, item) for item in value)
-
-    def plain(self, value: tuple[Any, ...]) -> object:
-        if len(value) > self.most:
-            raise WireError(f"{len(value)} items; allowed: at most {self.most}")
-        return [self.item.plain(item) for item in value]
-
-
 class KeyRule:
     def check(self, name: str, value: object) -> Key:
         if type(value) is not list or len(value) != 2:
-            raise WireError(f"{name} is {_shown(value)}; allowed: [request, attempt]")
+            raise WireError(f"{name} is {shown(value)}; allowed: [request, attempt]")
         return REQUEST.check(name, value[0]), ATTEMPT.check(name, value[1])
 
     def plain(self, value: Key) -> object:
@@ -144,12 +58,12 @@ class LayoutRule:
     def check(self, name: str, value: object) -> KVLayout:
         fields = {field.name for field in dataclasses.fields(KVLayout)}
         if type(value) is not dict or set(value) != fields:
-            raise WireError(f"{name} is {_shown(value)}; allowed: a map of {', '.join(sorted(fields))}")
+            raise WireError(f"{name} is {shown(value)}; allowed: a map of {', '.join(sorted(fields))}")
         for field in self._NUMBERS:
             Number(0, 2**20).check(f"{name}.{field}", value[field])
         for field, allowed in (("dtype", tuple(DTYPE_BYTES)), ("order", ("NHD", "HND"))):
             if type(value[field]) is not str or value[field] not in allowed:
-                raise WireError(f"{name}.{field} is {_shown(value[field])}; allowed: {', '.join(allowed)}")
+                raise WireError(f"{name}.{field} is {shown(value[field])}; allowed: {', '.join(allowed)}")
         try:
             return KVLayout(**value)
         except ValueError as error:
@@ -165,7 +79,7 @@ ATTEMPT = Number(1, 2**32 - 1)
 Request = Annotated[str, REQUEST]
 Attempt = Annotated[int, ATTEMPT]
 Name = Annotated[str, Text(1, 128)]
-Reason = Annotated[str, Text(0, 512)]
+Reason = Annotated[str, Text(0, MAX_REASON)]
 Epoch = Annotated[int, Number(1, 2**48)]
 Tokens = Annotated[int, Number(0, 2**31)]
 Count = Annotated[int, Number(0, 2**31)]
@@ -342,7 +256,6 @@ class Renew:
 
 
 Message = Hello | Refuse | Dial | Meet | CloseLink | Offer | Wait | Grant | Push | Finish | Ack | Nack | Abort | Renew
-MessageT = TypeVar("MessageT", bound=Message)
 
 
 class _Form:
@@ -371,17 +284,12 @@ class _Form:
     def read(self, plain: dict[str, object]) -> Message:
         if set(plain) != self.keys:
             odd = sorted(set(plain) ^ self.keys)
-            raise WireError(f"{self.name} has missing or unknown fields: {_shown(', '.join(odd))}")
+            raise WireError(f"{self.name} has missing or unknown fields: {shown(', '.join(odd))}")
         fields = {name: rule.check(f"{self.name}.{name}", plain[name]) for name, rule in self.rules.items()}
         return self.kind(**fields)
 
 
 _FORMS = {form.name: form for form in map(_Form, _Form.KINDS)}
-
-
-def clip(text: str) -> str:
-    """`text` as a message may carry it: a reason of at most 512 characters."""
-    return text if len(text) <= 512 else text[:509] + "..."
 
 
 def encode(messages: Sequence[Message]) -> bytes:
@@ -392,7 +300,7 @@ def encode(messages: Sequence[Message]) -> bytes:
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise WireError(f"{len(messages)} messages in a frame; allowed: 1 to {MAX_MESSAGES}")
-    frame: bytes = msgpack.packb([_FORMS[type(message).__name__].write(message) for message in messages])
+    frame = pack([_FORMS[type(message).__name__].write(message) for message in messages])
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
     return frame
@@ -406,52 +314,20 @@ def decode(frame: bytes) -> list[Message]:
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
-    try:
-        items = msgpack.unpackb(
-            frame,
-            object_pairs_hook=_pairs,
-            ext_hook=_no_extension,
-            max_array_len=max(MAX_MESSAGES, MAX_KEYS),
-            max_map_len=32,
-            max_ext_len=0,
-        )
-    except WireError:
-        raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack: {clip(str(error))}") from None
+    items = unpack(frame, max(MAX_MESSAGES, MAX_KEYS))
     if type(items) is not list or not 1 <= len(items) <= MAX_MESSAGES:
-        raise WireError(f"a frame is an array of 1 to {MAX_MESSAGES} messages, not {_shown(items)}")
+        raise WireError(f"a frame is an array of 1 to {MAX_MESSAGES} messages, not {shown(items)}")
     return [_read(item) for item in items]
 
 
 def _read(item: object) -> Message:
     if type(item) is not dict:
-        raise WireError(f"a message is a map, not {_shown(item)}")
+        raise WireError(f"a message is a map, not {shown(item)}")
     name = item.get("type")
     form = _FORMS.get(name) if type(name) is str else None
     if form is None:
-        raise WireError(f"type is {_shown(name)}; allowed: {', '.join(_FORMS)}")
+        raise WireError(f"type is {shown(name)}; allowed: {', '.join(_FORMS)}")
     return form.read(item)
-
-
-def _pairs(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
-    plain: dict[object, object] = {}
-    for key, value in pairs:
-        if type(key) is not str or key in plain:
-            raise WireError(f"a map's key is {_shown(key)}; allowed: text, each key once")
-        plain[key] = value
-    return plain
-
-
-def _no_extension(code: int, data: bytes) -> object:
-    raise WireError(f"extension type {code}; no extension is allowed")
-
-
-def _shown(value: object) -> str:
-    """A value in an error message: never more than a few characters of it."""
-    if isinstance(value, str | bytes):
-        return repr(value[:40]) + (f"... ({len(value)} long)" if len(value) > 40 else "")
-    return repr(value) if isinstance(value, int | float | None) else type(value).__name__
 
 
 def check_key(key: Key) -> None:

@@ -10,9 +10,9 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.transfer.control import Local
-from kvrelay.transfer.gloo import GlooTransport
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transport import Transport
+from kvrelay.transfer.transports import available_transports
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer
 
@@ -39,8 +39,9 @@ class HandoffRole(Role):
     def transports(self) -> Mapping[str, Transport]:
         """What this worker's links can do, best first."""
         if not self._transports:
-            gloo = GlooTransport(self.worker.config.host)
-            self._transports = {gloo.name: gloo}
+            config = self.worker.config
+            gpu = self.worker.runner.pool.tensor.is_cuda
+            self._transports = available_transports(config.host, config.transfer.transport, gpu)
         return self._transports
 
     def describe(self, member: Member) -> None:

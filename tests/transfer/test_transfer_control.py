@@ -6,13 +6,21 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.control import MAX_PENDING, Local, Outbox, renewals
+from kvrelay.transfer.exporter import Exporter
 from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.room import RoomQueue
 from kvrelay.transfer.wire import (
+    MAX_CHUNK_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
     Abort,
@@ -21,6 +29,7 @@ from kvrelay.transfer.wire import (
     Dial,
     Finish,
     Hello,
+    Key,
     Message,
     Nack,
     Offer,
@@ -31,7 +40,7 @@ from kvrelay.transfer.wire import (
     decode,
     encode,
 )
-from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
+from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide, Pair, pair
 
 CONFIG = TransferConfig(frame_timeout_seconds=0.5)
 Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
@@ -220,3 +229,41 @@ def test_signs_of_life_fit_into_messages() -> None:
     for message in messages:
         encode([message])
     assert renewals([]) == []
+
+
+def test_a_name_has_one_incarnation_at_a_time() -> None:
+    table = PeerTable([Peer("decode-0", "a", "host:1")])
+    assert table.get("decode-0", "a") == Peer("decode-0", "a", "host:1")
+    assert table.get("decode-0", "b") is None
+    table.update([Peer("decode-0", "b", "host:2"), Peer("decode-1", "c", "host:3")])
+    assert table.get("decode-0", "a") is None
+    assert Peer("decode-0", "a", "host:1") not in table
+    assert [peer.address for peer in table] == ["host:2", "host:3"]
+    assert len(table) == 2
+
+
+def test_a_block_that_fits_into_no_frame_is_refused_at_start() -> None:
+    layout = KVLayout(layers=128, kv_heads=32, head_dim=128, block_size=128, dtype="float32")
+    local = Local("prefill-0", "p", layout, "fingerprint")
+    with pytest.raises(ValueError, match=rf"{layout.block_bytes} bytes.*{MAX_CHUNK_BYTES}"):
+        Exporter(local, KVPool(LAYOUT, 1), PeerTable(), CONFIG, {}, ExportSide(Ends()))
+
+
+@given(st.lists(st.tuples(st.sampled_from(("ask", "refuse", "leave")), st.integers(0, 5)), max_size=60))
+def test_nobody_passes_who_waits_for_room(steps: list[tuple[str, int]]) -> None:
+    queue, waiting = RoomQueue(), list[Key]()
+    for step, number in steps:
+        key = (f"r{number}", 1)
+        if step == "ask":
+            may = not waiting or key in waiting
+            assert queue.must_wait(key) == (not may)
+            if not may:
+                waiting.append(key)
+        elif step == "refuse":
+            queue.wait(key)
+            if key not in waiting:
+                waiting.append(key)
+        else:
+            assert queue.leave(key) == (key in waiting)
+            waiting = [other for other in waiting if other != key]
+        assert queue.first == (waiting[0] if waiting else None)

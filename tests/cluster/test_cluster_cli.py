@@ -1,0 +1,315 @@
+"""The command line: what each command prints, and the exit code and one line for each mistake."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from kvrelay.cluster.cli import OPTIONS, main, up
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.state import ClusterState, save
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    GenerateRequest,
+    GenerateResponse,
+    Timeline,
+    Usage,
+)
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+KVRELAY = str(Path(sys.executable).parent / "kvrelay")
+SECONDS = 30.0
+LISTENING_TO_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job ignores, and so would its children
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def fails(code: int, pattern: str, *arguments: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert re.search(pattern, result.stderr), result.stderr
+
+
+# ---- what was typed can't be used ------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("up", "status", "generate", "down", "config"))
+
+
+def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
+    names = {parameter.name for parameter in up.params} - {"config", "detach"}
+    assert names == OPTIONS.keys()
+    for key in OPTIONS.values():
+        section, _, field = key.partition(".")
+        assert field in getattr(ClusterConfig(), section).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "arguments"),
+    [
+        (r"No such command 'ups'", ["ups"]),
+        (r"No such option '--modle'.*--model", ["up", "--modle", "x"]),
+        (r"'--prefill': 'x' is not a valid integer", ["up", "--prefill", "x"]),
+        (r"'--dtype': 'int8' is not one of 'auto', 'float32', 'bfloat16'", ["up", "--dtype", "int8"]),
+        (r"--decode is 0; allowed: at least 1", ["up", "--decode", "0"]),
+        (r"--colocated is -1; allowed: ", ["up", "--colocated", "-1"]),
+        (r"--grpc-port is 65536; allowed: 0 to 65535", ["up", "--grpc-port", "65536"]),
+        (r"--address is 'here'; allowed: local, auto or HOST:PORT", ["up", "--address", "here"]),
+        (r"model: '/nope' is neither a folder nor a bundled model", ["up", "--model", "/nope"]),
+        (r"/nope\.yaml: No such file", ["up", "--config", "/nope.yaml"]),
+        (r"Missing argument 'PROMPT'", ["generate"]),
+        (r"'--max-tokens': -1 is not in the range", ["generate", "x", "--max-tokens", "-1"]),
+        (r"'--seed': 18446744073709551616 is not in the range", ["generate", "x", "--seed", str(2**64)]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(pattern: str, arguments: list[str]) -> None:
+    fails(2, pattern, *arguments)
+
+
+def test_an_unknown_key_of_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {block_sizes: 8}\n")
+    for command in (["up"], ["config", "validate"], ["config", "show"]):
+        fails(2, r"engine\.block_sizes: unknown key; did you mean block_size\?", *command, "--config", str(file))
+
+
+def test_a_port_in_use_is_found_before_ray_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        start = time.monotonic()
+        result = run("up", "--grpc-port", str(port))
+        assert time.monotonic() - start < 10
+    assert result.returncode == 2
+    assert result.stderr == f"kvrelay: grpc_port {port}: already in use on 127.0.0.1\n".encode()
+
+
+def run(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([KVRELAY, *arguments], capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+
+
+def test_a_prompt_that_is_not_utf8() -> None:
+    result = run("generate", b"caf\xe9")
+    assert result.returncode == 2
+    assert result.stderr == b"kvrelay: Invalid value for PROMPT: character 3 is the byte 0xe9, not UTF-8\n"
+
+
+# ---- nothing is running ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_running() -> None:
+    status = call("status")
+    assert (status.exit_code, status.stdout) == (1, "no cluster is running\n")
+    status = call("status", "--json")
+    assert (status.exit_code, json.loads(status.stdout)) == (1, {"ready": False, "router": None, "workers": []})
+    down = call("down")
+    assert (down.exit_code, down.stdout) == (0, "no cluster is running\n")
+
+
+def test_a_router_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+    fails(1, f"--target {target}: ", "generate", "x", "--target", target)
+    fails(1, f"--target {target}: ", "generate", "x", "--target", target, "--json")
+
+
+def test_a_cluster_that_ended_without_us_is_no_obstacle(state_folder: Path) -> None:
+    """One that was left on a shared Ray cluster, which is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", ray_address=address, supervisor=address))
+    fails(1, f"--address {address}: Connection refused", "up", "--address", address)
+    assert not (state_folder / "cluster.json").exists()
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> None:
+    shown = call("config", "show")
+    assert shown.exit_code == 0
+    file = tmp_path / "c.yaml"
+    file.write_text(shown.stdout)
+    assert call("config", "validate", "--config", str(file)).stdout == f"{file}: ok\n"
+    assert yaml.safe_load(shown.stdout)["prefill"]["replicas"] == 1
+    schema = json.loads(call("config", "schema").stdout)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"].keys() == yaml.safe_load(shown.stdout).keys()
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+class FakeRouter(InferenceServiceServicer):
+    """Answers with the prompt in capitals; `wait` in the prompt keeps the stream open."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.ended = threading.Event()
+
+    async def Generate(self, request: GenerateRequest, context: Any) -> Any:
+        self.requests.append(request)
+        if request.text == "":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "text is ''; allowed: at least 1 character")
+        if request.text == "full":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 requests are in flight")
+        try:
+            for character in request.text:
+                yield GenerateResponse(text=character.upper(), token_ids=[ord(character)])
+            if request.text == "wait":
+                await asyncio.sleep(2 * SECONDS)
+        finally:
+            self.ended.set()
+        yield GenerateResponse(
+            finish_reason=FINISH_REASON_LENGTH,
+            usage=Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1),
+            timeline=Timeline(queue_seconds=0.001, transfer_seconds=0.002, transfer_bytes=4_000_000),
+        )
+
+
+@contextmanager
+def serving(router: FakeRouter) -> Iterator[str]:
+    """Runs the router on a loop of its own; host:port."""
+    address: list[str] = []
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        add_InferenceServiceServicer_to_server(router, server)
+        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        started.set()
+        await asyncio.to_thread(stop.wait)
+        await server.stop(0.2)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert started.wait(SECONDS)
+        yield address[0]
+    finally:
+        stop.set()
+        thread.join(SECONDS)
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+def target(router: FakeRouter) -> Iterator[str]:
+    with serving(router) as address:
+        yield address
+
+
+def test_generate_prints_the_text_and_leaves_what_was_not_said_to_the_router(router: FakeRouter, target: str) -> None:
+    result = call("generate", "héllo", "--target", target)
+    assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
+    (request,) = router.requests
+    assert request.text == "héllo"
+    assert not any(request.sampling.HasField(name) for name in ("max_tokens", "temperature", "seed"))
+    assert not request.sampling.ignore_eos
+
+
+def test_generate_passes_its_options_on(router: FakeRouter, target: str) -> None:
+    options = ["--max-tokens", "7", "--temperature", "0", "--seed", str(2**64 - 1), "--ignore-eos"]
+    assert call("generate", "x", "--target", target, *options).exit_code == 0
+    sampling = router.requests[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.0, 2**64 - 1)
+    assert sampling.HasField("temperature")
+    assert sampling.ignore_eos
+
+
+def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: str) -> None:
+    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", router=target))
+    assert call("generate", "found").stdout == "FOUND\n"
+
+
+def test_generate_as_json(target: str) -> None:
+    result = call("generate", "abc", "--target", target, "--json")
+    answer = json.loads(result.stdout)
+    assert answer.keys() == {"text", "token_ids", "finish_reason", "usage", "timeline"}
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ABC", [97, 98, 99], "length")
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
+    assert answer["timeline"]["queue_seconds"] == 0.001
+    assert answer["timeline"]["transfer_bytes"] == 4_000_000
+
+
+def test_generate_shows_where_the_time_went(target: str) -> None:
+    result = call("generate", "abc", "--target", target, "--timeline")
+    assert result.stdout.startswith("ABC\n")
+    for column in ("queue", "prefill", "transfer", "GB/s", "hand-off", "first token", "decode"):
+        assert column in result.stdout
+    assert "2.00" in result.stdout, "4 MB in 2 ms are 2 GB/s"
+
+
+def test_generate_tells_a_refusal_from_a_failure(target: str) -> None:
+    fails(2, r"text is ''; allowed: at least 1 character", "generate", "", "--target", target)
+    fails(1, r"1024 requests are in flight", "generate", "full", "--target", target)
+
+
+def test_ctrl_c_cancels_the_request(router: FakeRouter, target: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING_TO_CTRL_C, KVRELAY, "generate", "wait", "--target", target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 1) == b"W"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        assert router.ended.wait(SECONDS)
+        assert process.stderr is not None
+        assert process.stderr.read().strip() == b""
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_reader_that_goes_away_is_no_traceback(target: str) -> None:
+    command = f"{KVRELAY} generate {'x' * 5000} --target {target} | head -c 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, timeout=SECONDS)
+    assert result.stdout == b"X"
+    assert b"Traceback" not in result.stderr
+
+
+def test_commands_start_at_once() -> None:
+    """Help and generate import neither Ray nor torch; the second is what makes the start slow."""
+    code = (
+        "import sys; import kvrelay.cluster.cli, kvrelay.cluster.generate, kvrelay.cluster.status;"
+        "print([name for name in ('ray', 'torch', 'numpy', 'pydantic') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS, cwd="/", text=True)
+    assert loaded.stdout == "[]\n"

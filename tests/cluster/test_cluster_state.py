@@ -1,0 +1,138 @@
+"""What a machine remembers of its cluster: never a dead one, never two."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cluster import processes, state
+from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.state import ClusterState
+
+SECONDS = 10.0
+OWNER = """
+import os, sys, time
+from kvrelay.cluster import state
+with state.owned():
+    state.save(state.ClusterState(pid=os.getpid(), started=1.0, namespace="kvrelay", router="127.0.0.1:5"))
+    print("owned", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@contextmanager
+def owner() -> Iterator[subprocess.Popen[str]]:
+    """A process that owns a cluster until its stdin is closed."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "owned\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert state.folder() == tmp_path / "state"
+    monkeypatch.delenv("KVRELAY_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert state.folder() == tmp_path / "xdg" / "kvrelay"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert state.folder() == tmp_path / "home" / ".local" / "state" / "kvrelay"
+
+
+def test_nothing_is_remembered_at_first() -> None:
+    assert state.current() is None
+    assert not state.held()
+
+
+def test_what_is_saved_is_the_users_alone(folder: Path) -> None:
+    state.save(ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5"))
+    assert stat.S_IMODE((folder / "cluster.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert state.current() == ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5")
+
+
+def test_a_running_owner_is_found_and_keeps_a_second_one_out() -> None:
+    with owner() as process:
+        current = state.current()
+        assert current is not None
+        assert current.pid == process.pid
+        assert state.held()
+        with pytest.raises(RunError, match=f"already running \\(pid {process.pid}\\)"), state.owned():
+            raise AssertionError("two owners")
+        assert state.current() == current
+
+
+def test_an_owner_that_ends_forgets_its_cluster() -> None:
+    with owner() as process:
+        process.communicate()
+        assert process.returncode == 0
+    assert state.current() is None
+    with state.owned():
+        assert state.held()
+    assert not state.held()
+
+
+def test_what_a_killed_owner_left_is_forgotten(folder: Path) -> None:
+    with owner() as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(SECONDS)
+        assert (folder / "cluster.json").exists()
+        assert state.current() is None
+        assert not (folder / "cluster.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "started": 1, "namespace": "n", "more": 1}'])
+def test_a_file_that_says_nothing_is_dropped(folder: Path, text: str) -> None:
+    state.folder()
+    (folder / "cluster.json").write_text(text)
+    assert state.current() is None
+    assert not (folder / "cluster.json").exists()
+
+
+TREE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import sys; print('child', flush=True); sys.stdin.read()"])
+child.wait()
+"""
+
+
+def test_processes_below_are_found_and_can_be_ended() -> None:
+    before = set(processes.descendants())
+    parent = subprocess.Popen([sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "child\n"
+        below = [process for process in processes.descendants() if process not in before]
+        assert len(below) == 2
+        assert below[0] == processes.find(parent.pid)
+        assert all(process.alive for process in below)
+        assert processes.end(below, 0.05) == below, "none ends by itself"
+        assert processes.end(below, SECONDS) == []
+        assert not any(process.alive for process in below)
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+def test_another_process_with_the_pid_is_not_the_same() -> None:
+    mine = processes.find(os.getpid())
+    assert mine is not None
+    assert mine.alive
+    assert not processes.Process(mine.pid, mine.started + 1).alive
+    assert processes.find(2**22 + 1) is None

@@ -1,0 +1,163 @@
+"""Strict, bounded msgpack, and the rules by which its values are taken for fields.
+
+msgpack by itself accepts duplicate keys, NaN, extension types and nesting without end; nothing of that passes here.
+Nothing is allocated by what a length claims: claims are compared with the bytes that are there.
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]  # it ships no types
+
+MAX_MAP = 32
+MAX_REASON = 512
+
+
+class WireError(ValueError):
+    """Bytes, or a value, that no message of this protocol can be. The text names the field and the limit."""
+
+
+class Rule(Protocol):
+    """Accepts a decoded value or raises WireError."""
+
+    def check(self, name: str, value: object) -> Any: ...
+
+    def plain(self, value: Any) -> object:
+        """The value as msgpack's own types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    low: int
+    high: int
+
+    def check(self, name: str, value: object) -> int:
+        if type(value) is not int or not self.low <= value <= self.high:
+            raise WireError(f"{name} is {shown(value)}; allowed: an integer from {self.low} to {self.high}")
+        return value
+
+    def plain(self, value: int) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    shortest: int
+    longest: int
+
+    def check(self, name: str, value: object) -> str:
+        if type(value) is not str or not self.shortest <= len(value) <= self.longest:
+            raise WireError(f"{name} is {shown(value)}; allowed: text of {self.shortest} to {self.longest} characters")
+        return value
+
+    def plain(self, value: str) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    def check(self, name: str, value: object) -> bool:
+        if type(value) is not bool:
+            raise WireError(f"{name} is {shown(value)}; allowed: true or false")
+        return value
+
+    def plain(self, value: bool) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    shortest: int
+    longest: int
+
+    def check(self, name: str, value: object) -> bytes:
+        if type(value) is not bytes or not self.shortest <= len(value) <= self.longest:
+            raise WireError(f"{name} is {shown(value)}; allowed: {self.shortest} to {self.longest} bytes")
+        return value
+
+    def plain(self, value: bytes) -> object:
+        return self.check("value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    kind: type[enum.Enum]
+
+    def check(self, name: str, value: object) -> enum.Enum:
+        try:
+            return self.kind(value)
+        except ValueError:
+            allowed = ", ".join(str(member.value) for member in self.kind)
+            raise WireError(f"{name} is {shown(value)}; allowed: {allowed}") from None
+
+    def plain(self, value: enum.Enum) -> object:
+        return value.value
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    item: Rule
+    most: int
+
+    def check(self, name: str, value: object) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) > self.most:
+            raise WireError(f"{name} is {shown(value)}; allowed: a list of at most {self.most}")
+        return tuple(self.item.check(name, item) for item in value)
+
+    def plain(self, value: tuple[Any, ...]) -> object:
+        if len(value) > self.most:
+            raise WireError(f"{len(value)} items; allowed: at most {self.most}")
+        return [self.item.plain(item) for item in value]
+
+
+def clip(text: str) -> str:
+    """`text` as a message may carry it."""
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+
+
+def unpack(packed: bytes, max_array: int) -> object:
+    """The value that `packed` is: dicts with text keys, lists, text, bytes, numbers, booleans, None.
+
+    Raises:
+        WireError: it is not exactly one such value, or a list in it is longer than `max_array`.
+    """
+    try:
+        return msgpack.unpackb(
+            packed,
+            object_pairs_hook=_pairs,
+            ext_hook=_no_extension,
+            max_array_len=max_array,
+            max_map_len=MAX_MAP,
+            max_ext_len=0,
+        )
+    except WireError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack: {clip(str(error))}") from None
+
+
+def pack(value: object) -> bytes:
+    """`value`, of the types that `unpack` returns."""
+    return bytes(msgpack.packb(value))
+
+
+def _pairs(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
+    plain: dict[object, object] = {}
+    for key, value in pairs:
+        if type(key) is not str or key in plain:
+            raise WireError(f"a map's key is {shown(key)}; allowed: text, each key once")
+        plain[key] = value
+    return plain
+
+
+def _no_extension(code: int, data: bytes) -> object:
+    raise WireError(f"extension type {code}; no extension is allowed")
+
+
+def shown(value: object) -> str:
+    """A value in an error message: never more than a few characters of it."""
+    if isinstance(value, str | bytes):
+        return repr(value[:40]) + (f"... ({len(value)} long)" if len(value) > 40 else "")
+    return repr(value) if isinstance(value, int | float | None) else type(value).__name__

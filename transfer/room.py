@@ -1,0 +1,36 @@
+"""Whose turn it is to ask for blocks."""
+
+from kvrelay.transfer.wire import Key
+
+
+class RoomQueue:
+    """Offers that found no room, in the order in which they came.
+
+    While one waits, later ones don't ask at all: a small prompt must not pass a large one for ever.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Key, None] = {}
+
+    @property
+    def first(self) -> Key | None:
+        """Who is to ask when there may be room."""
+        return next(iter(self._waiting), None)
+
+    def must_wait(self, key: Key) -> bool:
+        """Whether `key` has to let others ask first; it waits behind them then."""
+        if not self._waiting or key in self._waiting:
+            return False
+        self.wait(key)
+        return True
+
+    def wait(self, key: Key) -> None:
+        """`key` was told that there is no room; it keeps its place if it has one."""
+        self._waiting.setdefault(key, None)
+
+    def leave(self, key: Key) -> bool:
+        """`key` has its room, or wants none any more; whether it was waiting, so that it may be another's turn."""
+        if key in self._waiting:
+            del self._waiting[key]
+            return True
+        return False
