@@ -17,8 +17,8 @@ class RouterMetrics:
     """A router's observer of requests that are over."""
 
     def __init__(self, router: str) -> None:
-        self._requests = Counter("kvrelay_router_requests_count", "Requests that are over.", ("router", "outcome"))
-        self._retries = Counter("kvrelay_router_retries_count", "Placements after losing a worker.", ("router",))
+        self._requests = Counter("kvrelay_router_requests", "Requests that are over.", ("router", "outcome"))
+        self._retries = Counter("kvrelay_router_retries", "Placements after losing a worker.", ("router",))
         self._seconds = {
             field: Histogram(name, text, TOKEN_SECONDS if field == "tpot_seconds" else SECONDS, ("router",))
             for field, name, text in (
@@ -63,7 +63,7 @@ class WorkerMetrics:
     def __init__(self, worker: str, role: str) -> None:
         keys = ("worker", "role")
         self._blocks = Gauge("kvrelay_worker_kv_blocks", "KV blocks by state.", (*keys, "state"))
-        self._requests = Gauge("kvrelay_worker_requests_count", "Requests by state.", (*keys, "state"))
+        self._requests = Gauge("kvrelay_worker_requests", "Requests by state.", (*keys, "state"))
         self._pending = Gauge("kvrelay_worker_pending_tokens", "Tokens yet to be computed.", keys)
         self._computed = Counter("kvrelay_worker_computed_tokens", "Tokens computed since start.", keys)
         self._tags = {"worker": worker, "role": role}

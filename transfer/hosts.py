@@ -1,7 +1,7 @@
 """What the two ends of a hand-off ask of the workers they serve."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.events import Hold
@@ -40,16 +40,19 @@ class Reservation(Protocol):
         """Tokens whose KV is there already: whole blocks, or all of the tokens."""
 
 
-class ImportHost(Protocol):
+ReservationT = TypeVar("ReservationT", bound=Reservation)
+
+
+class ImportHost(Protocol[ReservationT]):
     """The decode worker, as its importer sees it. All of it is called on the event loop."""
 
-    async def reserve(self, key: Key) -> Reservation | None:
+    async def reserve(self, key: Key) -> ReservationT | None:
         """Reserves blocks for the attempt's tokens; None where there is no room now."""
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: ReservationT) -> None:
         """Nobody needs the reservation any more: release it, on the thread that owns the block pool."""
 
-    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+    def imported(self, key: Key, reservation: ReservationT, first_token: int, stats: TransferStats) -> None:
         """The KV of all tokens is in the reservation's blocks; the reservation is the host's from here on."""
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:

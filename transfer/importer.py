@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -105,9 +106,9 @@ class Importer(HandoffServiceServicer):
         peers: PeerTable,
         config: TransferConfig,
         transports: Mapping[str, Transport],
-        host: ImportHost,
+        host: ImportHost[Any],
     ) -> None:
-        """`transports` are those that this worker can do, best first."""
+        """`transports` are those that this worker can do, best first; `host` gets back the reservations it made."""
         self._local = local
         self._pool = pool
         self._peers = peers

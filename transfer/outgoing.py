@@ -38,6 +38,8 @@ class OutgoingStream:
         self._on_end = on_end
         self._over: tuple[Code, str] | None = None
         self._task = asyncio.create_task(self._run(), name=f"hand-offs to {peer.name}")
+        # Not at the end of the task itself, which never begins if it is cancelled first.
+        self._task.add_done_callback(self._finish)
 
     def end(self, code: Code, message: str) -> None:
         """Ends the stream, for this reason. `on_end` follows."""
@@ -50,22 +52,27 @@ class OutgoingStream:
         """Returns when the stream has ended and `on_end` was called."""
         await asyncio.wait([self._task])
 
-    async def _run(self) -> None:
-        over = Code.CLOSED, f"the control stream to {self.peer.name} ended"
+    def _finish(self, task: asyncio.Task[tuple[Code, str]]) -> None:
+        self.outbox.close()
+        self._over = self._over or (
+            (Code.CLOSED, f"the control stream to {self.peer.name} ended") if task.cancelled() else task.result()
+        )
+        self._on_end(self, *self._over)
+
+    async def _run(self) -> tuple[Code, str]:
+        """Why the stream is over, unless it was told."""
+        stream = f"control stream to {self.peer.name}"
         try:
             async with grpc.aio.insecure_channel(self.peer.address, options=channel_options()) as channel:
                 await self._converse(HandoffServiceStub(channel).Control())
         except grpc.aio.AioRpcError as error:
-            over = Code.CLOSED, f"control stream to {self.peer.name}: {error.code().name}: {error.details()}"
+            return Code.CLOSED, f"{stream}: {error.code().name}: {error.details()}"
         except WireError as error:
-            over = Code.PROTOCOL, f"control stream to {self.peer.name}: {error}"
+            return Code.PROTOCOL, f"{stream}: {error}"
         except Exception as error:
             logger.exception("a control stream failed", extra={"peer": self.peer.name})
-            over = Code.INTERNAL, f"control stream to {self.peer.name}: {type(error).__name__}"
-        finally:
-            self._over = self._over or over
-            self.outbox.close()
-            self._on_end(self, *self._over)
+            return Code.INTERNAL, f"{stream}: {type(error).__name__}"
+        return Code.CLOSED, f"{stream} was ended by {self.peer.name}"
 
     async def _converse(self, call: Call) -> None:
         writer = asyncio.create_task(self._write(call), name=f"hand-offs to {self.peer.name}: writer")
@@ -85,6 +92,7 @@ class OutgoingStream:
                 await asyncio.wait_for(call.write(ControlRequest(frame=frame)), WRITE_TIMEOUT_SECONDS)
         except WireError:
             logger.exception("a message of this worker's own can't be written", extra={"peer": self.peer.name})
-            call.cancel()
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reading side of the same call reports it
+            pass  # the reading side of the same call reports it
+        finally:
+            call.cancel()

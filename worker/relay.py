@@ -111,8 +111,8 @@ class RelayService(WorkerServiceServicer):
             reader.cancel()
             self._host.abandon(stream)
             await asyncio.wait((reader,))
-            if not reader.cancelled() and (error := reader.exception()) is not None:
-                logger.error("reading a relay failed", extra={"router": stream.router}, exc_info=error)
+            if not reader.cancelled() and (failure := reader.exception()) is not None:
+                logger.error("reading a relay failed", extra={"router": stream.router}, exc_info=failure)
 
     async def _read(self, requests: AsyncIterator[RelayRequest], stream: RelayStream) -> None:
         try:

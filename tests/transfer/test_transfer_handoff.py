@@ -407,6 +407,18 @@ def test_closing_an_end_fails_what_is_under_way_at_both() -> None:
     run(test)
 
 
+def test_an_end_that_closes_before_its_stream_has_begun_fails_the_hand_off_all_the_same() -> None:
+    async def test() -> None:
+        async with pair(CONFIG) as world:
+            world.exporter.begin(("r", 1), RECEIVER, tokens(20))
+            world.compute(("r", 1), blocks_of(20))
+            world.sender_peers.update([])
+            world.exporter.peers_changed()
+            await world.ends.until(lambda: ("r", 1) in world.ends.export_failed and not world.sending.leaked)
+
+    run(test)
+
+
 def test_links_are_capped_and_the_idle_one_goes_first() -> None:
     async def test() -> None:
         async with pair(replace(CONFIG, max_links=1)) as world, pair(CONFIG) as other:
