@@ -21,6 +21,7 @@ is left, the youngest gives up its blocks and waits again; so the oldest always 
 import itertools
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from operator import attrgetter
 
@@ -49,6 +50,8 @@ class Scheduler:
             prefix: index of `pool`; None computes every prompt in full.
             max_context: prompt plus completion, in tokens, at most.
         """
+        self.on_start: Callable[[Sequence], None] | None = None
+        """Told of each sequence that begins to run (again, after a preemption), before the step that computes it."""
         self._config = config
         self._pool = pool
         self._prefix = prefix
@@ -359,6 +362,8 @@ class Scheduler:
         if sequence.lifetime.scheduled is None:
             sequence.lifetime.scheduled = now()
         insort(self._running, sequence, key=_arrival)
+        if self.on_start is not None:
+            self.on_start(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

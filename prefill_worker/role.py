@@ -2,8 +2,10 @@
 
     (router's Submit)
         |
-    OFFERED      the decode worker is asked for room while the prompt waits and computes
+    WAITING      nothing is held anywhere
         |        queue: the scheduler's waiting list        producer Submit, consumer the engine's steps
+    OFFERED      the prompt has its blocks here and its first step runs; the decode worker is asked for room
+        |
     COMPUTING    chunk by chunk; each finished chunk is on its way while the next one computes
         |        queue: the link's frames                   producer the engine's steps, consumer the link's thread
     FIRST TOKEN  goes to the router at once, and to the decode worker behind the last frame
@@ -12,7 +14,9 @@
         |
     DONE         TransferReport to the router; or Failure at any point before, with the blocks released
 
-A first token that ends the request withdraws the offer. A request without a peer is computed here to its end.
+The offer goes out no sooner, so whoever holds blocks on a decode worker has all that it needs to finish here: full
+workers never wait for each other in a circle. A first token that ends the request withdraws the offer. A request
+without a peer is computed here to its end.
 """
 
 from collections.abc import Sequence
@@ -22,6 +26,7 @@ import grpc
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
+from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -46,6 +51,8 @@ class PrefillRole(HandoffRole):
 
     def __init__(self, worker: WorkerServer) -> None:
         super().__init__(worker)
+        self._peer_of: dict[Key, tuple[str, str]] = {}
+        """Where the KV of requests that wait is to go."""
         self._shipped: dict[Key, int] = {}
         """Blocks of each computing sequence that the exporter was given already."""
 
@@ -55,6 +62,7 @@ class PrefillRole(HandoffRole):
             self.local(), worker.runner.pool, self.peers, worker.config.transfer, self.transports(), self
         )
         self._exporter.start()
+        worker.engine.scheduler.on_start = self._on_start
 
     async def stop(self) -> None:
         await self._exporter.close()
@@ -67,12 +75,23 @@ class PrefillRole(HandoffRole):
     def submit(self, request: Request, submit: Submit) -> None:
         handoff = submit.peer.name != ""
         if handoff:
-            self._exporter.begin(request.key, (submit.peer.name, submit.peer.incarnation), request.tokens)
+            self._peer_of[request.key] = submit.peer.name, submit.peer.incarnation
         self.worker.compute(request, handoff=handoff)
 
     def cancel(self, key: Key) -> None:
+        self._peer_of.pop(key, None)
         self._exporter.cancel(key)
         self.worker.thread.post(lambda: self._shipped.pop(key, None))
+
+    def _on_start(self, sequence: EngineSequence) -> None:
+        if sequence.handoff:
+            self.worker.loop.call_soon_threadsafe(self._offer, sequence.request)
+
+    def _offer(self, request: Request) -> None:
+        """Begins the hand-off, once: a sequence that was preempted starts again."""
+        peer = self._peer_of.pop(request.key, None)
+        if peer is not None:
+            self._exporter.begin(request.key, peer, request.tokens)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         for step in progress:

@@ -60,7 +60,12 @@ CONTROL = (
     "kvrelay.models",
     "kvrelay.router.placement",
     "kvrelay.router.server",
+    "kvrelay.transfer.control",
+    "kvrelay.transfer.events",
+    "kvrelay.transfer.packing",
+    "kvrelay.transfer.peers",
     "kvrelay.transfer.protocol",
+    "kvrelay.transfer.room",
     "kvrelay.transfer.wire",
 )
 

@@ -15,8 +15,6 @@ class Peer:
     """host:port of its internal gRPC."""
     transports: tuple[str, ...] = ()
     """What its links can do, best first."""
-    store_address: str = ""
-    """host:port of the store at which links to it meet; empty for a worker that receives nothing."""
 
 
 class PeerTable:

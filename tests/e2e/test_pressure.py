@@ -1,0 +1,32 @@
+"""Many more requests than there is room for: workers that are full wait in turn, and never for each other."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from support.processes import process_cluster
+
+from kvrelay.client import Client
+
+REQUESTS = 48
+TOKENS = 24
+
+
+def test_pools_of_a_few_prompts_serve_a_crowd(checkpoint: Path, tmp_path: Path) -> None:
+    """Two workers of each role, each with room for about four of the prompts; equal tokens, alone and in the crowd."""
+    rng = random.Random(0)
+    prompts = [rng.choices(range(300), k=rng.randrange(100, 220)) for _ in range(REQUESTS)]
+    engine = {"max_batch_tokens": 64, "kv_memory_bytes": 2**20, "threads": 1}
+    with (
+        process_cluster(tmp_path, checkpoint, prefill=2, decode=2, worker={"engine": engine}) as cluster,
+        Client(cluster.router) as client,
+    ):
+
+        def tokens(prompt: list[int]) -> tuple[int, ...]:
+            options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "timeout": 60}
+            return client.complete(prompt, **options).token_ids
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            crowded = list(pool.map(tokens, prompts))
+        assert crowded[::6] == [tokens(prompt) for prompt in prompts[::6]]
+        cluster.wait_idle()
