@@ -6,6 +6,7 @@ and `address` run beside it, so an actor needs CONCURRENCY threads.
 """
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
 from kvrelay.rpc.serve import Server
 from kvrelay.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
 STOP_SECONDS = 10.0
@@ -136,6 +139,8 @@ class WorkerActor(ServerActor):
     def make(self) -> Server:
         from kvrelay.cluster.metrics import WorkerMetrics
 
+        if ray.get_gpu_ids():
+            logger.warning("the engine computes on the CPU; the GPUs reserved for this worker stay idle")
         observer = WorkerMetrics(self._config.name, self._config.role)
         if self._config.role == "prefill":
             from kvrelay.prefill_worker.server import prefill_server

@@ -140,7 +140,6 @@ def test_the_version_grows_with_what_members_care_about_only(membership: Members
     for change in (
         {"state": MEMBER_STATE_DRAINING},
         {"address": "127.0.0.1:2"},
-        {"store_address": "127.0.0.1:3"},
         {"transports": ["gloo"]},
     ):
         changed = member()

@@ -112,9 +112,9 @@ def test_everyone_learns_of_everyone_and_of_every_change() -> None:
                 await until(lambda fake=fake: fake.seen.keys() == names, "everyone is known")
                 assert fake.member.name in fake.seen
             assert server.membership.ready
-            fakes[1].member.store_address = "127.0.0.1:5"
+            fakes[1].member.address = "127.0.0.1:5"
             fakes[1].attendance.beat()
-            await until(lambda: fakes[0].seen["prefill-0"].store_address == "127.0.0.1:5", "the change is known")
+            await until(lambda: fakes[0].seen["prefill-0"].address == "127.0.0.1:5", "the change is known")
 
     run(test)
 
