@@ -215,11 +215,17 @@ class ClusterConfig(Section):
     def _check(self) -> "ClusterConfig":
         for role in ROLES:
             self._engine(role)
+            self._check_bundle(role)
+        self._check_bundle(None)
         if self.colocated.replicas == 0:
             for role in ("prefill", "decode"):
                 replicas = self.role(role).replicas
                 require(replicas > 0, f"{role}.replicas", replicas, "at least 1, unless colocated.replicas is")
         return self
+
+    def _check_bundle(self, role: WorkerRole | None) -> None:
+        reserved = bool(self.bundle(role))
+        require(reserved, f"{role or 'router'}.cpus", 0.0, "more than 0, unless gpus or resources are")
 
     @property
     def local(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -57,7 +57,7 @@ class RayLauncher:
         except RayTaskError as error:
             logger.exception("server failed", extra={"member": name})
             return Ended(f"{type(error.cause).__name__}: {error.cause}")
-        except RayActorError as error:
+        except RayError as error:
             return Ended(_why(error))
         finally:
             ray.kill(actor)
@@ -127,7 +127,7 @@ def why_not_joined(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _why(error: RayActorError) -> str:
+def _why(error: RayError) -> str:
     """Ray's explanation in one line, without which actor it was and without its advice."""
     text = " ".join(str(error).split())
     return (text.partition("The actor is dead because ")[2] or text).partition(" Some common causes")[0]

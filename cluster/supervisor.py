@@ -142,9 +142,12 @@ class SupervisorServer(SupervisorServiceServicer):
                 self._run(name, self._keep(name, self._launcher))
 
     async def stop(self, grace: float) -> None:
-        """Ends every member (the router first, so that nothing new comes in), then itself."""
+        """Ends every member (the router first, so that nothing new comes in), then itself.
+
+        A supervisor that has failed ends itself only: the members serve without it.
+        """
         self._stopping = True
-        if self._launcher is not None:
+        if self._launcher is not None and self._server is not None and not self._failure.done():
             routers = [name for name in self._names if name.startswith("router-")]
             workers = [name for name in self._names if name not in routers]
             for group in (routers, workers):

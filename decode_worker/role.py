@@ -84,8 +84,18 @@ class DecodeRole(HandoffRole):
         if request is None:
             self.release(reservation)
             return
-        scheduler = self.worker.engine.scheduler
-        self.worker.thread.post(lambda: scheduler.resume(request, first_token, reservation.hold))
+        self.worker.thread.post(lambda: self._resume(request, first_token, reservation))
+
+    def _resume(self, request: Request, first_token: int, reservation: Reservation) -> None:
+        """Gives the sequence to the engine; on the engine thread, which a wrong token of a peer's must not end."""
+        vocab_size = self.worker.runner.spec.vocab_size
+        try:
+            if first_token >= vocab_size:
+                raise ValueError(f"first_token is {first_token}; allowed: 0 to {vocab_size - 1}")
+            self.worker.engine.scheduler.resume(request, first_token, reservation.hold)
+        except ValueError as error:
+            reservation.release()
+            self.worker.loop.call_soon_threadsafe(self.worker.fail, request.key, Failure.CODE_INTERNAL, str(error))
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         if code is Code.NO_ROOM:

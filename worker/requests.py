@@ -1,20 +1,12 @@
 """From a router's Submit to an engine's Request."""
 
-from dataclasses import dataclass
-
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling, Submit
 
 
-@dataclass(frozen=True, slots=True)
 class InvalidSubmit(ValueError):
     """A Submit that this worker can't serve; the router should not have sent it."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def model_info(spec: ModelSpec) -> ModelInfo:

@@ -24,9 +24,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.progress import Progress
-from kvrelay.engine.request import FinishReason, Request
+from kvrelay.engine.request import Request
 from kvrelay.engine.runner import ModelRunner
-from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -35,17 +34,13 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
     Member,
+    MemberState,
 )
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
-    FINISH_STOP,
     FINISH_UNSPECIFIED,
     Blocks,
-    DecodeReport,
     Failure,
-    Finish,
     Load,
-    PrefillReport,
     RequestEvent,
     Requests,
     Submit,
@@ -58,6 +53,7 @@ from kvrelay.rpc.attendance import Attendance
 from kvrelay.rpc.options import server_options
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.events import event_of
 from kvrelay.worker.relay import RelayService, RelayStream, key_of
 from kvrelay.worker.requests import InvalidSubmit, model_info, request_of
 from kvrelay.worker.role import Role
@@ -65,12 +61,6 @@ from kvrelay.worker.role import Role
 logger = logging.getLogger(__name__)
 
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
-FINISHES: dict[FinishReason | None, Finish] = {
-    FinishReason.STOP: FINISH_STOP,
-    FinishReason.LENGTH: FINISH_LENGTH,
-    None: FINISH_UNSPECIFIED,
-}
-
 Key = tuple[str, int]
 
 SWITCH_INTERVAL_SECONDS = 0.0002
@@ -99,7 +89,7 @@ class WorkerServer:
         self.incarnation = uuid.uuid4().hex
         self.role = role(self)
         self._observer = observer
-        self._state = MEMBER_STATE_STARTING
+        self._state: MemberState = MEMBER_STATE_STARTING
         self._loaded = 0.0
         self._load = Load()
         self._live: dict[Key, Live] = {}
@@ -179,8 +169,8 @@ class WorkerServer:
         """Returns when the worker can't go on, with the reason."""
         return await self._failure
 
-    async def _enter(self, state: int) -> None:
-        self._state = state  # type: ignore[assignment]  # protobuf enums are ints at run time
+    async def _enter(self, state: MemberState) -> None:
+        self._state = state
         serving = state == MEMBER_STATE_READY
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set("", status)
@@ -249,7 +239,10 @@ class WorkerServer:
         """Gives the request to the engine; with `handoff` it leaves after its first token."""
 
         def add() -> None:
-            self.engine.scheduler.add(request, handoff=handoff)
+            try:
+                self.engine.scheduler.add(request, handoff=handoff)
+            except ValueError as error:
+                self.loop.call_soon_threadsafe(self.fail, request.key, Failure.CODE_INVALID, str(error))
 
         self.thread.post(add)
 
@@ -375,36 +368,3 @@ class WorkerServer:
         self._set_load(load)
         for event in events:
             self.send(event, last=event.finish != FINISH_UNSPECIFIED or event.HasField("failure"))
-
-
-def event_of(progress: Progress) -> RequestEvent:
-    """What the router is told of one sequence's step: its token, its end, and where its time went."""
-    sequence = progress.sequence
-    request = sequence.request
-    event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish=FINISHES[progress.finish])
-    if progress.error is not None:
-        event.failure.CopyFrom(Failure(code=Failure.CODE_INTERNAL, message=progress.error))
-        return event
-    if progress.token is not None:
-        event.first_index = sequence.generated - 1
-        event.token_ids.append(progress.token)
-    _report(event, sequence)
-    return event
-
-
-def _report(event: RequestEvent, sequence: EngineSequence) -> None:
-    lifetime = sequence.lifetime
-    first_here = len(sequence.request.tokens) - sequence.request.prompt_tokens
-    if lifetime.committed is None:
-        if event.first_index == first_here:
-            event.prefill.CopyFrom(
-                PrefillReport(
-                    queue_seconds=lifetime.queue_seconds,
-                    prefill_seconds=lifetime.prefill_seconds,
-                    cached_tokens=sequence.cached_tokens,
-                )
-            )
-    elif event.first_index == first_here + 1 or event.finish != FINISH_UNSPECIFIED:
-        event.decode.CopyFrom(
-            DecodeReport(queue_seconds=lifetime.queue_seconds, recomputed_tokens=sequence.recomputed_tokens)
-        )

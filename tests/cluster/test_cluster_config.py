@@ -42,6 +42,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
         ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
         ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
+        ("decode: {cpus: 0}", "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are"),
         ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
         ("- a\n- b", "holds a list; allowed: a mapping of sections"),
         ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
@@ -136,7 +137,8 @@ def test_workers_on_one_machine_share_its_cores(cores: int, workers: int, thread
 
 
 def test_workers_on_a_ray_cluster_take_the_cpus_that_they_reserve() -> None:
-    config = ClusterConfig.model_validate({"ray": {"address": "auto"}, "prefill": {"cpus": 3.5}, "decode": {"cpus": 0}})
+    decode = {"cpus": 0, "resources": {"big": 1}}
+    config = ClusterConfig.model_validate({"ray": {"address": "auto"}, "prefill": {"cpus": 3.5}, "decode": decode})
     assert [worker.engine.threads for worker in config.worker_configs(cores=64)] == [3, 1]
 
 

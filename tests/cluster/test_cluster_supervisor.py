@@ -319,6 +319,22 @@ def test_stopping_ends_the_routers_first_and_replaces_nobody() -> None:
     run(test)
 
 
+def test_a_supervisor_that_fails_leaves_the_members_running() -> None:
+    class Broken(FakeLauncher):
+        async def run(self, name: str, supervisor: str) -> Ended:
+            if name == "prefill-0":
+                raise RuntimeError("a defect")
+            return await super().run(name, supervisor)
+
+    async def test() -> None:
+        launcher = Broken()
+        async with launched(launcher) as server:
+            assert str(await asyncio.wait_for(server.failed(), SECONDS)) == "a defect"
+        assert [call for call in launcher.calls if call.startswith(("stop", "kill"))] == []
+
+    run(test)
+
+
 def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
     config = tmp_path / "supervisor.json"
     config.write_text('{"port": 0, "suspect_seconds": 2}')

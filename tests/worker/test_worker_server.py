@@ -1,0 +1,203 @@
+"""A worker as its routers see it: what it refuses, what it frees, and that nothing a router says ends it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.internal.v1.worker_pb2 import (
+    FINISH_LENGTH,
+    PHASE_COLOCATED,
+    PHASE_DECODE,
+    Cancel,
+    Failure,
+    RelayRequest,
+    RelayResponse,
+    RequestEvent,
+    RouterHello,
+    Sampling,
+    Submit,
+)
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.server import WorkerServer
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+
+SECONDS = 10.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("worker") / "llama", "llama")
+
+
+class Router:
+    """One relay stream to a worker."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self._events: list[RequestEvent] = []
+
+    async def send(self, **message: Any) -> None:
+        await self.call.write(RelayRequest(**message))
+
+    async def event(self) -> RequestEvent:
+        while not self._events:
+            response: RelayResponse = await asyncio.wait_for(self.call.read(), SECONDS)
+            assert response is not grpc.aio.EOF
+            self._events += response.events
+        return self._events.pop(0)
+
+    async def last(self) -> RequestEvent:
+        """The next event that ends a request."""
+        while True:
+            event = await self.event()
+            if event.finish or event.HasField("failure"):
+                return event
+
+
+def submit(request_id: str, **changes: Any) -> Submit:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "attempt": 1,
+        "phase": PHASE_COLOCATED,
+        "token_ids": [1, 2, 3],
+        "prompt_tokens": 3,
+        "sampling": Sampling(max_tokens=4, top_p=1.0, ignore_eos=True),
+    }
+    return Submit(**(fields | changes))
+
+
+@asynccontextmanager
+async def worker(checkpoint: Path, **options: Any) -> AsyncIterator[WorkerServer]:
+    engine = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=64, threads=1)
+    server = WorkerServer(WorkerConfig("colocated-0", "colocated", str(checkpoint), engine=engine, **options))
+    try:
+        await server.start()
+        yield server
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIterator[Router]:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        router = Router(WorkerServiceStub(channel).Relay())
+        known = server.incarnation if incarnation is None else incarnation
+        await router.send(hello=RouterHello(router="router-0", router_incarnation="a", worker_incarnation=known))
+        yield router
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def free_again(server: WorkerServer) -> None:
+    """Waits until the engine holds no block."""
+    async with asyncio.timeout(SECONDS):
+        while (await server.thread.call(server.engine.scheduler.load)).held:  # noqa: ASYNC110 # no event tells it
+            await asyncio.sleep(0.005)
+
+
+def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"token_ids": [1, VOCAB_SIZE, 2]}, f"token_ids holds {VOCAB_SIZE}; allowed: 0 to {VOCAB_SIZE - 1}"),
+        ({"prompt_tokens": 4}, "prompt_tokens is 4"),
+        ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+        ({"token_ids": [], "prompt_tokens": 0}, "prompt_tokens is 0"),
+        ({"token_ids": [1] * 9, "prompt_tokens": 3}, "sampling.max_tokens is 4; 6 are generated already"),
+        ({"sampling": Sampling(max_tokens=10**6, top_p=1.0)}, "prompt_tokens + sampling.max_tokens"),
+    ]
+
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            for number, (changes, why) in enumerate(bad):
+                await router.send(submit=submit(f"bad-{number}", **changes))
+                event = await router.event()
+                assert event.failure.code == Failure.CODE_INVALID
+                assert why in event.failure.message
+            await router.send(submit=submit("good"))
+            assert (await router.last()).finish == FINISH_LENGTH
+
+    run(test)
+
+
+def test_a_phase_of_another_role_and_a_second_submit_are_defects(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            await router.send(submit=submit("decode", phase=PHASE_DECODE))
+            assert (await router.event()).failure.code == Failure.CODE_INTERNAL
+            endless = Sampling(max_tokens=500, top_p=1.0, ignore_eos=True)
+            await router.send(submit=submit("twice", sampling=endless))
+            await router.send(submit=submit("twice", sampling=endless))
+            assert "submitted twice" in (await router.last()).failure.message
+            await router.send(cancel=Cancel(request_id="twice", attempt=1))
+            await free_again(server)
+
+    run(test)
+
+
+def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_is_given_back(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
+            release = asyncio.Event()
+
+            def block() -> None:
+                asyncio.run_coroutine_threadsafe(release.wait(), server.loop).result(SECONDS)
+
+            server.thread.post(block)
+            await router.send(submit=submit("first", timeout_seconds=0.2))
+            await router.send(submit=submit("second"))
+            full, expired = await router.event(), await router.event()
+            assert (full.request_id, full.failure.code) == ("second", Failure.CODE_FULL)
+            assert "max_waiting is 1" in full.failure.message
+            assert (expired.request_id, expired.failure.code) == ("first", Failure.CODE_FULL)
+            release.set()
+            await free_again(server)
+
+    run(test)
+
+
+def test_a_stream_that_ends_frees_what_was_submitted_on_it(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server:
+            async with relay(server) as router:
+                for number in range(3):
+                    sampling = Sampling(max_tokens=500, top_p=1.0, ignore_eos=True)
+                    await router.send(submit=submit(f"endless-{number}", sampling=sampling))
+                await router.event()
+            await free_again(server)
+
+    run(test)
+
+
+def test_another_incarnation_is_not_taken_for_this_one(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server, incarnation="yesterday's") as router:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await router.event()
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "yesterday's" in (refused.value.details() or "")
+
+    run(test)
+
+
+def test_draining_lets_what_runs_end_and_takes_nothing_new(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            await router.send(submit=submit("running", sampling=Sampling(max_tokens=100, top_p=1.0, ignore_eos=True)))
+            await router.event()
+            stopping = asyncio.create_task(server.stop(SECONDS))
+            await asyncio.sleep(0)
+            await router.send(submit=submit("late"))
+            ends = {event.request_id: event for event in (await router.last(), await router.last())}
+            assert ends["late"].failure.code == Failure.CODE_RETRY
+            assert ends["running"].finish == FINISH_LENGTH
+            await stopping
+
+    run(test)
