@@ -254,7 +254,7 @@ def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
     console.print("[bold green]kvrelay is ready[/]")
     console.print(f"  router     {state.router}")
     if state.dashboard:
-        console.print(f"  dashboard  {state.dashboard}   (asks for the token that `ray get-auth-token` prints)")
+        console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     console.print("  try        kvrelay generate 'def __init__(self, '")
     console.print(f"  stop       {stop}")
 

@@ -2,11 +2,13 @@
 
     python models/train.py pico-draft --minutes 10
     python models/train.py pico --minutes 65
+    python models/train.py pico --minutes 26 --continue --tests --peak-lr 7e-4
 
 One CPU thread is enough, and nothing is downloaded: the data is the standard library of the interpreter that runs this.
 The script writes a Hugging Face folder beside itself early and again every few minutes, so that an unfinished model can
 already be served, and ends with the model card. An interrupted run goes on from its last checkpoint. `--steps` in place
-of `--minutes` makes the learning rate, and so the whole run, independent of the machine's speed.
+of `--minutes` makes the learning rate, and so the whole run, independent of the machine's speed. `--continue` goes on
+from a finished model with a fresh optimizer, `--tests` with the library's own tests as further data.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sysconfig
 import time
 import tokenize
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,9 @@ WARMUP = 0.03  # of the budget
 FLOOR = 0.05  # of the peak learning rate, at the end
 FIRST_SAVE_S, SAVE_EVERY_S = 60.0, 240.0
 
-# Tests repeat themselves, tables (codecs, help topics) aren't code, lib2to3 holds Python 2, the rest isn't the library.
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+# Tables (codecs, help topics) aren't code, lib2to3 holds Python 2, the rest isn't the library.
+SKIPPED_FOLDERS = {"lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+TEST_FOLDERS = {"test", "tests", "idle_test"}  # code, but it repeats itself
 SKIPPED_PREFIX = "_sysconfigdata"  # generated, and full of the build machine's paths
 
 PROMPT = "def __init__(self,"
@@ -55,14 +59,16 @@ PROMPT = "def __init__(self,"
 # The data.
 
 
-def library_files() -> dict[str, str]:
-    """The standard library's sources by path relative to its folder, in sorted order."""
+def library_files(tests: bool = False) -> dict[str, str]:
+    """The standard library's sources, or its tests', by path relative to its folder, in sorted order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and not path.name.startswith(SKIPPED_PREFIX):
-            with tokenize.open(path) as source:
+        skipped = not SKIPPED_FOLDERS.isdisjoint(relative.parts) or path.name.startswith(SKIPPED_PREFIX)
+        if not skipped and tests != TEST_FOLDERS.isdisjoint(relative.parts):
+            # Some tests are there to be refused by the parser or the decoder.
+            with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as source:
                 files[relative.as_posix()] = source.read()
     return files
 
@@ -177,15 +183,15 @@ def learning_rate(peak: float, progress: float) -> float:
 class Training:
     """A model, its optimizer and what has been spent on them; `checkpoint` makes the three survive an interruption."""
 
-    def __init__(self, shape: Shape, seed: int, checkpoint: Path) -> None:
+    def __init__(self, shape: Shape, seed: int, peak_lr: float, checkpoint: Path) -> None:
         torch.manual_seed(seed)
-        self.shape = shape
+        self.peak_lr = peak_lr
         self.model = Llama(shape)
         self.spent = Spent()
         weights = [p for p in self.model.parameters() if p.ndim == 2]
         gains = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": weights, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=shape.peak_lr, betas=(0.9, 0.98), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98), fused=True)
         self.checkpoint = checkpoint
         if checkpoint.exists():
             state = torch.load(checkpoint, weights_only=True)
@@ -207,7 +213,7 @@ class Training:
     def step(self, ids: Tensor, progress: float) -> float:
         """One update on `ids` [rows, length + 1]; the loss in nats per token."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.shape.peak_lr, progress)
+            group["lr"] = learning_rate(self.peak_lr, progress)
         # bfloat16 matrix products are twice as fast where the CPU has AVX512_BF16; the weights stay float32.
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.model(ids[:, :-1])
@@ -278,12 +284,22 @@ def export(folder: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> No
     os.replace(partial, folder / "model.safetensors")
 
 
+def described(earlier: dict[str, Any]) -> str:
+    """A run that the model came from, in a line."""
+    bits = earlier["held_out_bits_per_byte"][str(LENGTH)]
+    return (
+        f"{earlier['steps']:,} steps, {earlier['tokens']:,} tokens of the library {earlier['tests']} its tests, peak "
+        f"learning rate {earlier['peak_learning_rate']}, {earlier['minutes']} minutes; bits per byte then: {bits}"
+    )
+
+
 def write_card(folder: Path, record: dict[str, Any], sample: str) -> None:
     """Writes `training.json` and the model card that quotes it, from `model_card.md` beside this script."""
     write_json(folder / "training.json", record)
     template = string.Template(Path(__file__).with_name("model_card.md").read_text())
     bpb = {f"bits_per_byte_{window}": value for window, value in record["held_out_bits_per_byte"].items()}
     figures = {key: f"{value:,}" if isinstance(value, int) else value for key, value in record.items()}
+    figures["before"] = described(record["earlier"]) if "earlier" in record else "none"
     write_atomically(folder / "README.md", template.substitute(figures, sample=sample, **bpb))
 
 
@@ -294,6 +310,9 @@ def main() -> None:
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("--minutes", type=float, default=65.0, help="wall time to train for")
     parser.add_argument("--steps", type=int, help="steps to train for, in place of --minutes")
+    parser.add_argument("--continue", dest="earlier", action="store_true", help="go on from the finished model")
+    parser.add_argument("--tests", action="store_true", help="train on the library's tests as well")
+    parser.add_argument("--peak-lr", type=float, help="peak learning rate, in place of the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=here, help="where the model's folder goes")
@@ -307,14 +326,22 @@ def main() -> None:
     seen = [text for path, text in files.items() if not is_held_out(path)]
     unseen = [text for path, text in files.items() if is_held_out(path)]
     tokenizer = train_tokenizer(seen)
+    if args.tests:
+        seen += [text for path, text in library_files(tests=True).items() if not is_held_out(path)]
     corpus = Corpus(tokenizer, seen, args.seed)
     held_out, held_out_bytes = token_stream(tokenizer, unseen), sum(len(text.encode()) for text in unseen)
 
-    training = Training(shape, args.seed, args.work / f"{args.name}.pt")
+    folder: Path = args.out / args.name
+    peak_lr = args.peak_lr or shape.peak_lr
+    training = Training(shape, args.seed, peak_lr, args.work / f"{args.name}.pt")
+    earlier = None
+    if args.earlier:
+        earlier = json.loads((folder / "training.json").read_text())
+        if not training.checkpoint.exists():
+            training.model.load_state_dict(load_file(folder / "model.safetensors"))
     parameters = sum(p.numel() for p in training.model.parameters())
     print(f"{args.name}: {parameters:,} parameters, {len(seen)} files, {len(corpus.stream):,} tokens an epoch")
     print(f"held out: {len(unseen)} files, {held_out_bytes:,} bytes, {len(held_out):,} tokens", flush=True)
-    folder: Path = args.out / args.name
     for _ in training.run(corpus, Budget(args.minutes, args.steps)):
         training.save()
         export(folder, training.model, shape, tokenizer)
@@ -328,6 +355,7 @@ def main() -> None:
         "parameters": parameters,
         "python": platform.python_version(),
         "seed": args.seed,
+        "tests": "with" if args.tests else "without",
         "train_files": len(seen),
         "train_bytes": sum(len(text.encode()) for text in seen),
         "train_tokens_per_epoch": len(corpus.stream),
@@ -337,7 +365,7 @@ def main() -> None:
         "minutes": round(training.spent.seconds / 60, 1),
         "tokens_per_second": round(training.spent.tokens / training.spent.seconds),
         "threads": args.threads,
-        "peak_learning_rate": shape.peak_lr,
+        "peak_learning_rate": peak_lr,
         "held_out_files": len(unseen),
         "held_out_bytes": held_out_bytes,
         "held_out_bits_per_byte": {
@@ -345,6 +373,8 @@ def main() -> None:
             for window in (LENGTH, CONTEXT)
         },
     }
+    if earlier is not None:
+        record["earlier"] = earlier
     write_card(folder, record, continue_greedily(shipped, tokenizer, PROMPT, 60))
     training.checkpoint.unlink(missing_ok=True)
     print(json.dumps(record, indent=2))

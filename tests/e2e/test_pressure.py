@@ -4,9 +4,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support.processes import process_cluster
-
 from kvrelay.client import Client
+from support.processes import process_cluster
 
 REQUESTS = 48
 TOKENS = 24

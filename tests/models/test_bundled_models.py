@@ -183,14 +183,14 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
     corpus = train.Corpus(TOKENIZER, ["def f(x):\n    return x\n" * 400], seed=0)
     budget = train.Budget(minutes=1.0, steps=6)
 
-    whole = train.Training(shape, 0, tmp_path / "whole.pt")
+    whole = train.Training(shape, 0, shape.peak_lr, tmp_path / "whole.pt")
     list(whole.run(corpus, budget))
 
-    first = train.Training(shape, 0, tmp_path / "cut.pt")
+    first = train.Training(shape, 0, shape.peak_lr, tmp_path / "cut.pt")
     for step in range(3):
         first.step(corpus.batch(step), budget.progress(step, 0.0))
     first.save()
-    second = train.Training(shape, 1, tmp_path / "cut.pt")
+    second = train.Training(shape, 1, shape.peak_lr, tmp_path / "cut.pt")
     assert second.spent.steps == 3
     list(second.run(corpus, budget))
 
