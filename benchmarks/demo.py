@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 KVRELAY = Path(sys.executable).parent / "kvrelay"
+SAMPLING = ("--max-tokens", "64", "--temperature", "0.5", "--seed", "1")
 PROMPTS = (
     "def __init__(self, ",
     "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
@@ -31,7 +32,7 @@ def main() -> int:
             return failed
         try:
             for prompt in PROMPTS:
-                failed |= kvrelay("generate", prompt, "--max-tokens", "64", "--temperature", "0", "--timeline")
+                failed |= kvrelay("generate", prompt, *SAMPLING, "--timeline")
             failed |= kvrelay("status")
         finally:
             failed |= kvrelay("down")
