@@ -15,7 +15,7 @@ class TransferConfig:
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     """How bulk bytes travel; auto takes the best that both ends can do."""
 
-    chunk_bytes: int = 4 * 2**20
+    chunk_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 16 MiB."""
 
     checksum: bool = True

@@ -1,0 +1,374 @@
+"""The KV hand-off: GB/s by size beside a bare Gloo send of the same bytes, and what of it prefill doesn't hide.
+
+    python benchmarks/transfer.py [--sizes 65536 ...] [--repeats 7] [--model FOLDER] [--out FILE]
+
+One JSON line a cell, the limit asked for beside it.
+
+    throughput   the real Exporter and Importer, two processes on loopback, the offer granted before the clock starts;
+                 all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
+                 Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
+                 hand-off (checksums on, off) and the bare send take turns, repeat by repeat.
+    exposed      the public road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
+                 from the end of prefill to the decode worker's acknowledged commit. Left out without --model, a
+                 checkpoint in bfloat16.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from torch.distributed import FileStore, ProcessGroupGloo
+
+from kvrelay.client import Client
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from kvrelay.rpc.options import server_options
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import Local, TransferStats
+from kvrelay.transfer.exporter import Exporter
+from kvrelay.transfer.gloo import GlooTransport
+from kvrelay.transfer.importer import Importer
+from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.wire import Code, Key
+
+LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
+"""Of a 1B Llama: 32 KiB a token, 512 KiB a block."""
+SIZES = [2**16, 2**20, 2**22, 2**23, 2**25, 2**27, 2**28]
+ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
+ASKED_EXPOSED_PERCENT = 5.0
+PREFILL, DECODE = ("prefill-0", "p"), ("decode-0", "d")
+HOST = "127.0.0.1"
+TIMEOUT = timedelta(seconds=60)
+KVRELAY = Path(sys.executable).parent / "kvrelay"
+
+
+@dataclass(eq=False)
+class Hold:
+    """Blocks; nobody else wants them here."""
+
+    blocks: list[int]
+
+
+@dataclass(eq=False)
+class Reservation:
+    hold: Hold
+    have_tokens: int = 0
+
+
+class Sending:
+    """The exporter's host: one hand-off at a time."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] | None = None
+
+    def release(self, hold: Hold) -> None:
+        pass
+
+    def exported(self, key: Key, stats: TransferStats) -> None:
+        if self.ended is not None:
+            self.ended.set_result(None)
+
+    def export_failed(self, key: Key, code: Code, message: str) -> None:
+        raise SystemExit(f"hand-off {key} failed: {code.value}: {message}")
+
+
+class Receiving:
+    """The importer's host: says when it has granted, and commits to nothing."""
+
+    def __init__(self, tell: Connection, blocks: int) -> None:
+        self._tell = tell
+        # Neighbours in a sequence are not neighbours in a pool that has been in use.
+        self._blocks = random.Random(1).sample(range(blocks), blocks)
+
+    async def reserve(self, key: Key) -> Reservation:
+        self._tell.send("granted")
+        return Reservation(Hold(self._blocks))
+
+    def release(self, reservation: Reservation) -> None:
+        pass
+
+    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+        pass
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        pass  # the exporter's end says it
+
+
+def bare_group(store: str, rank: int) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
+    options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+    options._threads = 1
+    options._timeout = TIMEOUT
+    return ProcessGroupGloo(FileStore(store, 2), rank, 2, options)
+
+
+def receiver(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig]) -> None:
+    """The process of the decode side, and of the bare group's rank 1."""
+    torch.set_num_threads(1)
+    asyncio.run(_receive(there, store, largest, configs))
+
+
+async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig]) -> None:
+    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
+    peers = PeerTable([Peer(*PREFILL, address="")])
+    local = Local(*DECODE, LAYOUT, "-")
+    host = Receiving(there, pool.num_blocks)
+    importers, servers, ports = [], [], []
+    for config in configs:
+        importers.append(Importer(local, pool, peers, config, {"gloo": GlooTransport(HOST)}, host))
+        servers.append(grpc.aio.server(options=server_options()))
+        add_HandoffServiceServicer_to_server(importers[-1], servers[-1])
+        ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
+        await servers[-1].start()
+        importers[-1].start()
+    there.send(ports)
+    group = await asyncio.to_thread(bare_group, store, 1)
+    into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    while (command := await asyncio.to_thread(there.recv)) is not None:
+        what, key, size = command
+        if what == "bare":
+            work = group.recv([into[:size]], 0, 1)
+            there.send("granted")
+            await asyncio.to_thread(lambda w=work: (w.wait(TIMEOUT), group.send([byte], 0, 2).wait(TIMEOUT)))
+        else:
+            importers[what].expect(key, PREFILL, range(size // LAYOUT.token_bytes))
+    for importer, server in zip(importers, servers, strict=True):
+        await importer.close()
+        await server.stop(0)
+
+
+class Sender:
+    """The prefill side, in this process."""
+
+    def __init__(
+        self, here: Connection, store: str, largest: int, configs: Sequence[TransferConfig], ports: list[int]
+    ) -> None:
+        self._here = here
+        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
+        self._pool.tensor.view(torch.uint8).random_(0, 256)
+        self._blocks = random.Random(2).sample(range(self._pool.num_blocks), self._pool.num_blocks)
+        self._group = bare_group(store, 0)
+        self._data = torch.zeros(largest, dtype=torch.uint8).random_(0, 256)
+        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._host = Sending()
+        self._count = 0
+        self._exporters = []
+        for config, port in zip(configs, ports, strict=True):
+            peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", ("gloo",))])
+            transports = {"gloo": GlooTransport(HOST)}
+            self._exporters.append(
+                Exporter(Local(*PREFILL, LAYOUT, "-"), self._pool, peers, config, transports, self._host)
+            )
+            self._exporters[-1].start()
+
+    async def _granted(self) -> None:
+        """The other end is ready, and what told so has been read here: some milliseconds are plenty."""
+        await asyncio.to_thread(self._here.recv)
+        await asyncio.sleep(0.01)
+
+    async def bare(self, size: int) -> float:
+        """Seconds for one message of `size` bytes there, and a byte back."""
+        self._here.send(("bare", None, size))
+        await self._granted()
+
+        def send() -> float:
+            start = time.perf_counter()
+            sent = self._group.send([self._data[:size]], 1, 1)
+            self._group.recv([self._byte], 1, 2).wait(TIMEOUT)
+            sent.wait(TIMEOUT)
+            return time.perf_counter() - start
+
+        return await asyncio.to_thread(send)
+
+    async def handoff(self, which: int, size: int) -> float:
+        """Seconds from the news that all of the prompt is computed to the acknowledgement."""
+        self._count += 1
+        key, tokens = (f"r{self._count}", 1), range(size // LAYOUT.token_bytes)
+        exporter = self._exporters[which]
+        self._host.ended = asyncio.get_running_loop().create_future()
+        self._here.send((which, key, size))
+        exporter.begin(key, DECODE, tokens)
+        await self._granted()
+        start = time.perf_counter()
+        exporter.finished(key, 7, Hold(self._blocks[: LAYOUT.blocks_for(len(tokens))]))
+        await self._host.ended
+        return time.perf_counter() - start
+
+    async def close(self) -> None:
+        for exporter in self._exporters:
+            await exporter.close()
+        self._here.send(None)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    cells = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in cells.items()} | {"n": len(values)}
+
+
+async def measure(sender: Sender, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    cells = []
+    for size in sizes:
+        kinds: dict[str, Callable[[], Any]] = {
+            "bare": lambda size=size: sender.bare(size),
+            "checksums on": lambda size=size: sender.handoff(0, size),
+            "checksums off": lambda size=size: sender.handoff(1, size),
+        }
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for repeat in range(repeats + 2):
+            # Others use the machine too: each kind goes first in turn, so that none always meets the same neighbour.
+            names = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
+            for kind in names:
+                took = await kinds[kind]()
+                if repeat >= 2:
+                    seconds[kind].append(took)
+        bare = statistics.median(seconds["bare"])
+        asked = ASKED_RATIO if size >= ASKED_FROM_BYTES else None
+        for kind, times in seconds.items():
+            cell: dict[str, Any] = {"part": "throughput", "bytes": size, "kind": kind}
+            cell["GB/s"] = spread([size / each / 1e9 for each in times])
+            if kind != "bare":
+                cell["of_bare"] = round(bare / statistics.median(times), 3)
+                cell["of_bare_by_repeat"] = spread(
+                    [mine / each for mine, each in zip(seconds["bare"], times, strict=True)]
+                )
+                cell["asked"] = asked if kind == "checksums on" else None
+            print(json.dumps(cell), flush=True)
+            cells.append(cell)
+    return cells
+
+
+def throughput(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    on = TransferConfig(chunk_bytes=chunk_bytes)
+    configs = [on, replace(on, checksum=False)]
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder:
+        store = str(Path(folder) / "store")
+        process = context.Process(target=receiver, args=(there, store, max(sizes), configs), daemon=True)
+        process.start()
+        there.close()
+
+        async def run() -> list[dict[str, Any]]:
+            sender = Sender(here, store, max(sizes), configs, here.recv())
+            cells = await measure(sender, sizes, repeats)
+            await sender.close()
+            return cells
+
+        try:
+            cells = asyncio.run(run())
+            process.join(30)
+            return cells
+        finally:
+            process.kill()
+            process.join()
+
+
+def kvrelay(*arguments: str) -> str:
+    return subprocess.run([KVRELAY, *arguments], check=True, capture_output=True, text=True, timeout=180).stdout
+
+
+@contextmanager
+def cluster(model: Path) -> Iterator[str]:
+    """One prefill and one decode worker on `model`; the router's address."""
+    with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as state:
+        os.environ["KVRELAY_STATE_DIR"] = state
+        kvrelay("up", "--detach", "--grpc-port", "0", "--model", str(model), "--dtype", "bfloat16")
+        try:
+            yield str(json.loads(kvrelay("status", "--json"))["router"])
+        finally:
+            kvrelay("down")
+
+
+def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    cells = []
+    rng = random.Random(0)
+    with cluster(model) as target, Client(target) as client:
+        for length in lengths:
+            timelines = []
+            for _ in range(repeats + 1):
+                prompt = rng.choices(range(2, 4000), k=length)
+                done = client.complete(prompt, max_tokens=2, temperature=0.0, ignore_eos=True, timeout=120)
+                timelines.append(done.timeline)
+            seen = timelines[1:]
+            share = [100 * each.handoff_seconds / each.prefill_seconds for each in seen]
+            cell = {
+                "part": "exposed",
+                "tokens": length,
+                "bytes": seen[0].transfer_bytes,
+                "handoff_ms": spread([each.handoff_seconds * 1e3 for each in seen], 2),
+                "prefill_ms": spread([each.prefill_seconds * 1e3 for each in seen], 1),
+                "percent_of_prefill": spread(share, 2),
+                "asked": ASKED_EXPOSED_PERCENT if length >= 2048 else None,
+            }
+            print(json.dumps(cell), flush=True)
+            cells.append(cell)
+    return cells
+
+
+def gpu_parts() -> list[dict[str, Any]]:
+    """What this script does not measure, and why."""
+    found = torch.cuda.device_count()
+    note = "no GPU" if found == 0 else f"{found} GPU found; this script measures CPU links only"
+    cells = [{"part": part, "skipped": note} for part in ("nccl", "cuda_ipc")]
+    for cell in cells:
+        print(json.dumps(cell))
+    return cells
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().chunk_bytes)
+    parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    wrong = [size for size in args.sizes if size < 1 or size % LAYOUT.token_bytes]
+    if wrong:
+        parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
+    cells = throughput(args.sizes, args.repeats, args.chunk_bytes) if args.sizes else []
+    cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
+    cells += gpu_parts()
+    if args.out is not None:
+        results = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {cpu_name()}",
+            "load_at_end": round(os.getloadavg()[0], 2),
+            "versions": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "xxhash")}
+            | {"python": platform.python_version()},
+            "chunk_bytes": args.chunk_bytes,
+            "cells": cells,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
