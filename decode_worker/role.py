@@ -26,6 +26,7 @@ from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_s
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Submit
 from kvrelay.transfer.control import TransferStats
+from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.importer import Importer
 from kvrelay.transfer.wire import Code
 from kvrelay.worker.handoff import HandoffRole
@@ -72,7 +73,9 @@ class DecodeRole(HandoffRole):
         request = self.worker.request(key)
         if request is None:
             return None
-        return await self.worker.thread.call(lambda: self.worker.engine.scheduler.reserve(request))
+        reservation = await self.worker.thread.call(lambda: self.worker.engine.scheduler.reserve(request))
+        failpoint("decode.after_reserve", key)
+        return reservation
 
     def release(self, reservation: Reservation) -> None:
         self.worker.thread.post(reservation.release)
@@ -80,6 +83,7 @@ class DecodeRole(HandoffRole):
         self._importer.room_changed()
 
     def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+        failpoint("decode.before_commit", key)
         request = self.worker.request(key)
         if request is None:
             self.release(reservation)
@@ -93,6 +97,7 @@ class DecodeRole(HandoffRole):
             if first_token >= vocab_size:
                 raise ValueError(f"first_token is {first_token}; allowed: 0 to {vocab_size - 1}")
             self.worker.engine.scheduler.resume(request, first_token, reservation.hold)
+            failpoint("decode.after_commit", request.key)
         except ValueError as error:
             reservation.release()
             self.worker.loop.call_soon_threadsafe(self.worker.fail, request.key, Failure.CODE_INTERNAL, str(error))

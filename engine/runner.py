@@ -40,6 +40,9 @@ class Runner(Protocol):
     @property
     def pool(self) -> KVPool: ...
 
+    def warm_up(self) -> None:
+        """Runs what makes first steps slow, before there are sequences."""
+
     def run(self, plan: StepPlan) -> StepOutput:
         """Computes the plan's tokens, writes their KV and samples where asked.
 

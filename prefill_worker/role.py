@@ -38,6 +38,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.exporter import Exporter
+from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.wire import Code
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import Key, WorkerServer
@@ -91,6 +92,7 @@ class PrefillRole(HandoffRole):
         """Begins the hand-off, once: a sequence that was preempted starts again."""
         peer = self._peer_of.pop(request.key, None)
         if peer is not None:
+            failpoint("prefill.before_offer", request.key)
             self._exporter.begin(request.key, peer, request.tokens)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
@@ -103,6 +105,8 @@ class PrefillRole(HandoffRole):
         request = step.sequence.request
         soon = self.worker.loop.call_soon_threadsafe
         if step.token is None and step.error is None:
+            chunk = (step.computed - 1) // self.worker.config.engine.max_batch_tokens
+            failpoint("prefill.after_chunk", request.key, chunk=chunk)
             done = self._shipped.get(request.key, 0)
             whole = step.computed // self.worker.runner.layout.block_size
             # After a preemption the same blocks' worth is computed again: what was shipped then is as good.
@@ -113,6 +117,7 @@ class PrefillRole(HandoffRole):
             return
         self._shipped.pop(request.key, None)
         if step.hold is not None and step.token is not None:
+            failpoint("prefill.after_finish", request.key)
             soon(self._exporter.finished, request.key, step.token, step.hold)
         else:
             soon(self._exporter.cancel, request.key)
@@ -124,6 +129,7 @@ class PrefillRole(HandoffRole):
         self.worker.refresh_load()
 
     def exported(self, key: Key, stats: TransferStats) -> None:
+        failpoint("prefill.after_ack", key)
         report = TransferReport(
             transfer_seconds=stats.transfer_seconds,
             handoff_seconds=stats.handoff_seconds,

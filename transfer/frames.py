@@ -10,8 +10,12 @@ import torch
 import xxhash
 
 from kvrelay.transfer.events import Frame, Outcome
+from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.transport import Link, Pending
 from kvrelay.transfer.wire import Key, Push
+
+DUPLICATE_SECONDS = 3.0
+"""For the first of the two frames that a failpoint makes of one."""
 
 
 class KVBytes(Protocol):
@@ -98,8 +102,22 @@ class SendJob:
         finally:
             self._on_read()
         digest = checksum(data) if self._verify else 0
-        self._announce(Push(*self._key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, digest))
-        return link.send(data)
+        push = Push(*self._key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, digest)
+        fault = failpoint("transfer.frame", self._key, index=frame.index)
+        if fault is not None and fault.action == "drop":
+            return None
+        damage = failpoint("transfer.frame_bytes", self._key, index=frame.index)
+        if damage is not None:
+            damage.spoil(data)
+        self._announce(push)
+        if failpoint("transfer.frame_announced", self._key, index=frame.index) is not None:
+            return None
+        pending = link.send(data)
+        if fault is not None:
+            pending.wait(DUPLICATE_SECONDS)
+            self._announce(push)
+            pending = link.send(data)
+        return pending
 
     def done(self, buffer: torch.Tensor) -> None:
         pass
@@ -114,6 +132,7 @@ class ReceiveJob:
 
     def __init__(
         self,
+        key: Key,
         frame: Frame,
         expected: int | None,
         guard: Guard,
@@ -121,6 +140,7 @@ class ReceiveJob:
         on_end: Callable[[Outcome], None],
     ) -> None:
         """`expected` is the announced checksum, None to take the bytes as they come; `on_end` is called once."""
+        self._key = key
         self._frame = frame
         self._expected = expected
         self._guard = guard
@@ -133,6 +153,9 @@ class ReceiveJob:
 
     def done(self, buffer: torch.Tensor) -> None:
         data = buffer[: self._frame.nbytes]
+        damage = failpoint("decode.after_frame", self._key, index=self._frame.index)
+        if damage is not None:
+            damage.spoil(data)
         intact = self._expected is None or checksum(data) == self._expected
         if not self._guard.enter():
             return

@@ -253,6 +253,7 @@ class Importer(HandoffServiceServicer):
     def _receive(self, attempt: _Attempt, frame: Frame, checksum: int) -> None:
         guard = attempt.guards[frame] = Guard()
         job = ReceiveJob(
+            attempt.machine.key,
             frame,
             checksum if self._config.checksum else None,
             guard,
@@ -262,6 +263,9 @@ class Importer(HandoffServiceServicer):
         self._links.submit(attempt.peer, frame.epoch, job)
 
     def _on_frame_ended(self, attempt: _Attempt, frame: Frame, outcome: Outcome) -> None:
+        if outcome is Outcome.CORRUPT and self._links.epoch(attempt.peer) == frame.epoch:
+            # The bytes may have been another frame's; then every later frame would be taken for the one before it.
+            self._links.close(attempt.peer, "a frame failed its checksum")
         self._feed(attempt, FrameEnded(frame, outcome))
 
     def _stats(self, attempt: _Attempt) -> TransferStats:

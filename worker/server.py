@@ -12,20 +12,21 @@ its Submit until its last event has been handed to its router's stream, or until
 import asyncio
 import logging
 import os
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
-from kvrelay.engine.runner import ModelRunner
+from kvrelay.engine.runner import Runner
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -63,7 +64,8 @@ logger = logging.getLogger(__name__)
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
 Key = tuple[str, int]
 
-SWITCH_INTERVAL_SECONDS = 0.0002
+Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Engine, Runner]]
+"""Makes the engine of a worker, and its runner; as `build_engine`."""
 
 
 @dataclass(slots=True)
@@ -84,11 +86,13 @@ class WorkerServer:
         config: WorkerConfig,
         role: Callable[["WorkerServer"], Role] = Role,
         observer: Callable[[Load], None] | None = None,
+        build: Build = build_engine,
     ) -> None:
         self.config = config
         self.incarnation = uuid.uuid4().hex
         self.role = role(self)
         self._observer = observer
+        self._build = build
         self._state: MemberState = MEMBER_STATE_STARTING
         self._loaded = 0.0
         self._load = Load()
@@ -98,7 +102,7 @@ class WorkerServer:
         self._port = 0
         self._server: grpc.aio.Server | None = None
         self._engine: Engine | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
         self._thread: EngineThread | None = None
         self._attendance: Attendance | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
@@ -118,9 +122,6 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         self.loop = asyncio.get_running_loop()
-        # The engine thread gives the interpreter up every 5 ms by default, which is several steps of a small model:
-        # tokens would wait that long, more than once each, for the event loop to get a turn.
-        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
         self._failure: asyncio.Future[BaseException] = self.loop.create_future()
         folder = resolve(self.config.model)
         self._server = self._bind()
@@ -130,7 +131,7 @@ class WorkerServer:
             )
             self._attendance.start()
         engine, runner = await asyncio.to_thread(
-            build_engine, folder, self.config.dtype, self.config.engine, self._on_loaded
+            self._build, folder, self.config.dtype, self.config.engine, self._on_loaded
         )
         await asyncio.to_thread(runner.warm_up)
         self._engine, self._runner = engine, runner
@@ -219,7 +220,7 @@ class WorkerServer:
         return self._engine
 
     @property
-    def runner(self) -> ModelRunner:
+    def runner(self) -> Runner:
         if self._runner is None:
             raise RuntimeError("the worker has not started")
         return self._runner

@@ -141,6 +141,9 @@ class HashRunner:
         self.pool = HashPool(layout, num_blocks)
         self.steps = 0
 
+    def warm_up(self) -> None:
+        pass
+
     def run(self, plan: StepPlan) -> StepOutput:
         check_plan(plan, self.layout.block_size, self.pool.num_blocks)
         self.steps += 1

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import grpc
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
     GetStatusRequest,
     GetStatusResponse,
     MemberStatus,
@@ -44,9 +45,11 @@ def wait_until(
 class Process:
     """One `python -m` server; its stderr goes to `log`."""
 
-    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+    def __init__(self, module: str, arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
         self.log = log
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)]
+        path = os.pathsep.join(filter(None, paths))
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | variables
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -94,13 +97,32 @@ class ProcessCluster:
     supervisor: str = ""
     router: str = ""
     processes: dict[str, Process] = field(default_factory=dict)
+    started: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """What each process was started with."""
 
-    def start(self, name: str, module: str, config: dict[str, Any]) -> Process:
+    def start(
+        self, name: str, module: str, config: dict[str, Any], variables: Mapping[str, str] | None = None
+    ) -> Process:
         path = self.folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        process = Process(module, ["--config", str(path)], self.folder / f"{name}.log")
+        process = Process(module, ["--config", str(path)], self.folder / f"{name}.log", variables or {})
         self.processes[name] = process
+        self.started[name] = module, config, variables
         return process
+
+    def replace(self, name: str) -> None:
+        """Starts a new incarnation of a worker that has ended, and waits until it is ready."""
+        old = self.processes[name]
+        old.popen.communicate(timeout=STOP_SECONDS)
+        self.start(name, *self.started[name]).address()
+        wait_until(
+            lambda: (
+                self.member(name).member.state == MEMBER_STATE_READY
+                and self.member(name).member.pid == self.processes[name].pid
+            ),
+            f"{name} ready again",
+            START_SECONDS,
+        )
 
     def status(self) -> GetStatusResponse:
         with grpc.insecure_channel(self.supervisor) as channel:
@@ -109,11 +131,12 @@ class ProcessCluster:
     def member(self, name: str) -> MemberStatus:
         return next(status for status in self.status().members if status.member.name == name)
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
-        """Waits until no live worker holds a block or a request."""
+    def wait_idle(self, seconds: float = 5.0, but: Collection[str] = ()) -> None:
+        """Waits until no live worker, `but` those, holds a block or a request."""
 
         def idle() -> bool:
-            live = [status for status in self.status().members if status.member.state != MEMBER_STATE_DEAD]
+            members = [status for status in self.status().members if status.member.name not in but]
+            live = [status for status in members if status.member.state != MEMBER_STATE_DEAD]
             loads = [status.load for status in live if status.load.blocks.total]
             return bool(loads) and all(
                 load.blocks.held == 0
@@ -127,6 +150,10 @@ class ProcessCluster:
 
     def stop(self) -> None:
         failures = []
+        for name, process in self.processes.items():
+            if name != "supervisor" and process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGCONT)
+                process.popen.terminate()
         for process in reversed(self.processes.values()):
             try:
                 process.stop()
@@ -149,8 +176,13 @@ def process_cluster(
     colocated: int = 0,
     worker: dict[str, Any] | None = None,
     router: dict[str, Any] | None = None,
+    modules: Mapping[str, str] = MODULES,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[ProcessCluster]:
-    """A ready cluster on free ports, stopped in the end. `worker` and `router` are further options."""
+    """A ready cluster on free ports, stopped in the end.
+
+    `worker` and `router` are further options, `variables` the workers' further environment.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder)
     try:
@@ -160,7 +192,7 @@ def process_cluster(
             for index in range(count):
                 name = f"{role}-{index}"
                 options = {"name": name, "role": role, "model": str(model), "supervisor": cluster.supervisor}
-                cluster.start(name, MODULES[role], {**options, "dtype": "float32", **(worker or {})})
+                cluster.start(name, modules[role], {**options, "dtype": "float32", **(worker or {})}, variables)
         options = {"name": "router-0", "model": str(model), "grpc_port": 0, "supervisor": cluster.supervisor}
         cluster.start("router-0", "kvrelay.router", {**options, **(router or {})})
         cluster.router = cluster.processes["router-0"].address()

@@ -100,7 +100,7 @@ def send_job(guard: Guard, said: list[object]) -> SendJob:
 
 
 def receive_job(guard: Guard, expected: int | None, said: list[object]) -> ReceiveJob:
-    return ReceiveJob(FRAME, expected, guard, lambda data: said.append(data.tolist()), said.append)
+    return ReceiveJob(("r", 1), FRAME, expected, guard, lambda data: said.append(data.tolist()), said.append)
 
 
 def test_a_frame_is_announced_with_the_checksum_of_what_is_sent() -> None:
