@@ -117,7 +117,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._told = -1
         self._stopping = False
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # Life.
 
     @property
     def address(self) -> str:
@@ -179,7 +179,7 @@ class SupervisorServer(SupervisorServiceServicer):
         ]
         return Startup(self.membership.ready, routers[0] if routers else "", progress)
 
-    # ---- members' processes --------------------------------------------------------------------------------------
+    # Members' processes.
 
     async def _keep(self, name: str, launcher: Launcher) -> None:
         """One process of this name after another."""
@@ -236,7 +236,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._tasks[key] = asyncio.create_task(work, name=key)
         self._tasks[key].add_done_callback(done)
 
-    # ---- SupervisorService ---------------------------------------------------------------------------------------
+    # SupervisorService.
 
     def _tell(self) -> None:
         """Wakes every attending stream when the membership has changed."""

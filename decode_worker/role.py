@@ -67,7 +67,7 @@ class DecodeRole(HandoffRole):
     def on_step(self, progress: Sequence[Progress]) -> None:
         self.worker.loop.call_soon_threadsafe(self._importer.room_changed)
 
-    # ---- ImportHost ----------------------------------------------------------------------------------------------
+    # ImportHost.
 
     async def reserve(self, key: Key) -> Reservation | None:
         request = self.worker.request(key)

@@ -122,7 +122,7 @@ class PrefillRole(HandoffRole):
         else:
             soon(self._exporter.cancel, request.key)
 
-    # ---- ExportHost ----------------------------------------------------------------------------------------------
+    # ExportHost.
 
     def release(self, hold: Hold) -> None:
         self.worker.thread.post(hold.release)

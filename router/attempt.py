@@ -121,7 +121,7 @@ class Attempt:
         for part in self._parts:
             part.link.outstanding_tokens += part.claim
 
-    # ---- towards the workers -----------------------------------------------------------------------------------
+    # Towards the workers.
 
     @property
     def prefill_worker(self) -> str:
@@ -190,7 +190,7 @@ class Attempt:
     def _parts(self) -> tuple[_Part, ...]:
         return (self._prefill,) if self._decode is None else (self._prefill, self._decode)
 
-    # ---- towards the session -----------------------------------------------------------------------------------
+    # Towards the session.
 
     @property
     def transferring(self) -> bool:
@@ -224,7 +224,7 @@ class Attempt:
             self.failure = AttemptFailure(code, message, blamed, lost=lost is not None)
         self._wake.set()
 
-    # ---- Listener ------------------------------------------------------------------------------------------------
+    # Listener.
 
     def on_event(self, link: WorkerLink, event: RequestEvent) -> None:
         part = next(part for part in self._parts if part.link is link)

@@ -73,7 +73,7 @@ class InferenceFace:
             },
         )
 
-    # ---- Generate ------------------------------------------------------------------------------------------------
+    # Generate.
 
     async def _generate(
         self,
@@ -154,7 +154,7 @@ class InferenceFace:
         if self._observer is not None:
             self._observer(record)
 
-    # ---- the others ----------------------------------------------------------------------------------------------
+    # The others.
 
     def _answering(
         self, answer: Callable[[RequestT], Awaitable[ResponseT]]

@@ -137,7 +137,7 @@ class RouterServer:
             reason = f"{self.config.name} {self.incarnation} was declared dead by the supervisor"
             self._failure.set_result(RuntimeError(reason))
 
-    # ---- health --------------------------------------------------------------------------------------------------
+    # Health.
 
     def _on_change(self) -> None:
         """One task at a time sets the health, so that the last change wins."""

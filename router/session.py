@@ -125,7 +125,7 @@ class Session:
         finally:
             attempt.close()
 
-    # ---- one attempt -------------------------------------------------------------------------------------------
+    # One attempt.
 
     def _choose(self) -> Placement | None:
         left = self._request.sampling.max_tokens - self.completion_tokens
@@ -196,7 +196,7 @@ class Session:
             return self._journal.received + config.first_token_timeout_seconds
         return self._progress + config.idle_timeout_seconds
 
-    # ---- the end -------------------------------------------------------------------------------------------------
+    # The end.
 
     async def _end(self, attempt: Attempt, piece: Piece, finish: Finish, write: Write) -> None:
         """Ends the request on its workers, and writes the last tokens and the last message: one, where possible."""
@@ -249,7 +249,7 @@ class Session:
             self._journal.first_sent = now
         self._journal.last_sent = self._progress = now
 
-    # ---- another attempt -----------------------------------------------------------------------------------------
+    # Another attempt.
 
     async def _again(self, failed: Attempt) -> Attempt:
         """Places the request anew after a failed attempt.

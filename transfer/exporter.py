@@ -120,7 +120,7 @@ class Exporter:
         self._links = LinkManager(config.max_links)
         self._renewed = 0.0
 
-    # ---- the worker's side: all on the event loop ----------------------------------------------------------------
+    # The worker's side: all on the event loop.
 
     def start(self) -> None:
         """Begins to watch deadlines."""
@@ -219,7 +219,7 @@ class Exporter:
             await stream.closed()
         await self._links.shut_down(2 * self._config.frame_timeout_seconds + 1.0)
 
-    # ---- machines ------------------------------------------------------------------------------------------------
+    # Machines.
 
     def _fail_soon(self, key: Key, code: Code, message: str) -> None:
         self._loop.call_soon(self._host.export_failed, key, code, message)
@@ -288,7 +288,7 @@ class Exporter:
                 keys = [attempt.machine.key for attempt in self._on(stream) if not attempt.machine.state.over]
                 stream.outbox.put(*renewals(keys))
 
-    # ---- streams -------------------------------------------------------------------------------------------------
+    # Streams.
 
     def _on_message(self, stream: OutgoingStream, message: Message) -> None:
         match message:
@@ -325,7 +325,7 @@ class Exporter:
         for attempt in self._on(stream):
             self._feed(attempt, PeerLost(code, message))
 
-    # ---- links ---------------------------------------------------------------------------------------------------
+    # Links.
 
     def _dial(self, stream: OutgoingStream) -> tuple[Code, str] | None:
         """Begins to make a link of the next epoch; the reason where that can't be."""

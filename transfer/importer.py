@@ -127,7 +127,7 @@ class Importer(HandoffServiceServicer):
         self._reserving: set[asyncio.Task[None]] = set()
         self._renewed = 0.0
 
-    # ---- the worker's side: all on the event loop ----------------------------------------------------------------
+    # The worker's side: all on the event loop.
 
     def start(self) -> None:
         """Begins to watch deadlines."""
@@ -204,7 +204,7 @@ class Importer(HandoffServiceServicer):
             await asyncio.wait(self._reserving)
         await self._links.shut_down(2 * self._config.frame_timeout_seconds + 1.0)
 
-    # ---- machines ------------------------------------------------------------------------------------------------
+    # Machines.
 
     def _feed(self, attempt: _Attempt, event: ReceiverEvent) -> None:
         self._apply(attempt, attempt.machine.on(event, now()))
@@ -290,7 +290,7 @@ class Importer(HandoffServiceServicer):
     def _on(self, stream: IncomingStream) -> list[_Attempt]:
         return [attempt for attempt in self._attempts.values() if attempt.stream is stream]
 
-    # ---- room ----------------------------------------------------------------------------------------------------
+    # Room.
 
     def _reserve(self, attempt: _Attempt) -> None:
         key = attempt.machine.key
@@ -322,7 +322,7 @@ class Importer(HandoffServiceServicer):
         if self._room.leave(key):
             self.room_changed()
 
-    # ---- streams -------------------------------------------------------------------------------------------------
+    # Streams.
 
     async def Control(
         self,
@@ -426,7 +426,7 @@ class Importer(HandoffServiceServicer):
         if attempt is not None:
             self._apply(attempt, actions)
 
-    # ---- links ---------------------------------------------------------------------------------------------------
+    # Links.
 
     def _on_dial(self, stream: IncomingStream, epoch: int, name: str) -> None:
         peer = stream.peer

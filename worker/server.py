@@ -107,7 +107,7 @@ class WorkerServer:
         self._attendance: Attendance | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # Life.
 
     @property
     def address(self) -> str:
@@ -206,7 +206,7 @@ class WorkerServer:
             self._observer(self._load)
         return member, self._load
 
-    # ---- what the role works with ------------------------------------------------------------------------------
+    # What the role works with.
 
     @property
     def started(self) -> bool:
@@ -274,7 +274,7 @@ class WorkerServer:
         self._release(key)
         self.send(event, last=True)
 
-    # ---- RelayHost ---------------------------------------------------------------------------------------------
+    # RelayHost.
 
     def hello(self) -> WorkerHello:
         info = model_info(self.runner.spec)
@@ -338,7 +338,7 @@ class WorkerServer:
         if not self._live:
             self._idle.set()
 
-    # ---- engine thread -----------------------------------------------------------------------------------------
+    # Engine thread.
 
     def _on_step(self, progress: Sequence[Progress]) -> None:
         events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
@@ -356,7 +356,7 @@ class WorkerServer:
             computed_tokens=self.engine.computed_tokens,
         )
 
-    # ---- event loop again --------------------------------------------------------------------------------------
+    # Event loop again.
 
     def _set_load(self, load: Load) -> None:
         """Told at once where something ended: who waits for free blocks should not wait for a heartbeat."""

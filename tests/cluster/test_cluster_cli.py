@@ -58,7 +58,7 @@ def fails(code: int, pattern: str, *arguments: str) -> None:
     assert re.search(pattern, result.stderr), result.stderr
 
 
-# ---- what was typed can't be used ------------------------------------------------------------------------------------
+# What was typed can't be used.
 
 
 def test_help_names_every_command() -> None:
@@ -124,7 +124,7 @@ def test_a_prompt_that_is_not_utf8() -> None:
     assert result.stderr == b"kvrelay: Invalid value for PROMPT: character 3 is the byte 0xe9, not UTF-8\n"
 
 
-# ---- nothing is running ----------------------------------------------------------------------------------------------
+# Nothing is running.
 
 
 def test_nothing_is_running() -> None:
@@ -152,7 +152,7 @@ def test_a_cluster_that_ended_without_us_is_no_obstacle(state_folder: Path) -> N
     assert not (state_folder / "cluster.json").exists()
 
 
-# ---- the configuration -----------------------------------------------------------------------------------------------
+# The configuration.
 
 
 def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> Non
     assert schema["properties"].keys() == yaml.safe_load(shown.stdout).keys()
 
 
-# ---- generate --------------------------------------------------------------------------------------------------------
+# Generate.
 
 
 class FakeRouter(InferenceServiceServicer):

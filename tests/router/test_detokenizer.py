@@ -84,7 +84,7 @@ def test_added_tokens_are_their_text_and_special_ones_have_none() -> None:
     assert incremental(BYTE_LEVEL_BYTES, ids) == ["<tool>", "", " x y ", "", ""]
 
 
-# ---- stop strings ----------------------------------------------------------------------------------------------------
+# Stop strings.
 
 LETTERS = "ab"
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4)

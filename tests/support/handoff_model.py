@@ -106,7 +106,7 @@ class Model:
         self.acknowledged = 0
         self._receiver_on(LinkUp(1))
 
-    # ---- plumbing ------------------------------------------------------------------------------------------------
+    # Plumbing.
 
     def _sender_on(self, event: SenderEvent) -> None:
         self._sender_do(self.sender.on(event, self.now))
@@ -174,7 +174,7 @@ class Model:
         side.holds.append(hold)
         return hold
 
-    # ---- the steps -----------------------------------------------------------------------------------------------
+    # The steps.
 
     def steps(self) -> dict[str, Callable[[], None]]:
         """What may happen next."""
@@ -289,7 +289,7 @@ class Model:
         if queue:
             del queue[index % len(queue)]
 
-    # ---- what must hold ------------------------------------------------------------------------------------------
+    # What must hold.
 
     def check(self) -> None:
         for side, machine in ((self.left, self.sender), (self.right, self.receiver)):

@@ -118,7 +118,7 @@ def test_without_faults_every_order_of_steps_commits(seed: int) -> None:
     model.settle()
 
 
-# ---- the sender's rows -----------------------------------------------------------------------------------------------
+# The sender's rows.
 
 
 def granted(now: float = 0.0) -> Sender:
@@ -252,7 +252,7 @@ def test_sender_refuses_a_grant_that_cannot_be(have: int, limit: int) -> None:
     assert any(isinstance(action, Failed) and action.code is Code.PROTOCOL for action in actions)
 
 
-# ---- the receiver's rows ---------------------------------------------------------------------------------------------
+# The receiver's rows.
 
 
 def receiving(have: int = 0) -> tuple[Receiver, Held]:
