@@ -3,6 +3,9 @@
 The only file that touches torch's private oneDNN operators. Against `F.linear`, prepacked weights are 2 to 3 times
 faster in float32 at any number of rows, and in bfloat16 up to 2.5 times at up to 32 rows and even above. Where torch
 or the CPU lacks the operators, `F.linear` takes over.
+
+oneDNN compiles and keeps code for each number of rows that it meets, a few hundred kilobytes each. So rows are padded
+to a multiple of ROWS: a worker's memory would grow by hundreds of megabytes as prompts of every length come by.
 """
 
 from collections.abc import Callable
@@ -11,6 +14,9 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+ROWS = 16
+"""Rows of a product are padded to a multiple of this; fewer rows are taken as they are."""
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -26,8 +32,10 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     run = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(x: Tensor) -> Tensor:
-        out: Tensor = run(x, packed, bias, "none", [], "")
-        return out
+        rows = x.shape[0]
+        missing = -rows % ROWS if rows > ROWS else 0
+        out: Tensor = run(functional.pad(x, (0, 0, 0, missing)) if missing else x, packed, bias, "none", [], "")
+        return out[:rows] if missing else out
 
     return apply
 
