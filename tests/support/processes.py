@@ -45,11 +45,13 @@ def wait_until(
 class Process:
     """One `python -m` server; its stderr goes to `log`."""
 
-    def __init__(self, module: str, arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)]
         path = os.pathsep.join(filter(None, paths))
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | variables
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(variables or {})
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
