@@ -11,15 +11,12 @@ class Lifetime:
     """Seconds on this machine's monotonic clock; None until it happened. Never compared across machines.
 
     submitted -> scheduled -> first_token -> finished
-                 push_started -------------> acknowledged        (prefill's side of a hand-off)
-    expected  -> committed -> scheduled ...                      (decode's side)
+    submitted -> committed -> scheduled ...               (KV that came from another worker)
     """
 
     submitted: float = field(default_factory=now)
     scheduled: float | None = None
     first_token: float | None = None
-    push_started: float | None = None
-    acknowledged: float | None = None
     committed: float | None = None
     finished: float | None = None
 
@@ -35,12 +32,3 @@ class Lifetime:
     @property
     def prefill_seconds(self) -> float:
         return self.between(self.scheduled, self.first_token)
-
-    @property
-    def transfer_seconds(self) -> float:
-        return self.between(self.push_started, self.acknowledged)
-
-    @property
-    def handoff_seconds(self) -> float:
-        """The part of the transfer that no compute hid: end of prefill to acknowledgement."""
-        return self.between(self.first_token, self.acknowledged)

@@ -152,6 +152,16 @@ class Scheduler:
         """A further hold of blocks [first, end) of a sequence's table, for whoever ships them while it goes on."""
         return self._pool.share(sequence.hold.blocks[first:end], _name("export", sequence.request))
 
+    def check_integrity(self) -> None:
+        """Recounts every block and its holds; takes O(pool).
+
+        Raises:
+            IntegrityError: a block is lost, or in two states; names blocks and owners.
+        """
+        self._pool.check_integrity()
+        if self._prefix is not None:
+            self._prefix.check_integrity()
+
     @property
     def has_work(self) -> bool:
         """Whether a sequence is here. `plan` may be None even so: all of them wait for blocks that others hold."""

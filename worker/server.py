@@ -68,6 +68,10 @@ Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Eng
 """Makes the engine of a worker, and its runner; as `build_engine`."""
 
 
+CHECK_SECONDS = 10.0
+"""Between two recounts of the block pool, which take a moment where it is large."""
+
+
 @dataclass(slots=True)
 class Live:
     """A request that this worker has, from its Submit to its last event."""
@@ -99,6 +103,7 @@ class WorkerServer:
         self._live: dict[Key, Live] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self._checked = 0.0
         self._port = 0
         self._server: grpc.aio.Server | None = None
         self._engine: Engine | None = None
@@ -336,7 +341,14 @@ class WorkerServer:
         if live.expiry is not None:
             live.expiry.cancel()
         if not self._live:
-            self._idle.set()
+            self._on_idle()
+
+    def _on_idle(self) -> None:
+        """Has the blocks recounted, now and then: a leak ends this process instead of slowly filling its pool."""
+        self._idle.set()
+        if self.loop.time() - self._checked >= CHECK_SECONDS:
+            self._checked = self.loop.time()
+            self.thread.post(self.engine.scheduler.check_integrity)
 
     # Engine thread.
 
