@@ -1,4 +1,4 @@
-"""The operations that a model is written in. A module with these functions is a backend: `reference`, `cpu.ops`."""
+"""The operations that a model is written in. A module with these functions is a backend: `cpu.ops`, `gpu_ops`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +16,5 @@ class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
-
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...

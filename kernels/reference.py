@@ -52,7 +52,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def paged_attention(
-    query: Tensor, pool: Tensor, layer: int, blocks: list[int], context: int, window: int = 0
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    blocks: list[int],
+    context: int,
+    window: int = 0,
+    precision: torch.dtype = torch.float32,
 ) -> Tensor:
     """Causal attention of one sequence's last T tokens over its paged KV, theirs included.
 
@@ -61,26 +67,27 @@ def paged_attention(
 
     Args:
         query: [T, H, D].
-        pool: [block, layer, k|v, slot, Hkv, D].
+        pool: [block, layer, k|v, slot, Hkv, D]; one that is HND as the view `pool.transpose(3, 4)`.
         blocks: the sequence's block table.
         context: tokens of the sequence that are in the pool.
         window: keys that a query sees, itself included; 0 for all.
+        precision: to compute in.
 
     Returns:
         [T, H, D].
     """
     tokens, heads, _ = query.shape
-    keys, values = pool[blocks, layer].float().transpose(0, 1).flatten(1, 2)[:, :context]
+    keys, values = pool[blocks, layer].to(precision).transpose(0, 1).flatten(1, 2)[:, :context]
     group = heads // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("thd,jhd->htj", query.float(), keys) * query.shape[-1] ** -0.5
-    positions = torch.arange(context - tokens, context)[:, None]
-    others = torch.arange(context)[None]
+    scores = torch.einsum("thd,jhd->htj", query.to(precision), keys) * query.shape[-1] ** -0.5
+    positions = torch.arange(context - tokens, context, device=query.device)[:, None]
+    others = torch.arange(context, device=query.device)[None]
     seen = others <= positions
     if window:
         seen &= others > positions - window
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype)
+    return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
 
 
 def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -102,3 +109,45 @@ def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: f
     keep = (larger_mass < top_p) & (probabilities >= min_p * probabilities.max())
     probabilities = probabilities * keep
     return probabilities / probabilities.sum()
+
+
+def kv_frame(
+    pool: Tensor, blocks: list[int], num_tokens: int, order: str, layers: tuple[int, int], heads: tuple[int, int]
+) -> list[Tensor]:
+    """The parts of the pool that a frame consists of, in its order: views.
+
+    Args:
+        pool: [block, layer, k|v, Hkv, slot, D] (HND) or [block, layer, k|v, slot, Hkv, D] (NHD).
+        blocks: of the frame's tokens, the first of which is in the first slot of the first block.
+        layers: the first of them, and their number.
+        heads: likewise.
+    """
+    head = slice(heads[0], heads[0] + heads[1])
+    parts = []
+    for block in blocks:
+        planes = pool[block, layers[0] : layers[0] + layers[1]]
+        slot = slice(0, min(num_tokens, pool.shape[4 if order == "HND" else 3]))
+        parts.append(planes[:, :, head, slot] if order == "HND" else planes[:, :, slot, head])
+        num_tokens -= slot.stop
+    return parts
+
+
+def kv_gather(parts: list[Tensor]) -> Tensor:
+    """The frame of `kv_frame`'s parts: uint8, one after another."""
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+
+
+def kv_checksum(data: bytes) -> int:
+    """The sum modulo 2^64 of each mixed word of 8 bytes (little-endian, the last filled up with zeros), and of the
+    length; see `kernels.kv_checksum`."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    total = mix(len(data) ^ 0xD1B54A32D192ED03)
+    for i, first in enumerate(range(0, len(data), 8)):
+        word = int.from_bytes(data[first : first + 8], "little")
+        total += mix(word ^ (i + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    return total % 2**64

@@ -3,19 +3,10 @@
 import math
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrelay.engine.attention.cpu import CpuAttention
-from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
-from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner import ForwardBatch
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import linear as cpu_linear
 from kvrelay.kernels.cpu import ops
@@ -101,54 +92,3 @@ def test_prepacked_float32_is_exact_enough_for_logits() -> None:
     weight, x = normal(512, 2048) / math.sqrt(2048), normal(64, 2048)
     exact = x.double() @ weight.double().T
     assert (ops.linear(weight, None)(x).double() - exact).abs().max() < 5e-6
-
-
-rows_strategy = st.lists(
-    st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 2, 7, 16, 130, 150])), min_size=1, max_size=6
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    rows_strategy, st.sampled_from([0, 1, 20, 140]), st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.integers(0, 2**16)
-)
-def test_paged_attention(rows: list[tuple[int, int]], window: int, heads: tuple[int, int], seed: int) -> None:
-    """Any mixture of decode rows and chunks, on scattered blocks, in a pool full of NaN left by others."""
-    block, layers, dim = 8, 2, 16
-    layout = KVLayout(layers=layers, kv_heads=heads[1], head_dim=dim, block_size=block, dtype="float32")
-    needed = [layout.blocks_for(start + length) for start, length in rows]
-    pool = KVPool(layout, sum(needed) + 2)
-    pool.tensor.fill_(torch.nan)
-    order = np.random.default_rng(seed).permutation(pool.num_blocks)
-    tables = np.zeros((len(rows), max(needed)), np.int32)
-    for row, (start, _) in enumerate(rows):
-        tables[row, : needed[row]] = order[sum(needed[:row]) : sum(needed[: row + 1])]
-        if start:
-            frame = normal(start * layout.token_bytes // 4, seed=seed + row)
-            pool.write(tables[row].tolist(), 0, start, frame.view(torch.uint8))
-    tokens = sum(length for _, length in rows)
-    query, key, value = (
-        normal(tokens, count, dim, seed=seed + i) for i, count in enumerate((heads[0], heads[1], heads[1]))
-    )
-    attention = CpuAttention(pool, (0, window))
-    plan = StepPlan(
-        step=0,
-        handles=tuple(range(len(rows))),
-        tokens=np.zeros(tokens, np.int32),
-        starts=np.array([start for start, _ in rows], np.int32),
-        lengths=np.array([length for _, length in rows], np.int32),
-        block_tables=tables,
-        sample=np.ones(len(rows), bool),
-        sampling=(SamplingParams(),) * len(rows),
-        generated=np.zeros(len(rows), np.int32),
-    )
-    attention.plan(ForwardBatch.from_plan(plan))
-    for layer, layer_window in ((0, 0), (1, window)):
-        found = attention.run(layer, query, key, value).view(tokens, heads[0], dim)
-        first = 0
-        for row, (start, length) in enumerate(rows):
-            blocks = tables[row, : needed[row]].tolist()
-            rows_query = query[first : first + length]
-            expected = reference.paged_attention(rows_query, pool.tensor, layer, blocks, start + length, layer_window)
-            close(found[first : first + length], expected, scale=3)
-            first += length

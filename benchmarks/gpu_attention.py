@@ -1,0 +1,275 @@
+"""The cases of attention and of moving KV; see `gpu.py`."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_measure import Case, Machine
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvrelay.kernels import kv_checksum, kv_gather
+from kvrelay.kernels.cpu.kv_checksum import kv_checksum as host_checksum
+from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
+from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.paged_decode import DecodeSplits, count_splits, paged_decode, splits_span
+from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
+
+TOLERANCE = 1.5e-2
+BLOCK = 16
+CHECKED = 64
+"""Queries of a long prompt that are checked: its last ones, which see the most."""
+
+
+class Paged:
+    """R sequences of `context` tokens each on scattered blocks, with random KV in bfloat16."""
+
+    def __init__(self, machine: Machine, rows: int, context: int, kv_heads: int, dim: int, block: int = BLOCK) -> None:
+        width = -(-context // block)
+        blocks = rows * width + 1
+        shape = (blocks, 1, 2, kv_heads, block, dim)
+        self.pool = torch.empty(shape, dtype=machine.dtype, device=machine.device).normal_()
+        self.tables = torch.randperm(blocks, device=machine.device)[: rows * width].view(rows, width).int()
+        self.contexts = torch.full((rows,), context, dtype=torch.int32, device=machine.device)
+        self.kv = PagedKV(self.pool, 0)
+        self.context = context
+
+    def contiguous(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, Hkv, context, D]."""
+        gathered = self.pool[self.tables.long(), 0].permute(2, 0, 3, 1, 4, 5)
+        keys, values = gathered.flatten(3, 4)[..., : self.context, :]
+        return keys.contiguous(), values.contiguous()
+
+
+def moving(machine: Machine) -> Iterator[Case]:
+    """Frames of an 8B Llama's KV, out of the pool and into it, and their checksums."""
+    layers, kv_heads, dim = (2, 2, 16) if machine.dry else (32, 8, 128)
+    for tokens in (20, 40) if machine.dry else (256, 4096):
+        count = -(-tokens // BLOCK)
+        shape = (count + 3, layers, 2, kv_heads, BLOCK, dim)
+        pool = torch.empty(shape, dtype=machine.dtype, device=machine.device).normal_()
+        blocks = torch.randperm(count + 3, device=machine.device)[:count]
+        frame = torch.zeros(pool[0].nbytes // BLOCK * tokens, dtype=torch.uint8, device=machine.device)
+        name = {"tokens": tokens, "mb": round(len(frame) / 1e6, 1)}
+        whole = tokens // BLOCK * pool[0].nbytes
+        expected = pool[blocks].view(torch.uint8).flatten()[:whole].to(torch.int64)
+
+        def gather(pool=pool, blocks=blocks, tokens=tokens, frame=frame) -> Tensor:
+            kv_gather.kv_gather(pool, blocks, tokens, frame)
+            return frame
+
+        target = torch.zeros_like(pool)
+
+        def scatter(target=target, blocks=blocks, tokens=tokens, frame=frame) -> Tensor:
+            kv_gather.kv_scatter(target, blocks, tokens, frame)
+            return target
+
+        def first(found: Tensor, whole=whole) -> Tensor:
+            return found[:whole].to(torch.int64)
+
+        def scattered(found: Tensor, blocks=blocks, whole=whole) -> Tensor:
+            return found[blocks].view(torch.uint8).flatten()[:whole].to(torch.int64)
+
+        moved = kv_gather.bytes_moved(len(frame))
+        yield Case("kv_gather", name, gather, lambda expected=expected: expected, 0.0, bytes=moved, part=first)
+        yield Case("kv_scatter", name, scatter, lambda expected=expected: expected, 0.0, bytes=moved, part=scattered)
+        host = torch.from_numpy(np.array([host_checksum(frame.cpu().numpy().data)], np.uint64).view(np.int32))
+        yield Case(
+            "kv_checksum",
+            name,
+            lambda frame=frame: kv_checksum.kv_checksum(frame),
+            lambda host=host, frame=frame: host.to(frame.device),
+            0.0,
+            bytes=kv_checksum.bytes_moved(len(frame)),
+            part=lambda found: found.view(torch.int32),
+        )
+
+
+def exact_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """float64 [T, H, D] of one sequence's last T tokens, query [T, H, D], keys and values [Hkv, N, D]."""
+    tokens, heads, dim = query.shape
+    kv_heads, context, _ = keys.shape
+    grouped = query.double().view(tokens, kv_heads, -1, dim)
+    scores = torch.einsum("tkgd,kjd->kgtj", grouped, keys.double()) * dim**-0.5
+    unseen = torch.ones(tokens, context, dtype=torch.bool, device=query.device).triu(context - tokens + 1)
+    weights = scores.masked_fill_(unseen, -torch.inf).softmax(-1)
+    return torch.einsum("kgtj,kjd->tkgd", weights, values.double()).reshape(tokens, heads, dim)
+
+
+def prefill(machine: Machine) -> Iterator[Case]:
+    """One long prompt, several short ones, and a chunk behind a context; causal, 32 query heads on 8."""
+    if machine.dry:
+        shapes = [(1, 0, 40, 4, 2, 16), (2, 24, 17, 4, 2, 16)]
+    else:
+        shapes = [
+            (rows, start, length, 32, 8, 128)
+            for rows, start, length in ((1, 0, 1024), (1, 0, 4096), (1, 0, 16384), (1, 0, 32768), (16, 0, 1024))
+        ]
+        shapes += [(1, 30720, 2048, 32, 8, 128), (4, 0, 4096, 32, 8, 64)]
+    for shape in shapes:
+        yield _prefill(machine, *shape)
+
+
+def _prefill(machine: Machine, rows: int, start: int, length: int, heads: int, kv_heads: int, dim: int) -> Case:
+    paged = Paged(machine, rows, start + length, kv_heads, dim)
+    query = torch.randn(rows * length, heads, dim, device=machine.device).to(machine.dtype)
+    tile = choose_tile(dim, machine.dtype)
+    starts, lengths = np.full(rows, start), np.full(rows, length)
+    tiles = torch.from_numpy(plan_tiles(starts, lengths, tile.rows // (heads // kv_heads))).to(machine.device)
+    out = torch.empty_like(query)
+    keys, values = paged.contiguous()
+    checked = min(CHECKED, length)
+
+    def exact() -> Tensor:
+        return exact_attention(query[-checked:], keys[-1], values[-1])
+
+    rivals: dict[str, Callable[[], Tensor]] = {}
+    if not machine.dry and start == 0:
+        q = query.view(rows, length, heads, dim).transpose(1, 2).contiguous()
+        rivals |= _dense_rivals(q, keys, values)
+    if not machine.dry:
+        rivals |= _flashinfer_prefill(query, paged, start, length)
+    return Case(
+        "flash_prefill",
+        {"rows": rows, "start": start, "length": length, "heads": f"{heads}/{kv_heads}", "dim": dim},
+        lambda: flash_prefill(query, paged.kv, paged.tables, tiles, tile, 0, out),
+        exact,
+        TOLERANCE,
+        flops=flops(starts.tolist(), lengths.tolist(), heads, dim),
+        rivals=rivals,
+        part=lambda found: found[-checked:],
+    )
+
+
+def _dense_rivals(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """torch's own on contiguous [R, H, T, D]: without the block table that a server needs."""
+
+    def sdpa(backend: SDPBackend) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+        return run
+
+    return {
+        "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "flex": lambda: _flex(query.shape[2], query.device)(query, keys, values),
+    }
+
+
+@cache
+def _flex(length: int, device: torch.device) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
+    compiled: Any = torch.compile(flex_attention)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def decode(machine: Machine) -> Iterator[Case]:
+    """From one short context to many long ones; 64k tokens of KV in all are what the limit is asked for."""
+    if machine.dry:
+        yield from (_decode(machine, rows, context, (4, 2, 16), kind) for rows, context, kind in DRY_DECODES)
+        return
+    for rows, context in ((1, 128), (1, 4096), (1, 32768), (16, 1024), (16, 4096), (64, 1024), (64, 4096), (256, 1024)):
+        yield _decode(machine, rows, context, (32, 8, 128), machine.dtype)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        yield _decode(machine, 64, 4096, (32, 8, 128), kind)
+    yield _decode(machine, 64, 4096, (32, 8, 64), machine.dtype)
+
+
+DRY_DECODES = [(1, 20, torch.float16), (3, 300, torch.float16), (2, 40, torch.int8)]
+
+
+def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, int], kind: torch.dtype) -> Case:
+    heads, kv_heads, dim = sizes
+    paged = Paged(machine, rows, context, kv_heads, dim)
+    query = torch.randn(rows, heads, dim, device=machine.device).to(machine.dtype)
+    keys, values = paged.contiguous()
+    kv, exact_keys, exact_values = paged.kv, keys, values
+    if kind != machine.dtype:
+        scale = 2.0 / 127 if kind == torch.int8 else 1 / 64
+        pool = (paged.pool.float() / scale).clamp(-127, 127)
+        pool = pool.round().to(kind) if kind == torch.int8 else pool.to(kind)
+        kv = PagedKV(pool, 0, torch.full(pool.shape[:5], scale, device=machine.device))
+        paged.pool = pool.float() * scale
+        exact_keys, exact_values = paged.contiguous()
+    count = count_splits(rows, kv_heads, machine.processors, context)
+    splits = DecodeSplits.empty(rows, heads, dim, count, machine.device)
+    contexts = [context] * rows
+    splits.span.fill_(splits_span(contexts, kv_heads, machine.processors, count))
+    out = torch.empty_like(query)
+
+    def exact() -> Tensor:
+        return torch.cat(
+            [exact_attention(query[row : row + 1], exact_keys[row], exact_values[row]) for row in range(rows)]
+        )
+
+    grouped = query.view(rows, kv_heads, -1, dim)
+    rivals: dict[str, Callable[[], Tensor]] = {}
+    if not machine.dry and kind == machine.dtype:
+        rivals["SDPA"] = lambda: scaled_dot_product_attention(grouped, keys, values)
+        rivals |= _flashinfer_decode(query, paged)
+    return Case(
+        "paged_decode",
+        {
+            "rows": rows,
+            "context": context,
+            "heads": f"{heads}/{kv_heads}",
+            "dim": dim,
+            "kv": str(kind)[6:],
+            "splits": count,
+        },
+        lambda: paged_decode(query, kv, paged.tables, paged.contexts, splits, 0, out),
+        exact,
+        TOLERANCE,
+        bytes=decode_bytes(contexts, heads, kv_heads, dim, query.element_size(), kind.itemsize),
+        rivals=rivals,
+    )
+
+
+def _flashinfer_decode(query: Tensor, paged: Paged) -> dict[str, Callable[[], Tensor]]:
+    if importlib.util.find_spec("flashinfer") is None:
+        return {}
+    import flashinfer
+
+    rows, width = paged.tables.shape
+    _, _, _, kv_heads, block, dim = paged.pool.shape
+    device = query.device
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    last = torch.full((rows,), (paged.context - 1) % block + 1, dtype=torch.int32, device=device)
+    indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
+    wrapper.plan(indptr, paged.tables.flatten(), last, query.shape[1], kv_heads, dim, block, q_data_type=query.dtype)
+    return {"FlashInfer": lambda: wrapper.run(query, paged.pool[:, 0])}
+
+
+def _flashinfer_prefill(query: Tensor, paged: Paged, start: int, length: int) -> dict[str, Callable[[], Tensor]]:
+    if importlib.util.find_spec("flashinfer") is None:
+        return {}
+    import flashinfer
+
+    rows, width = paged.tables.shape
+    _, _, _, kv_heads, block, dim = paged.pool.shape
+    device = query.device
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+    last = torch.full((rows,), (paged.context - 1) % block + 1, dtype=torch.int32, device=device)
+    wrapper.plan(
+        torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
+        torch.arange(rows + 1, dtype=torch.int32, device=device) * width,
+        paged.tables.flatten(),
+        last,
+        query.shape[1],
+        kv_heads,
+        dim,
+        block,
+        causal=True,
+        q_data_type=query.dtype,
+    )
+    return {"FlashInfer": lambda: wrapper.run(query, paged.pool[:, 0])}

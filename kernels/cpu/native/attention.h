@@ -1,0 +1,108 @@
+// Causal attention over paged KV; `kernels/reference.py` has the formulas.
+//
+// A step's work list is made once for each window that a model's layers have; every layer then runs two kernels:
+//
+//     kvrelay_rope_kv_write   norm and rotation of queries and keys, keys and values into the pool
+//     kvrelay_attention       the work list
+//
+// An item of the list is one of
+//
+//     decode    one query token against up to CHUNK keys. Bound by the reading of keys and values: each is read once for
+//               all query heads that share it. Long contexts are several items, whose results the last one combines.
+//     prefill   a tile of query tokens against all keys they see. Bound by arithmetic.
+//
+// Chunks begin at fixed keys, whatever else is in the step and however many threads there are, so that a row's result
+// doesn't depend on its company.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "simd.h"
+
+struct AttentionShape {
+    int32_t heads, kv_heads, head_dim, block_size;
+    int64_t block_stride;  // numbers from one block of the pool to the next
+    int32_t kv_bf16;       // 0: the pool is float32
+    int32_t threads;
+
+    int64_t group() const { return heads / kv_heads; }
+    int64_t token_stride() const { return int64_t{kv_heads} * head_dim; }
+    int64_t page() const { return block_size * token_stride(); }
+};
+
+struct Row {
+    int64_t token;          // its first, among the step's
+    int64_t tokens;
+    int64_t start;          // tokens of the sequence before this step
+    const int64_t* blocks;  // its block table
+};
+
+struct Item {
+    int32_t row;
+    int32_t head, heads;    // KV heads [head, head + heads)
+    int64_t query, queries; // tokens, among the row's
+    int64_t key_first, key_last;
+    int64_t merge;          // index into `merges` for its first head, or -1: the item sees all of its query's keys
+    int64_t part;           // which of a merge's parts it is
+    bool decode;
+};
+
+// A query token and KV head whose keys are spread over several items.
+struct Merge {
+    int64_t first, parts;   // its parts are [first, first + parts) of the worklist's
+};
+
+struct Worklist {
+    int64_t window;         // keys that a query sees, itself included; 0 for all
+    std::vector<std::vector<Item>> items;  // of each thread
+    std::vector<Merge> merges;
+    std::unique_ptr<std::atomic<int32_t>[]> pending;  // of each merge: parts not done yet
+    std::vector<float> parts;  // each [G, D] sums, [G] maxima, [G] weights
+
+    void plan(const AttentionShape& shape, const std::vector<Row>& rows);
+    float* part(const AttentionShape& shape, int64_t index) {
+        return parts.data() + index * shape.group() * (shape.head_dim + 2);
+    }
+};
+
+struct AttentionStep {
+    AttentionShape shape;
+    std::vector<Worklist> worklists;
+    std::vector<Row> rows;
+    std::vector<int64_t> blocks;  // the rows' block tables
+    std::vector<int64_t> slots;   // of each token: where its keys are in a layer's pool, in numbers
+    const float* cos = nullptr;   // [T, D], as `reference.rope` takes them
+    const float* sin = nullptr;
+};
+
+struct AttentionArgs {
+    AttentionStep* step;
+    float* qkv;             // [T, (H + 2 Hkv) * D]: queries, keys, values
+    int64_t qkv_stride;     // numbers from one token to the next
+    float* out;             // [T, H * D]
+    int64_t out_stride;
+    void* pool;             // this layer's keys in block 0; its values follow them
+    const float* norm;      // [H + Hkv, D], or null
+    float eps;
+    int32_t worklist;       // which of the step's
+};
+
+extern "C" {
+// `windows`: the different ones that layers have. Null if there is no memory.
+AttentionStep* kvrelay_attention_new(const AttentionShape* shape, const int64_t* windows, int64_t count);
+void kvrelay_attention_free(AttentionStep* step);
+
+// Begins a step of `rows` rows; starts and lengths [rows], tables [rows, width]. All is copied. False if there is no
+// memory.
+bool kvrelay_attention_plan(
+    AttentionStep* step, int64_t rows, const int64_t* starts, const int64_t* lengths, const int64_t* tables,
+    int64_t width
+);
+void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin);
+
+void kvrelay_rope_kv_write(const void* args, int thread, int threads);
+void kvrelay_attention(const void* args, int thread, int threads);
+}

@@ -1,0 +1,258 @@
+// A tile of query tokens against all keys they see: attention in one pass (Dao et al., arXiv:2205.14135).
+//
+// Queries, one per token and head of a group, are the lanes of vectors, PANEL of them together; so scores, weights and
+// sums lie with keys or dimensions as rows and queries as columns, a softmax goes down a column without any exchange
+// between lanes, and keys and values are used as they lie in the pool, turned to float32:
+//
+//     scores [keys, PANEL] = key [keys, D] . query [D, PANEL]
+//     sums   [D, PANEL]   += value^T [D, keys] . weights [keys, PANEL]
+//
+// Limit: 4 * queries * keys * D operations.
+#pragma once
+
+#include "attention_lanes.h"
+#include "attention_pages.h"
+
+constexpr int VECTORS = 3;
+constexpr int64_t PANEL = VECTORS * W;
+constexpr int ROWS = W == 16 ? 8 : 4;  // ROWS * VECTORS sums in registers
+constexpr int64_t TILE = 4 * PANEL;    // queries of a tile, about
+constexpr int64_t BLOCK = 64;          // keys at a time: with them, a panel's data stay in the nearest caches
+constexpr float UNSEEN = -1e30f;       // a largest score before there is any: finite, so that differences are numbers
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// What a tile needs: an area of it lies in `scratch`, 64-byte aligned.
+struct Tile {
+    int64_t rows;     // D, rounded up to whole vectors
+    int64_t panels;
+    float* query;     // [panels, rows, PANEL], scaled
+    float* sums;      // the same shape
+    float* largest;   // [panels, PANEL]
+    float* weights;   // [panels, PANEL]
+    float* keys;      // [BLOCK, rows]
+    float* values;    // [BLOCK, rows]
+    float* scores;    // [BLOCK, PANEL]
+    int32_t* first;   // [panels, PANEL] positions of the first and the last key that each column sees
+    int32_t* last;
+
+    int64_t size = 0; // numbers of scratch memory that all of these take
+
+    Tile(const AttentionShape& shape, int64_t queries, float* scratch) {
+        rows = round_up(shape.head_dim, W);
+        panels = round_up(queries * shape.group(), PANEL) / PANEL;
+        auto take = [&](int64_t count) {
+            float* taken = scratch == nullptr ? nullptr : scratch + size;
+            size += count;
+            return taken;
+        };
+        query = take(panels * rows * PANEL);
+        sums = take(panels * rows * PANEL);
+        largest = take(panels * PANEL);
+        weights = take(panels * PANEL);
+        keys = take(BLOCK * rows);
+        values = take(BLOCK * rows);
+        scores = take(BLOCK * PANEL);
+        first = reinterpret_cast<int32_t*>(take(panels * PANEL));
+        last = reinterpret_cast<int32_t*>(take(panels * PANEL));
+    }
+};
+
+// Query tokens of a tile: those that fill TILE columns.
+inline int64_t tile_tokens(const AttentionShape& shape) { return std::max<int64_t>(1, TILE / shape.group()); }
+
+// c [ROWS, N] = a [ROWS, depth] . b [depth, N], plus c * scale [N] if that is given; rows of b and c are PANEL apart.
+// Number (i, k) of a is at i * row + k * column.
+template <int N>
+inline void multiply(
+    const float* a, int64_t row, int64_t column, const float* b, int64_t depth, float* c, const vf* scale
+) {
+    vf x[ROWS][N] = {};
+    if (scale != nullptr) {
+        for (int i = 0; i < ROWS; i++) {
+            for (int n = 0; n < N; n++) x[i][n] = load(c + i * PANEL + n * W) * scale[n];
+        }
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        vf y[N];
+        for (int n = 0; n < N; n++) y[n] = load(b + k * PANEL + n * W);
+        for (int i = 0; i < ROWS; i++) {
+            vf z = splat(a[i * row + k * column]);
+            for (int n = 0; n < N; n++) x[i][n] += z * y[n];
+        }
+    }
+    for (int i = 0; i < ROWS; i++) {
+        for (int n = 0; n < N; n++) store(c + i * PANEL + n * W, x[i][n]);
+    }
+}
+
+inline vi load(const int32_t* p) {
+    vi x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// Turns a panel's scores of `count` keys, from position `begin` on, into weights; updates its largest scores and its
+// sums of weights. `all`: every column sees all of them. Fills scale [N]: what earlier sums must be multiplied by.
+template <int N>
+inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count, bool all, vf* scale) {
+    float* scores = tile.scores;
+    float* largest = tile.largest + panel * PANEL;
+    float* weights = tile.weights + panel * PANEL;
+    vf most[N], before[N], total[N];
+    for (int n = 0; n < N; n++) most[n] = before[n] = load(largest + n * W);
+    if (!all) {
+        vi first[N], last[N];
+        for (int n = 0; n < N; n++) {
+            first[n] = load(tile.first + panel * PANEL + n * W);
+            last[n] = load(tile.last + panel * PANEL + n * W);
+        }
+        for (int64_t k = 0; k < count; k++) {
+            const vi position = vi{} + int32_t(begin + k);
+            for (int n = 0; n < N; n++) {
+                float* at = scores + k * PANEL + n * W;
+                vf score = (position >= first[n]) & (position <= last[n]) ? load(at) : splat(-__builtin_inff());
+                store(at, score);
+                most[n] = larger(most[n], score);
+            }
+        }
+    } else {
+        for (int64_t k = 0; k < count; k++) {
+            for (int n = 0; n < N; n++) most[n] = larger(most[n], load(scores + k * PANEL + n * W));
+        }
+    }
+    for (int n = 0; n < N; n++) {
+        scale[n] = exp2_nonpositive(before[n] - most[n]);
+        total[n] = load(weights + n * W) * scale[n];
+        store(largest + n * W, most[n]);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        for (int n = 0; n < N; n++) {
+            float* at = scores + k * PANEL + n * W;
+            vf weight = exp2_nonpositive(load(at) - most[n]);
+            store(at, weight);
+            total[n] += weight;
+        }
+    }
+    for (int n = 0; n < N; n++) store(weights + n * W, total[n]);
+}
+
+// One panel of N vectors against `count` keys from position `begin` on, which are in tile.keys and tile.values.
+template <int N>
+inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, int64_t count, bool all) {
+    const float* query = tile.query + panel * tile.rows * PANEL;
+    float* sums = tile.sums + panel * tile.rows * PANEL;
+    for (int64_t k = 0; k < count; k += ROWS) {
+        multiply<N>(tile.keys + k * tile.rows, tile.rows, 1, query, dim, tile.scores + k * PANEL, nullptr);
+    }
+    vf scale[N];
+    soften<N>(tile, panel, begin, count, all, scale);
+    for (int64_t d = 0; d < dim; d += ROWS) {
+        multiply<N>(tile.values + d, 1, tile.rows, tile.scores, count, sums + d * PANEL, scale);
+    }
+}
+
+// Copies keys or values to to [count, rows], with zeros beyond `dim`.
+template <typename T>
+inline void copy(const T* from, int64_t stride, int64_t count, int64_t dim, float* to, int64_t rows) {
+    for (int64_t k = 0; k < count; k++, from += stride, to += rows) {
+        int64_t d = 0;
+        for (; d + W <= dim; d += W) store(to + d, load(from + d));
+        if (d < dim) store(to + d, load(from + d, dim - d));
+    }
+}
+
+// Where column c of a tile is in queries or out: token c / G of the tile, head c % G of the group.
+struct Columns {
+    float* first;
+    int64_t stride, group, dim;
+
+    float* operator()(int64_t column) const { return first + column / group * stride + column % group * dim; }
+};
+
+// Fills tile.query from `count` columns.
+inline void take_queries(const Tile& tile, Columns from, int64_t count, float scale) {
+    for (int64_t c = 0; c < tile.panels * PANEL; c += W) {
+        float* to = tile.query + c / PANEL * tile.rows * PANEL + c % PANEL;
+        for (int64_t d = 0; d < tile.rows; d += W) {
+            vf x[W] = {};
+            for (int i = 0; i < W && c + i < count; i++) {
+                const float* query = from(c + i) + d;
+                x[i] = (d + W <= from.dim ? load(query) : load(query, from.dim - d)) * scale;
+            }
+            transpose(x);
+            for (int i = 0; i < W; i++) store(to + (d + i) * PANEL, x[i]);
+        }
+    }
+}
+
+// Puts tile.sums, divided by the weights, into `count` columns.
+inline void put_sums(const Tile& tile, Columns to, int64_t count) {
+    for (int64_t c = 0; c < count; c += W) {
+        const float* from = tile.sums + c / PANEL * tile.rows * PANEL + c % PANEL;
+        const vf share = 1.0f / load(tile.weights + c);
+        for (int64_t d = 0; d < tile.rows; d += W) {
+            vf x[W];
+            for (int i = 0; i < W; i++) x[i] = load(from + (d + i) * PANEL) * share;
+            transpose(x);
+            for (int i = 0; i < W && c + i < count; i++) {
+                float* out = to(c + i) + d;
+                if (d + W <= to.dim) {
+                    store(out, x[i]);
+                } else {
+                    store(out, x[i], to.dim - d);
+                }
+            }
+        }
+    }
+}
+
+template <typename T>
+inline void prefill(const AttentionArgs& args, const Worklist& list, const Item& item, float* scratch) {
+    const AttentionShape& shape = args.step->shape;
+    const Row& row = args.step->rows[item.row];
+    const int64_t group = shape.group(), dim = shape.head_dim, columns = item.queries * group;
+    const int64_t token = row.token + item.query, offset = item.head * group * dim;
+    const Tile tile(shape, item.queries, scratch);
+    const Columns queries{args.qkv + token * args.qkv_stride + offset, args.qkv_stride, group, dim};
+    take_queries(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
+    std::fill_n(tile.sums, tile.panels * tile.rows * PANEL, 0.0f);
+    std::fill_n(tile.largest, tile.panels * PANEL, UNSEEN);
+    std::fill_n(tile.weights, tile.panels * PANEL, 0.0f);
+
+    // Columns beyond the last see what that one does.
+    for (int64_t c = 0; c < tile.panels * PANEL; c++) {
+        const int64_t position = row.start + item.query + std::min(c, columns - 1) / group;
+        tile.last[c] = int32_t(position);
+        tile.first[c] = list.window ? int32_t(std::max<int64_t>(0, position - list.window + 1)) : 0;
+    }
+
+    Segment<T> segments[BLOCK];
+    for (int64_t begin = item.key_first; begin < item.key_last; begin += BLOCK) {
+        const int64_t count = std::min(BLOCK, item.key_last - begin), end = begin + count;
+        const int64_t found =
+            find(shape, static_cast<const T*>(args.pool), row.blocks, item.head, begin, end, segments);
+        int64_t at = 0;
+        for (int64_t i = 0; i < found; at += segments[i++].count) {
+            const Segment<T>& segment = segments[i];
+            copy(segment.keys, shape.token_stride(), segment.count, dim, tile.keys + at * tile.rows, tile.rows);
+            copy(segment.values, shape.token_stride(), segment.count, dim, tile.values + at * tile.rows, tile.rows);
+        }
+        std::fill(tile.keys + count * tile.rows, tile.keys + round_up(count, ROWS) * tile.rows, 0.0f);
+        for (int64_t panel = 0; panel < tile.panels; panel++) {
+            const int64_t head = panel * PANEL, tail = head + PANEL - 1;
+            if (begin > tile.last[tail] || end <= tile.first[head]) continue;
+            const int64_t seen = std::min(count, tile.last[tail] + 1 - begin);
+            const bool all = begin + seen - 1 <= tile.last[head] && begin >= tile.first[tail];
+            const int64_t vectors = round_up(std::min(PANEL, columns - head), W) / W;
+            if (vectors == VECTORS) {
+                attend<VECTORS>(tile, panel, dim, begin, seen, all);
+            } else if (vectors == 2) {
+                attend<2>(tile, panel, dim, begin, seen, all);
+            } else {
+                attend<1>(tile, panel, dim, begin, seen, all);
+            }
+        }
+    }
+    put_sums(tile, {args.out + token * args.out_stride + offset, args.out_stride, group, dim}, columns);
+}

@@ -1,0 +1,87 @@
+#include "rows.h"
+
+#include <cmath>
+
+#include "simd.h"
+#include "team.h"
+
+namespace {
+
+template <class T>
+void look_up(const EmbedArgs& args, int64_t token, float* out) {
+    if (!args.packed) {
+        const T* row = static_cast<const T*>(args.weight) + token * args.width;
+        for (int64_t k = 0; k < args.width; k++) out[k] = number(row[k]);
+        return;
+    }
+    const int64_t pairs = (args.width + 1) / 2, n = token % W;
+    const T* block = static_cast<const T*>(args.weight) + token / W * pairs * 2 * W;
+    for (int64_t k = 0; k < args.width; k++) {
+        out[k] = number(block[k / 2 * 2 * W + (sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n)]);
+    }
+}
+
+void find_largest(const float* x, int64_t width, int64_t* token, float* largest) {
+    vf best = splat(-INFINITY), odd = {};
+    vi at = {}, here;
+    for (int n = 0; n < W; n++) here[n] = n;
+    int64_t i = 0;
+    for (; i + W <= width; i += W) {
+        const vf y = load(x + i);
+        const vi better = y > best;
+        best = better ? y : best;
+        at = better ? here : at;
+        here += W;
+        // Of a number 0; of a NaN, or an infinity, which is looked into below, NaN.
+        odd += y - y;
+    }
+    float most = best[0], rest = sum(odd);
+    int64_t where = at[0];
+    for (int n = 1; n < W; n++) {
+        if (best[n] > most || (best[n] == most && at[n] < where)) {
+            most = best[n];
+            where = at[n];
+        }
+    }
+    for (; i < width; i++) {
+        if (x[i] > most) {
+            most = x[i];
+            where = i;
+        }
+        rest += x[i] - x[i];
+    }
+    if (rest != 0.0f) {
+        for (i = 0; i < width; i++) {
+            if (std::isnan(x[i])) {
+                most = x[i];
+                where = i;
+                break;
+            }
+        }
+    }
+    *largest = most;
+    *token = where;
+}
+
+}  // namespace
+
+void kvrelay_embed(const void* raw, int thread, int threads) {
+    const EmbedArgs& args = *static_cast<const EmbedArgs*>(raw);
+    const Share share(*args.rows, thread, threads);
+    for (int64_t row = share.begin; row < share.end; row++) {
+        float* out = args.out + row * args.out_stride;
+        if (args.type == BFLOAT16) {
+            look_up<bf16>(args, (*args.tokens)[row], out);
+        } else {
+            look_up<float>(args, (*args.tokens)[row], out);
+        }
+    }
+}
+
+void kvrelay_argmax(const void* raw, int thread, int threads) {
+    const ArgmaxArgs& args = *static_cast<const ArgmaxArgs*>(raw);
+    const Share share(*args.rows, thread, threads);
+    for (int64_t row = share.begin; row < share.end; row++) {
+        find_largest(args.in + row * args.in_stride, args.width, args.tokens + row, args.largest + row);
+    }
+}

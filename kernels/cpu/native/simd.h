@@ -1,0 +1,99 @@
+// Vectors as wide as the CPU has, and bfloat16 in and out of them. All arithmetic is in float32.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int W = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8;
+#else
+#error "needs AVX2 and FMA"
+#endif
+
+using bf16 = uint16_t;
+typedef float vf __attribute__((vector_size(4 * W)));     // W numbers
+typedef int32_t vi __attribute__((vector_size(4 * W)));   // also what a comparison of two vf gives: -1 or 0
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));  // W bfloat16
+
+inline vf splat(float x) { return x - vf{}; }
+
+// Unaligned loads and stores of W numbers.
+inline vf load(const float* p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// By name, because GCC makes four instructions of __builtin_convertvector.
+inline vf load(const bf16* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#endif
+}
+
+inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
+
+// Rounds to the nearest bfloat16, ties to even; a NaN stays one.
+inline void store(bf16* p, vf x) {
+    vu bits = (vu)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    bits = x == x ? bits : vu{} + 0x7fc0;
+    vh half = __builtin_convertvector(bits, vh);
+    memcpy(p, &half, sizeof half);
+}
+
+inline float number(float x) { return x; }
+inline float number(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    *p = x == x ? (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : (bf16)0x7fc0;
+}
+
+inline float sum(vf x) {
+    float total = 0;
+    for (int i = 0; i < W; i++) total += x[i];
+    return total;
+}
+
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+
+// e^x, within 2 units in the last place; 0 below -87, infinity above 88.7, NaN for NaN.
+// x = n ln 2 + r, |r| <= ln 2 / 2; a polynomial in r (Cephes' expf), then the exponent bits of 2^n.
+inline vf exp(vf x) {
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vf clamped = x > splat(88.7228f) ? splat(88.7228f) : x;
+    clamped = clamped < splat(-87.3365f) ? splat(-87.3365f) : clamped;
+    vf shifted = clamped * 1.44269504f + magic;
+    vf n = shifted - magic;
+    vf r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    // 2^n in two factors, because n may be 128.
+    vi exponent = __builtin_convertvector(n, vi);
+    vi half = exponent >> 1;
+    y = y * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
+    y = x < splat(-87.3365f) ? vf{} : y;
+    y = x > splat(88.7228f) ? splat(__builtin_inff()) : y;
+    return x == x ? y : x;
+}

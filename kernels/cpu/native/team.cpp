@@ -1,0 +1,133 @@
+#include "team.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// How long a thread spins before it sleeps: longer than what lies between two steps, so that a worker under load pays
+// no wake-up, and short enough that an idle one costs nothing.
+constexpr auto SPIN = std::chrono::microseconds(200);
+
+void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+class Barrier {
+public:
+    explicit Barrier(int threads) : threads_(threads) {}
+
+    void wait() {
+        if (threads_ == 1) return;
+        uint32_t phase = phase_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            phase_.fetch_add(1);
+            // A sleeper counts itself before it looks at the phase for the last time, so one that is missed here sees
+            // the new phase.
+            if (sleepers_.load()) futex(phase_, FUTEX_WAKE, INT_MAX);
+            return;
+        }
+        auto deadline = std::chrono::steady_clock::now() + SPIN;
+        do {
+            for (int i = 0; i < 32; i++) {
+                if (phase_.load(std::memory_order_acquire) != phase) return;
+                __builtin_ia32_pause();
+            }
+        } while (std::chrono::steady_clock::now() < deadline);
+        sleepers_.fetch_add(1);
+        while (phase_.load() == phase) futex(phase_, FUTEX_WAIT, phase);
+        sleepers_.fetch_sub(1);
+    }
+
+private:
+    const int threads_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};
+    std::atomic<int> sleepers_{0};
+};
+
+class Team {
+public:
+    explicit Team(int threads) : threads_(threads), barrier_(threads) {
+        // The process's signals are for its main thread.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (int thread = 1; thread < threads; thread++) others_.emplace_back(&Team::serve, this, thread);
+        } catch (const std::system_error&) {
+            // Those that did start sleep at a barrier that never fills up.
+            for (auto& other : others_) other.detach();
+            failed_ = true;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    ~Team() {
+        program_ = nullptr;
+        barrier_.wait();
+        for (auto& other : others_) other.join();
+    }
+
+    bool failed() const { return failed_; }
+
+    // The barrier after the last instruction tells that all threads have read what was to be run.
+    void run(const Instruction* program, int64_t count) {
+        if (count == 0) return;
+        program_ = program;
+        count_ = count;
+        barrier_.wait();
+        execute(0);
+    }
+
+private:
+    void serve(int thread) {
+        pthread_setname_np(pthread_self(), "kvrelay-team");
+        for (;;) {
+            barrier_.wait();
+            if (program_ == nullptr) return;
+            execute(thread);
+        }
+    }
+
+    void execute(int thread) {
+        const Instruction* program = program_;
+        for (int64_t i = 0, count = count_; i < count; i++) {
+            program[i].kernel(program[i].args, thread, threads_);
+            barrier_.wait();
+        }
+    }
+
+    const int threads_;
+    bool failed_ = false;
+    Barrier barrier_;
+    const Instruction* program_ = nullptr;
+    int64_t count_ = 0;
+    std::vector<std::thread> others_;
+};
+
+}  // namespace
+
+void* kvrelay_team_new(int threads) {
+    Team* team = new (std::nothrow) Team(threads);
+    // One that failed is kept: threads that did start look at it.
+    return team == nullptr || team->failed() ? nullptr : team;
+}
+
+void kvrelay_team_run(void* team, const Instruction* program, int64_t count) {
+    static_cast<Team*>(team)->run(program, count);
+}
+
+void kvrelay_team_free(void* team) { delete static_cast<Team*>(team); }

@@ -1,0 +1,52 @@
+"""The gate of a gated MLP.
+
+    out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i],   silu(x) = x / (1 + exp(-x))    (in float32)
+
+    gate_up  [T, 2 I] contiguous, gate first
+    out      [T, I]
+
+Grid: (T, ceil(I / BLOCK)). Limit: memory. `bytes_moved` counts it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrelay.kernels.checks import check_tensor
+
+BLOCK = 1024
+
+
+def bytes_moved(rows: int, inner: int, element_size: int) -> int:
+    """Bytes that must move: gate and up in, their product out."""
+    return 3 * rows * inner * element_size
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    source = gate_up + row * 2 * inner + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + inner, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """[T, I] of gate_up [T, 2 I].
+
+    Raises:
+        ValueError: a tensor has another shape, type or device than it should.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
+        raise ValueError(f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous")
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if out is None:
+        out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    else:
+        check_tensor("out", out, (rows, inner), gate_up)
+    if rows:
+        silu_mul_kernel[(rows, triton.cdiv(inner, BLOCK))](gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,57 @@
+"""A pool on a GPU copies frames by kernels: the very bytes that a pool in host memory copies."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.engine.kv.layout import KVLayout, Order
+from kvrelay.engine.kv.pool import KVPool
+
+SIZE = 8
+
+
+def pools(order: Order) -> tuple[KVPool, KVPool]:
+    """One that copies by kernels, on a GPU if there is one and else interpreted, and one that doesn't; alike."""
+    layout = KVLayout(layers=3, kv_heads=2, head_dim=4, block_size=SIZE, dtype="float16", order=order)
+    plain = KVPool(layout, 7)
+    plain.tensor.view(torch.int16).random_()
+    by_kernel = KVPool(layout, 7, "cuda" if torch.cuda.is_available() else "cpu")
+    by_kernel._by_kernel = True
+    by_kernel.tensor.view(torch.int16).copy_(plain.tensor.view(torch.int16))
+    return by_kernel, plain
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    order=st.sampled_from(["HND", "NHD"]),
+    blocks=st.permutations(range(7)),
+    first=st.integers(0, 2),
+    tokens=st.integers(1, 4 * SIZE),
+    layers=st.sampled_from([None, (0, 1), (1, 2)]),
+)
+def test_frames_are_the_same_bytes(
+    order: Order, blocks: list[int], first: int, tokens: int, layers: tuple[int, int] | None
+) -> None:
+    by_kernel, plain = pools(order)
+    room = tokens * plain.layout.token_bytes + 5
+    frames = [torch.zeros(room, dtype=torch.uint8) for _ in range(2)]
+    sizes = [
+        pool.read(blocks, first * SIZE, tokens, frame, layers)
+        for pool, frame in zip((by_kernel, plain), frames, strict=True)
+    ]
+    assert sizes[0] == sizes[1]
+    assert torch.equal(*frames)
+    data = torch.randint(0, 256, (room,), dtype=torch.uint8)
+    for pool in (by_kernel, plain):
+        pool.write(blocks, first * SIZE, tokens, data, layers)
+    assert torch.equal(by_kernel.tensor.cpu().view(torch.int16), plain.tensor.view(torch.int16))
+
+
+def test_what_is_refused_is_refused_there_too() -> None:
+    by_kernel, _ = pools("HND")
+    frame = torch.zeros(10, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="first_token is 3"):
+        by_kernel.read([0, 1], 3, 4, frame)
+    with pytest.raises(ValueError, match="frame is"):
+        by_kernel.write([0, 1], 0, 4, frame)

@@ -1,0 +1,189 @@
+"""The GPU's runner on CPU tensors, its kernels interpreted: the tokens are those of the CPU's runner."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.engine.build import device_of, engine_on
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.gpu_runner import GpuRunner, build_gpu_runner
+from kvrelay.engine.graphs import Graph, batch_sizes
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner import Runner, build_runner
+from kvrelay.kernels import sample as sample_kernel
+from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from support.paged import GREEDY, PagedSequences, make_plan
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+OPTIONS = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time goes by the lanes of a block as well."""
+    monkeypatch.setattr(sample_kernel, "BLOCK", 512)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", num_hidden_layers=1)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(VOCAB_SIZE), k=length))
+
+
+def gpu_runner(folder: Path, options: EngineConfig = OPTIONS) -> GpuRunner:
+    return build_gpu_runner(folder, "float32", options, device="cpu")
+
+
+def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> list[list[int]]:
+    """The completions of prompts of these lengths, served together."""
+    engine = engine_on(runner, OPTIONS)
+    for index, (length, params) in enumerate(asked):
+        engine.scheduler.add(Request(str(index), 1, prompt(length, index), length, params))
+    heard: list[list[int]] = [[] for _ in asked]
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            if report.token is not None:
+                heard[int(report.sequence.request.request_id)].append(report.token)
+    engine.scheduler.check_integrity()
+    return heard
+
+
+@interpreted
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
+    """Chunked prompts, mixed steps, decode a step ahead, windows, more sequences than rows; greedy and drawn."""
+    folder = make_checkpoint(tmp_path / "tiny", architecture, num_hidden_layers=2)
+    likely = serve(build_runner(folder, "float32", OPTIONS), [(7, SamplingParams(max_tokens=3, temperature=0.0))])[0]
+    stop = frozenset({likely[1], 5})
+    asked = [
+        (7, SamplingParams(max_tokens=5, temperature=0.0, min_tokens=4, stop_token_ids=stop)),
+        (60, SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=3)),
+        (16, SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=stop)),
+        (17, SamplingParams(max_tokens=3, temperature=0.7, top_k=20, min_p=0.01, seed=2**63)),
+    ]
+    assert serve(gpu_runner(folder), asked) == serve(build_runner(folder, "float32", OPTIONS), asked)
+
+
+class Recorder:
+    """Stands in for `CudaCapture`: its graphs launch their step anew."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+        self.runner: GpuRunner | None = None
+        self._left = list(sizes)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Graph]:
+        size = self._left.pop()
+        self.captured.append(size)
+        yield Replay(self, size)
+
+
+class Replay:
+    def __init__(self, recorder: Recorder, size: int) -> None:
+        self._recorder = recorder
+        self._size = size
+
+    def replay(self) -> None:
+        assert self._recorder.runner is not None
+        self._recorder.replayed.append(self._size)
+        self._recorder.runner._decode_step(self._size)
+
+
+@interpreted
+def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path) -> None:
+    plain = gpu_runner(llama)
+    recorder = Recorder(batch_sizes(3))
+    recorder.runner = runner = GpuRunner(plain.spec, plain.model, plain.pool, OPTIONS, capture=recorder)
+    runner.pool.tensor.fill_(7.0)
+    runner.warm_up()
+    assert recorder.captured == [3, 2, 1]
+    # Nothing of the warm-up was kept.
+    assert (runner.pool.tensor == 7.0).all()
+    asked = [(5, SamplingParams(max_tokens=2, temperature=0.0)), (9, SamplingParams(max_tokens=5, temperature=0.0))]
+    expected = serve(build_runner(llama, "float32", OPTIONS), asked)
+    # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
+    assert serve(runner, [*asked, asked[0]])[:2] == expected
+    assert set(recorder.replayed) == {3, 1}
+
+
+@interpreted
+def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(llama: Path) -> None:
+    runner = gpu_runner(llama)
+    sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
+    sound, spoiled = (sequences.add(prompt(10, seed), room=3) for seed in range(2))
+    first = runner.run(make_plan([(sound, 10, GREEDY), (spoiled, 10, GREEDY)]))
+    assert first.unsound == ()
+    for sequence, token in zip((sound, spoiled), first.tokens, strict=True):
+        sequence.computed = 10
+        assert token is not None
+        sequence.tokens.append(token)
+    runner.pool.tensor[spoiled.blocks[0]] = torch.nan
+    out = runner.run(make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)]))
+    assert out.unsound == (1,)
+    expected = serve(build_runner(llama, "float32", OPTIONS), [(10, SamplingParams(max_tokens=2, temperature=0.0))])[0]
+    assert [sound.tokens[-1], out.tokens[0]] == expected
+
+
+@interpreted
+def test_what_lies_in_unused_slots_changes_nothing(llama: Path) -> None:
+    asked = [(11, SamplingParams(max_tokens=3, temperature=0.0))]
+    runner = gpu_runner(llama)
+    expected = serve(runner, asked)
+    runner.pool.tensor.fill_(torch.nan)
+    assert serve(runner, asked) == expected
+
+
+def test_sizes_of_graphs_waste_little() -> None:
+    for most in (1, 2, 3, 8, 20, 64, 256, 300, 1000):
+        sizes = batch_sizes(most)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == most
+        for rows in range(1, most + 1):
+            size = next(size for size in sizes if size >= rows)
+            assert size - rows <= max(rows // 4, 7)
+
+
+def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert device_of("auto") == device_of("cpu") == "cpu"
+    with pytest.raises(
+        ValueError, match=r"device is 'cuda', but torch .* finds no GPU \(CUDA_VISIBLE_DEVICES is '3'\)"
+    ):
+        device_of("cuda")
+
+
+def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    assert device_of("auto") == "cpu"
+    with pytest.raises(ValueError, match=r"Tesla V100 has compute capability 7\.0.*allowed: auto, cpu"):
+        device_of("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert device_of("auto") == device_of("cuda") == "cuda"
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="device is 'tpu'; allowed: auto, cpu, cuda"):
+        EngineConfig(device="tpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_with_graphs(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", "qwen3")
+    runner = build_gpu_runner(folder, "float32", OPTIONS)
+    runner.warm_up()
+    asked = [(length, SamplingParams(max_tokens=20, temperature=0.0)) for length in (5, 60, 33, 16)]
+    assert serve(runner, asked) == serve(build_runner(folder, "float32", OPTIONS), asked)

@@ -1,0 +1,255 @@
+"""Both backends of attention on CPU against `kernels/reference.py`: any mixture of rows, on scattered blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.engine.attention.cpu import CpuAttention
+from kvrelay.engine.attention.cpu_native import NativeAttention
+from kvrelay.engine.attention.protocol import Attention, HeadNorm, Rotation
+from kvrelay.engine.batch import ForwardBatch
+from kvrelay.engine.kv.layout import KVDtype, KVLayout
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import SamplingParams
+from kvrelay.kernels import reference
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.program import Team
+
+LIBRARY = library()
+native_only = pytest.mark.skipif(LIBRARY is None, reason="no native kernels: no compiler, or the CPU lacks AVX2")
+
+TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2}
+LAYERS = 2
+"""The first without a window, the second with one."""
+
+Rows = list[tuple[int, int]]
+"""Tokens that are in the pool already, and tokens of this step."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    block: int = 8
+    window: int = 0
+
+
+class Step:
+    """One step over rows whose blocks are scattered in a pool that others left full of NaN."""
+
+    def __init__(self, shape: Shape, rows: Rows, seed: int, dtype: KVDtype = "float32") -> None:
+        self.shape = shape
+        self.rows = rows
+        layout = KVLayout(
+            layers=LAYERS, kv_heads=shape.kv_heads, head_dim=shape.dim, block_size=shape.block, dtype=dtype
+        )
+        needed = [layout.blocks_for(start + length) for start, length in rows]
+        self.pool = KVPool(layout, sum(needed) + 2)
+        self.pool.tensor.fill_(torch.nan)
+        self._random = torch.Generator().manual_seed(seed)
+        order = np.random.default_rng(seed).permutation(self.pool.num_blocks)
+        self.tables = np.zeros((len(rows), max(needed)), np.int32)
+        for row, (start, _) in enumerate(rows):
+            self.tables[row, : needed[row]] = order[sum(needed[:row]) : sum(needed[: row + 1])]
+            if start:
+                frame = self._normal(start * layout.token_bytes // self.pool.tensor.element_size())
+                frame = frame.to(self.pool.tensor.dtype).view(torch.uint8)
+                self.pool.write(self.tables[row].tolist(), 0, start, frame)
+        self.tokens = sum(length for _, length in rows)
+        self.qkv = self._normal(self.tokens, shape.heads + 2 * shape.kv_heads, shape.dim)
+        angles = self._normal(self.tokens, 1, shape.dim // 2)
+        self.rotation = Rotation(angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1))
+        self.norm = HeadNorm(self._normal(shape.heads + shape.kv_heads, shape.dim), 1e-5)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random)
+
+    @property
+    def batch(self) -> ForwardBatch:
+        count = len(self.rows)
+        plan = StepPlan(
+            step=0,
+            handles=tuple(range(count)),
+            tokens=np.zeros(self.tokens, np.int32),
+            starts=np.array([start for start, _ in self.rows], np.int32),
+            lengths=np.array([length for _, length in self.rows], np.int32),
+            block_tables=self.tables,
+            sample=np.ones(count, bool),
+            sampling=(SamplingParams(),) * count,
+            generated=np.zeros(count, np.int32),
+        )
+        return ForwardBatch.from_plan(plan)
+
+    def run(self, attention: Attention, layer: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[T, H, D]."""
+        norm = self.norm if layer else None
+        out = attention.run(layer, self.qkv.to(dtype, copy=True), self.rotation, norm)
+        return out.view(self.tokens, self.shape.heads, self.shape.dim)
+
+    def check(self, attention: Attention, scale: float = 1.0) -> None:
+        """
+        Args:
+            scale: how much larger scores are than numbers drawn from a normal distribution give; so is their error.
+        """
+        shape = self.shape
+        bound = TOLERANCE[self.pool.tensor.dtype]
+        rotated = shape.heads + shape.kv_heads
+        attention.plan(self.batch)
+        for layer in range(LAYERS):
+            found = self.run(attention, layer)
+            normed = self.qkv[:, :rotated]
+            if layer:
+                normed = reference.rms_norm(normed, *self.norm)
+            turned = reference.rope(normed, *self.rotation)
+            first = 0
+            for row, (start, length) in enumerate(self.rows):
+                here = slice(first, first + length)
+                context = start + length
+                blocks = self.tables[row, : -(-context // shape.block)].tolist()
+                expected = reference.paged_attention(
+                    turned[here, : shape.heads], self.pool.tensor, layer, blocks, context, layer * shape.window
+                )
+                torch.testing.assert_close(found[here], expected, atol=6e-6 * scale, rtol=6e-6 * scale)
+                positions = np.arange(start, context)
+                written = self.pool.tensor[
+                    self.tables[row, positions // shape.block], layer, :, positions % shape.block
+                ]
+                torch.testing.assert_close(written[:, 0].float(), turned[here, shape.heads :], atol=bound, rtol=bound)
+                assert torch.equal(written[:, 1], self.qkv[here, rotated:].to(written.dtype))
+                first += length
+
+
+def windows(shape: Shape) -> tuple[int, ...]:
+    return 0, shape.window
+
+
+def torch_backend(step: Step) -> Attention:
+    return CpuAttention(step.pool, windows(step.shape))
+
+
+def native(step: Step, threads: int = 2) -> NativeAttention:
+    assert LIBRARY is not None
+    return NativeAttention(step.pool, windows(step.shape), step.shape.heads, Team(LIBRARY, threads))
+
+
+@pytest.mark.parametrize("backend", [torch_backend, pytest.param(native, marks=native_only)])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 2, 7, 16, 130, 150])), min_size=1, max_size=6),
+    st.sampled_from([0, 1, 20, 140]),
+    st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    st.integers(0, 2**16),
+)
+def test_any_mixture_of_rows(
+    backend: Callable[[Step], Attention], rows: Rows, window: int, heads: tuple[int, int], seed: int
+) -> None:
+    step = Step(Shape(*heads, dim=16, window=window), rows, seed)
+    step.check(backend(step))
+
+
+@native_only
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2, 10, 16, 24, 40, 64, 80, 96, 128, 192, 256]),
+    st.sampled_from([1, 2, 3, 5]),
+    st.integers(1, 9),
+    st.sampled_from([1, 3, 8, 16, 32]),
+    st.sampled_from([0, 1, 20, 140, 300]),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.integers(1, 4),
+    st.integers(0, 2**16),
+)
+def test_any_shape(
+    dim: int, kv_heads: int, group: int, block: int, window: int, dtype: KVDtype, threads: int, seed: int
+) -> None:
+    shape = Shape(group * kv_heads, kv_heads, dim, block, window)
+    random = np.random.default_rng(seed)
+    rows = [(int(random.integers(600)), int(random.choice([1, 1, 2, 3, 17, 65, 200]))) for _ in range(4)]
+    step = Step(shape, rows, seed, dtype)
+    step.check(native(step, threads))
+
+
+@native_only
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_long_context(dtype: KVDtype) -> None:
+    step = Step(Shape(9, 3, 64, 16, 3000), [(9000, 1), (7777, 70), (5, 1)], 7, dtype)
+    step.check(native(step, 3))
+
+
+@native_only
+@pytest.mark.parametrize("length", [1, 3, 100])
+def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int) -> None:
+    """Bit by bit: what a sequence generates mustn't change with what else is served."""
+    shape = Shape(9, 3, 64, 16, 200)
+    rows = [(700, length), (31, 1), (0, 50), (1500, 1), (129, 200)]
+    alone = Step(shape, rows[:1], 5)
+    together = Step(shape, rows, 5)
+    blocks = -(-(700 + length) // shape.block)
+    together.pool.tensor[together.tables[0, :blocks]] = alone.pool.tensor[alone.tables[0, :blocks]]
+    together.qkv[:length] = alone.qkv
+    for mine, others in zip(together.rotation, alone.rotation, strict=True):
+        mine[:length] = others
+    together.norm = alone.norm
+    results = []
+    for step, threads in ((alone, 1), (alone, 4), (together, 1), (together, 3)):
+        attention = native(step, threads)
+        attention.plan(step.batch)
+        results.append([step.run(attention, layer)[:length] for layer in range(LAYERS)])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@native_only
+def test_activations_of_another_type_are_converted() -> None:
+    step = Step(Shape(4, 2, 32), [(30, 1), (0, 40)], 3, "bfloat16")
+    attention = native(step)
+    attention.plan(step.batch)
+    exact = step.run(attention, 0)
+    rounded = step.run(attention, 0, torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, atol=4e-2, rtol=4e-2)
+
+
+@native_only
+def test_scores_that_are_far_apart_or_not_numbers() -> None:
+    """Weights down to zero are exact enough, and a NaN reaches all that sees it and nobody else."""
+    step = Step(Shape(3, 1, 64), [(300, 1), (0, 200)], 11)
+    step.qkv[:, :3] *= 100
+    step.check(native(step), scale=100)
+    step.qkv[1 + 150, 0] = torch.nan  # a query
+    attention = native(step)
+    attention.plan(step.batch)
+    found = step.run(attention, 0)
+    unsound = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+    assert unsound == [151]
+    assert found[151, 0].isnan().all()
+    assert found[151, 1:].isfinite().all()
+
+
+@native_only
+def test_a_step_may_be_planned_again_and_again() -> None:
+    """Also after steps that needed more, and with the counters of split rows back where they were."""
+    step = Step(Shape(6, 2, 64, 16, 100), [(1000, 1), (300, 60), (257, 3)], 2)
+    attention = native(step, 3)
+    for _ in range(3):
+        step.check(attention)
+
+
+@native_only
+def test_what_the_kernels_cannot_read_is_refused() -> None:
+    assert LIBRARY is not None
+    team = Team(LIBRARY, 1)
+    for layout in (
+        KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float16"),
+        KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32", order="HND"),
+    ):
+        with pytest.raises(ValueError, match=r"allowed|takes"):
+            NativeAttention(KVPool(layout, 2), (0,), 1, team)

@@ -1,0 +1,184 @@
+"""The native kernels are built once, by whoever comes first, and where they can't be, torch's path runs and says so."""
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.native import NativeDecoder
+from kvrelay.engine.runner import build_runner
+from kvrelay.kernels.cpu import library as module
+from kvrelay.kernels.cpu.attention import AttentionArgs
+from kvrelay.kernels.cpu.library import build, library
+from kvrelay.kernels.cpu.packed import ArgmaxArgs, EmbedArgs, LinearArgs
+from kvrelay.kernels.cpu.program import Program, Team
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.paged import PagedSequences
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels here")
+OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1)
+
+BUILD = "import sys, pathlib; from kvrelay.kernels.cpu.library import build; print(build(pathlib.Path(sys.argv[1])))"
+
+
+def slow_compiler(folder: Path) -> Path:
+    """A compiler that notes each call of it, and takes its time over the first source file."""
+    script = folder / "slow-c++"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\n'
+        f'case "$*" in *-c*team.cpp*) touch {folder}/begun; sleep 1;; esac\nexec c++ "$@"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return script
+
+
+def builder(folder: Path, compiler: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, folder],
+        env=os.environ | {"CXX": str(compiler)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@needs_kernels
+def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(tmp_path: Path) -> None:
+    compiler, folder = slow_compiler(tmp_path), tmp_path / "kept"
+    folder.mkdir()
+    killed = builder(folder, compiler)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    (tmp_path / "calls").unlink()
+    others = [builder(folder, compiler) for _ in range(3)]
+    built = {other.communicate(timeout=150)[0].strip() for other in others}
+    assert len(built) == 1
+    assert ctypes.CDLL(built.pop()).kvrelay_linear
+    links = [line for line in (tmp_path / "calls").read_text().splitlines() if "-shared" in line]
+    assert len(links) == 1
+
+
+@needs_kernels
+def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
+    """The last field of each struct lies where C++ has it; one that was left out or mistyped would move it."""
+    kernels = library()
+    assert kernels is not None
+    kernels.kvrelay_args_bytes.restype = ctypes.c_int64
+    for index, args in enumerate((LinearArgs, EmbedArgs, ArgmaxArgs, AttentionArgs)):
+        assert kernels.kvrelay_args_bytes(index) == ctypes.sizeof(args), args
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("_compiler", lambda: "/bin/false"), "/bin/false failed"),
+        (("cpu_features", lambda: frozenset({"avx"})), "the CPU has no avx2, fma"),
+    ],
+    ids=["compiler-fails", "older-cpu"],
+)
+def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: tuple[str, object],
+    message: str,
+) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    tokens = random.Random(0).choices(range(VOCAB_SIZE), k=50)
+
+    def logits() -> torch.Tensor:
+        runner = build_runner(folder, "float32", OPTIONS)
+        kinds.append(type(runner.model))
+        sequences = PagedSequences(runner)
+        sequence = sequences.add(tokens)
+        sequences.compute((sequence, 50))
+        return sequence.logits[0]
+
+    kinds: list[type] = []
+    expected = logits()
+    module.library.cache_clear()
+    try:
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(module, *change)
+            torch.testing.assert_close(logits(), expected, atol=1e-4, rtol=0)
+            logits()
+    finally:
+        module.library.cache_clear()
+    assert kinds[1:] == [Decoder, Decoder]
+    if library() is not None:
+        assert kinds[0] is NativeDecoder
+    said = [record.getMessage() for record in caplog.records if "no native CPU kernels" in record.getMessage()]
+    assert len(said) == 1
+    assert message in said[0]
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler|the CPU has no"):
+        build(tmp_path)
+
+
+@needs_kernels
+def test_an_idle_team_uses_no_cpu_and_ends_with_its_owner() -> None:
+    kernels = library()
+    assert kernels is not None
+    before = threads_of_this_process()
+    team = Team(kernels, 3)
+    empty = Program(kernels)
+    team.run(empty)
+    assert threads_of_this_process() == before + 2
+    time.sleep(0.3)  # past the spinning
+    start = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - start < 0.1
+    del team
+    deadline = time.monotonic() + 10
+    while threads_of_this_process() != before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@needs_kernels
+def test_a_run_lets_other_python_threads_go_on(tmp_path: Path) -> None:
+    """Two teams at once, many runs each: neither hangs, and the interpreter is free meanwhile."""
+    kernels = library()
+    assert kernels is not None
+    done = threading.Event()
+
+    def many() -> None:
+        team = Team(kernels, 2)
+        program = Program(kernels)
+        for _ in range(2000):
+            team.run(program)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(many) for _ in range(2)]
+        ticks = 0
+        while not all(job.done() for job in jobs):
+            ticks += 1
+            done.wait(0.001)
+        for job in jobs:
+            job.result(timeout=60)
+    assert ticks > 0
+
+
+def threads_of_this_process() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))

@@ -1,0 +1,222 @@
+"""Native products, look-ups and largest logits against their definitions: odd sizes, both types, several threads."""
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.kernels import reference
+from kvrelay.kernels.cpu.library import cpu_features, library
+from kvrelay.kernels.cpu.packed import (
+    ARGMAX,
+    BLOCK,
+    EMBED,
+    LINEAR,
+    Arena,
+    ArgmaxArgs,
+    EmbedArgs,
+    Epilogue,
+    LinearArgs,
+    PackedLinear,
+)
+from kvrelay.kernels.cpu.program import Program, Team
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
+
+DTYPES = (torch.float32, torch.bfloat16)
+EXACT = 2e-6
+# Where the CPU multiplies bfloat16 pairs, activations are rounded to that type too.
+ROUNDED = 2e-2 if "avx512_bf16" in cpu_features() else EXACT
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.fixture(scope="module")
+def team_of() -> Callable[[int], Team]:
+    teams: dict[int, Team] = {}
+
+    def make(threads: int) -> Team:
+        kernels = library()
+        assert kernels is not None
+        if threads not in teams:
+            teams[threads] = Team(kernels, threads)
+        return teams[threads]
+
+    return make
+
+
+class Product:
+    """One product in buffers whose rows lie apart and end in NaN."""
+
+    def __init__(self, team: Team, linear: PackedLinear, x: Tensor, width: int) -> None:
+        self._team = team
+        self._rows = ctypes.c_int64(len(x))
+        self._linear = linear
+        self._in = torch.full((len(x), linear.inputs + 5), torch.nan)
+        self._in[:, : linear.inputs] = x
+        self._width = width
+        self._room = torch.full((len(x), width + 3), torch.nan)
+        self.out = self._room[:, :width]
+        self._scratch = torch.full((linear.scratch_bytes // 4,), torch.nan)
+
+    def run(self, args: LinearArgs) -> Tensor:
+        args.rows = ctypes.addressof(self._rows)
+        args.input, args.input_stride = self._in.data_ptr(), self._in.stride(0)
+        args.out, args.out_stride = self._room.data_ptr(), self._room.stride(0)
+        args.scratch = self._scratch.data_ptr()
+        self._team.run(Program(self._team.library, (LINEAR, args)))
+        assert self._room[:, self._width :].isnan().all(), "written past the last output"
+        return self.out
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 30), st.sampled_from([64, 200, 500])),
+    inputs=st.sampled_from([1, 2, 7, 16, 33, 64, 576, 1100]),
+    outputs=st.sampled_from([1, 5, 16, 17, 48, 96, 100]),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    norm=st.booleans(),
+    add=st.booleans(),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_a_product_with_all_that_is_fused(
+    team_of: Callable[[int], Team],
+    rows: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    bias: bool,
+    norm: bool,
+    add: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    team = team_of(threads)
+    weight = (normal(outputs, inputs, seed=seed) / math.sqrt(inputs)).to(dtype)
+    offset = normal(outputs, seed=seed + 1) if bias else None
+    scale = 1 + 0.3 * normal(inputs, seed=seed + 2) if norm else None
+    x, before = normal(rows, inputs, seed=seed + 3), normal(rows, outputs, seed=seed + 4)
+    product = Product(team, PackedLinear(team, Arena(), weight, offset), x, outputs)
+    if add:
+        product.out.copy_(before)
+    args = product._linear.args(Epilogue.ADD if add else Epilogue.STORE, scale, 1e-5)
+    found = product.run(args)
+    source = x if scale is None else reference.rms_norm(x, scale, 1e-5)
+    expected = reference.linear(weight.float(), offset)(source) + (before if add else 0)
+    bound = 4 * (ROUNDED if dtype == torch.bfloat16 else EXACT)
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 100])
+@pytest.mark.parametrize("half", [BLOCK, 3 * BLOCK, 11 * BLOCK])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, rows: int, half: int, bias: bool) -> None:
+    team = team_of(2)
+    weight = (2 * normal(2 * half, 72) / math.sqrt(72)).to(dtype)
+    offset = normal(2 * half) if bias else None
+    x = normal(rows, 72)
+    product = Product(team, PackedLinear(team, Arena(), weight, offset), x, half)
+    found = product.run(product._linear.args(Epilogue.SILU_MUL))
+    expected = reference.silu_mul(reference.linear(weight.float(), offset)(x))
+    bound = 8 * (ROUNDED if dtype == torch.bfloat16 else EXACT)
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:
+    team = team_of(1)
+    weight = torch.eye(2 * BLOCK)
+    gates = torch.tensor([-200.0, -90.0, -87.5, -20.0, 0.0, 20.0, 88.0, 90.0, 200.0, -torch.inf, torch.inf, torch.nan])
+    x = torch.ones(1, 2 * BLOCK)
+    x[0, : len(gates)] = gates
+    product = Product(team, PackedLinear(team, Arena(), weight, None), x, BLOCK)
+    # The identity's zeros would turn infinities into NaN everywhere, so those go in one at a time.
+    for place, gate in enumerate(gates):
+        x[0, :BLOCK] = 0.0
+        x[0, place] = gate
+        product._in[:, : 2 * BLOCK] = x
+        found = product.run(product._linear.args(Epilogue.SILU_MUL))[0, place]
+        if gate.isfinite():
+            torch.testing.assert_close(found, torch.nn.functional.silu(gate), atol=1e-30, rtol=1e-5)
+        else:
+            assert not found.isfinite() or gate == -torch.inf
+
+
+def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team]) -> None:
+    """A sequence's tokens are the same whatever it is batched with, to the last bit, on however many threads."""
+    weight = (normal(100, 200) / 14).to(torch.bfloat16)
+    x = normal(300, 200)
+    alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])
+    for threads in (1, 2, 3):
+        linear = PackedLinear(team_of(threads), Arena(), weight, None)
+        for rows in (2, 7, 12, 13, 40, 300):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 33])
+@pytest.mark.parametrize("packed", [False, True])
+def test_looking_up_is_exact(team_of: Callable[[int], Team], dtype: torch.dtype, width: int, packed: bool) -> None:
+    team = team_of(2)
+    table = normal(50, width).to(dtype)
+    linear = PackedLinear(team, Arena(), table, None)
+    tokens = torch.tensor([0, 49, 7, 7, 31, 16, 15])
+    rows, pointer = ctypes.c_int64(len(tokens)), ctypes.c_void_p(tokens.data_ptr())
+    out = torch.full((len(tokens), width + 2), torch.nan)
+    args = EmbedArgs(
+        rows=ctypes.addressof(rows),
+        tokens=ctypes.addressof(pointer),
+        weight=(linear.packed if packed else table).data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        width=width,
+        type=linear.type,
+        packed=packed,
+    )
+    team.run(Program(team.library, (EMBED, args)))
+    assert torch.equal(out[:, :width], table[tokens].float())
+    assert out[:, width:].isnan().all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan]), min_size=1, max_size=70),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(1, 3),
+)
+def test_the_largest_of_a_row(team_of: Callable[[int], Team], rows: list[list[float]], threads: int) -> None:
+    """The first of equals; a NaN is larger than anything."""
+    width = max(map(len, rows))
+    x = torch.tensor([row + [-3.0] * (width - len(row)) for row in rows])
+    team = team_of(threads)
+    values, tokens = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    count = ctypes.c_int64(len(x))
+    args = ArgmaxArgs(
+        rows=ctypes.addressof(count),
+        input=x.data_ptr(),
+        input_stride=width,
+        width=width,
+        tokens=tokens.data_ptr(),
+        largest=values.data_ptr(),
+    )
+    team.run(Program(team.library, (ARGMAX, args)))
+    for row, value, token in zip(x, values, tokens.tolist(), strict=True):
+        expected = next((i for i, number in enumerate(row) if number.isnan()), None)
+        if expected is None:
+            expected = row.tolist().index(row.max().item())
+            assert value == row.max()
+        else:
+            assert value.isnan()
+        assert token == expected

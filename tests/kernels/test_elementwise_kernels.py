@@ -1,0 +1,209 @@
+"""Norm, gate, and the way from the projection into paged KV: under the interpreter against their definitions, and
+compiled for GPUs that aren't there."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.kernels import add_rmsnorm, reference, silu_mul
+from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.rope_kv_write import rope_kv_write
+from support.triton_compile import ARCHITECTURES, Compiler
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# The interpreter truncates where it converts to bfloat16, so that type is left to the compiler's tests.
+DTYPES = (torch.float32, torch.float16)
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    bound = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("columns", [1, 64, 130, 4096])
+class TestNorm:
+    def test_norm(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        x, weight = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype, seed=1)
+        close(add_rmsnorm.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+    def test_sum_and_norm(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        x, residual = (normal(rows, columns, dtype=dtype, seed=seed) for seed in range(2))
+        weight = normal(columns, dtype=dtype, seed=1)
+        expected, total = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+        found, kept = add_rmsnorm.add_rms_norm(x, residual, weight, 1e-5)
+        close(found, expected)
+        assert torch.equal(kept, total)
+
+
+def test_norm_takes_rows_that_lie_apart_and_a_place_for_its_result() -> None:
+    x, weight = normal(5, 96)[:, :64], normal(64)
+    out = torch.full((5, 64), torch.nan, device=DEVICE)
+    assert add_rmsnorm.rms_norm(x, weight, 1e-5, out) is out
+    close(out, reference.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "inner"), [(0, 4), (1, 1), (3, 112), (2, 1500), (5, 2048)])
+def test_gate(rows: int, inner: int, dtype: torch.dtype) -> None:
+    gate_up = normal(rows, 2 * inner, dtype=dtype) * 4
+    close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+BLOCK = 8
+
+
+class Rope:
+    """Inputs of `rope_kv_write`, and what must come of them."""
+
+    def __init__(self, tokens: int, heads: tuple[int, int], dim: int, norm: bool, dtype: torch.dtype) -> None:
+        self.heads, self.kv_heads = heads
+        self.qkv = normal(tokens, self.heads + 2 * self.kv_heads, dim, dtype=dtype)
+        angles = normal(tokens, 1, dim // 2) * 3
+        self.rotation = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+        self.norm = (normal(self.heads + self.kv_heads, dim, dtype=dtype), 1e-6) if norm else None
+        self.blocks = tokens // BLOCK + 2
+        slots = torch.randperm(self.blocks * BLOCK, generator=torch.Generator().manual_seed(tokens))[:tokens]
+        slots[1::5] = -1
+        self.slots = slots.to(DEVICE)
+        turned = self.qkv[:, : self.heads + self.kv_heads]
+        if self.norm is not None:
+            turned = reference.rms_norm(turned, *self.norm)
+        turned = reference.rope(turned, *self.rotation)
+        self.query = turned[:, : self.heads]
+        self.kv = torch.stack((turned[:, self.heads :], self.qkv[:, self.heads + self.kv_heads :]), 1)
+
+    def pool(self, dtype: torch.dtype) -> Tensor:
+        return torch.ones(self.blocks, 3, 2, self.kv_heads, BLOCK, self.qkv.shape[2], device=DEVICE).to(dtype)
+
+    def written(self, pool: Tensor, layer: int) -> Tensor:
+        """[T, k|v, Hkv, ...] at the slots that are kept."""
+        slots = self.slots[self.slots >= 0]
+        return pool[slots // BLOCK, layer][torch.arange(len(slots), device=DEVICE), :, :, slots % BLOCK]
+
+    @property
+    def kept(self) -> Tensor:
+        return self.kv[self.slots >= 0]
+
+
+HEADS = [(4, 2), (3, 3), (6, 1), (32, 8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (7, 24), (3, 128)])
+def test_rope_and_kv_write(tokens: int, dim: int, heads: tuple[int, int], norm: bool, dtype: torch.dtype) -> None:
+    case = Rope(tokens, heads, dim, norm, dtype)
+    pool = case.pool(dtype)
+    close(rope_kv_write(case.qkv, case.rotation, case.slots, PagedKV(pool, 1), case.norm), case.query)
+    close(case.written(pool, 1), case.kept)
+    # Nothing else was touched: the other layers, and every slot that no token was given.
+    touched = torch.zeros_like(pool, dtype=torch.bool)
+    slots = case.slots[case.slots >= 0]
+    touched[slots // BLOCK, 1, :, :, slots % BLOCK] = True
+    assert (pool[~touched] == 1).all()
+
+
+@pytest.mark.parametrize(("kind", "share"), [(torch.int8, 0.5 / 127), (torch.float8_e4m3fn, 1 / 16)], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+def test_kv_of_8_bits(kind: torch.dtype, share: float, norm: bool) -> None:
+    """Each head's numbers come back within half a step of its type."""
+    if kind is torch.float8_e4m3fn and DEVICE == "cpu":
+        pytest.skip("needs a GPU: the interpreter converts 127.5 to a float8 of 64")
+    case = Rope(9, (4, 2), 24, norm, torch.float32)
+    case.qkv[2, -1] = 0.0
+    case.kv[2, 1, -1] = 0.0
+    pool = case.pool(kind)
+    scales = torch.full(pool.shape[:5], torch.nan, device=DEVICE)
+    close(rope_kv_write(case.qkv, case.rotation, case.slots, PagedKV(pool, 2, scales), case.norm), case.query)
+    found = case.written(pool, 2).float() * case.written(scales, 2)[..., None]
+    bound = case.kept.abs().amax(-1, keepdim=True) * share * 1.01
+    assert ((found - case.kept).abs() <= bound).all()
+    assert scales[:, :2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: {"kv": PagedKV(case.pool(torch.float16), 0)}, "pool is torch.float16; allowed: torch.float32"),
+        (lambda case: {"kv": PagedKV(case.pool(torch.float32), 3)}, "layer is 3; allowed: 0 to 2"),
+        (lambda case: {"kv": PagedKV(case.pool(torch.int8), 0)}, "scales are missing for a pool of torch.int8"),
+        (lambda case: {"slots": case.slots.int()}, "slots is torch.int32; allowed: torch.int64"),
+        (lambda case: {"slots": case.slots[:-1]}, r"slots is \[4\]; allowed: \[5\]"),
+        (lambda case: {"rotation": (case.rotation[0].half(), case.rotation[1])}, "cos is torch.float16"),
+        (lambda case: {"qkv": case.qkv[:, :4]}, "qkv is .*; allowed: "),
+        (lambda case: {"norm": (normal(3, 16), 1e-5)}, r"norm weight is \[3, 16\]; allowed: \[6, 16\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: object, message: str) -> None:
+    case = Rope(5, (4, 2), 16, False, torch.float32)
+    given = {"qkv": case.qkv, "rotation": case.rotation, "slots": case.slots, "norm": None}
+    given |= {"kv": PagedKV(case.pool(torch.float32), 0)} | change(case)
+    with pytest.raises(ValueError, match=message):
+        rope_kv_write(**given)
+
+
+def test_norm_and_gate_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"weight is \[5\]; allowed: \[4\]"):
+        add_rmsnorm.rms_norm(normal(2, 4), normal(5), 1e-5)
+    with pytest.raises(ValueError, match=r"residual is torch\.float16; allowed: torch\.float32"):
+        add_rmsnorm.add_rms_norm(normal(2, 4), normal(2, 4).half(), normal(4), 1e-5)
+    with pytest.raises(ValueError, match=r"x is .*unit stride"):
+        add_rmsnorm.rms_norm(normal(4, 2).T, normal(4), 1e-5)
+    with pytest.raises(ValueError, match=r"gate_up is"):
+        silu_mul.silu_mul(normal(2, 3))
+
+
+# Launched by the compiler's processes.
+
+
+def launch_norms(columns: int) -> None:
+    x = torch.zeros(4, columns, dtype=torch.bfloat16)
+    add_rmsnorm.rms_norm(x, x[0], 1e-5)
+    add_rmsnorm.add_rms_norm(x, x.clone(), x[0], 1e-5)
+
+
+def launch_gate() -> None:
+    silu_mul.silu_mul(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
+
+
+def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
+    pool = torch.zeros(2, 1, 2, 8, 16, dim).to(kv)
+    scales = torch.zeros(2, 1, 2, 8, 16) if kv.itemsize == 1 else None
+    weights = (torch.zeros(40, dim, dtype=torch.bfloat16), 1e-5) if norm else None
+    angles = torch.zeros(4, 1, dim)
+    qkv = torch.zeros(4, 48, dim, dtype=torch.bfloat16)
+    rope_kv_write(qkv, (angles, angles), torch.zeros(4, dtype=torch.int64), PagedKV(pool, 0, scales), weights)
+
+
+LAUNCHES = [
+    (launch_norms, 4096),
+    (launch_norms, 16384),
+    (launch_gate,),
+    (launch_rope, 128, False, torch.bfloat16),
+    (launch_rope, 64, True, torch.bfloat16),
+    (launch_rope, 128, True, torch.int8),
+]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled(compiler: Compiler, architecture: int) -> None:
+    """Nothing spills, and a few rows' worth of registers leave room for the blocks of a whole multiprocessor."""
+    launches = [*LAUNCHES, *([(launch_rope, 128, False, torch.float8_e4m3fn)] if architecture >= 90 else [])]
+    for launched in [compiler.start(architecture, *launch) for launch in launches]:
+        for kernel in launched.result():
+            kernel.check_fits()
+            assert kernel.registers <= 64
+            assert kernel.shared <= 1024
+            # 16-byte accesses to 16-bit tensors, wherever a thread has as much in a row.
+            assert "ld.global.v4.b32" in kernel.ptx or "rope" in kernel.name

@@ -1,0 +1,113 @@
+"""The checksum: three forms that agree, and the changes that it must see."""
+
+import random
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.kernels import kv_checksum as kernel
+from kvrelay.kernels import reference
+from kvrelay.kernels.cpu import kv_checksum as host
+from kvrelay.kernels.cpu.kv_checksum import CHUNK, kv_checksum
+from support.triton_compile import ARCHITECTURES, Compiler
+
+
+def on_device(data: bytes, device: torch.device) -> int:
+    return (
+        int(kernel.kv_checksum(torch.frombuffer(bytearray(data) + bytes(1), dtype=torch.uint8)[:-1].to(device))) % 2**64
+    )
+
+
+@pytest.mark.parametrize(
+    "length", [0, 1, 7, 8, 9, 15, 16, 24, 31, 64, 4095, 8 * kernel.BLOCK, 8 * kernel.SPAN, 8 * kernel.SPAN + 21]
+)
+def test_the_kernel_equals_its_definition(device: torch.device, length: int) -> None:
+    data = random.Random(length).randbytes(length)
+    assert on_device(data, device) == reference.kv_checksum(data)
+    assert on_device(bytes(length), device) == reference.kv_checksum(bytes(length))
+
+
+@given(st.binary(max_size=200))
+def test_the_host_form_equals_its_definition(data: bytes) -> None:
+    assert kv_checksum(data) == reference.kv_checksum(data)
+
+
+@pytest.mark.parametrize("length", [8 * CHUNK - 1, 8 * CHUNK, 24 * CHUNK + 5])
+def test_the_host_form_over_several_chunks(length: int) -> None:
+    data = random.Random(length).randbytes(length + 1)
+    assert kv_checksum(data[:-1]) == reference.kv_checksum(data[:-1])
+    assert kv_checksum(memoryview(data)[1:]) == reference.kv_checksum(data[1:])
+
+
+def test_both_forms_have_the_same_constants() -> None:
+    assert [host.POSITION, host.LENGTH, host.M1, host.M2] == [kernel.POSITION, kernel.LENGTH, kernel.M1, kernel.M2]
+
+
+BYTES = st.binary(min_size=1, max_size=4096)
+
+
+@given(data=BYTES, draw=st.data())
+def test_a_flipped_bit_changes_it(data: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert kv_checksum(flipped) != kv_checksum(data)
+
+
+@given(data=BYTES, draw=st.data())
+def test_any_change_within_a_word_changes_it(data: bytes, draw: st.DataObject) -> None:
+    first = draw.draw(st.integers(0, (len(data) - 1) // 8)) * 8
+    size = min(8, len(data) - first)
+    word = draw.draw(st.binary(min_size=size, max_size=size).filter(lambda word: word != data[first : first + size]))
+    assert kv_checksum(data[:first] + word + data[first + size :]) != kv_checksum(data)
+
+
+@given(data=st.binary(min_size=32, max_size=4096), size=st.sampled_from([1, 8, 16]), draw=st.data())
+def test_swapped_parts_change_it(data: bytes, size: int, draw: st.DataObject) -> None:
+    parts = [data[first : first + size] for first in range(0, len(data), size)]
+    a, b = (draw.draw(st.integers(0, len(parts) - 1)) for _ in range(2))
+    parts[a], parts[b] = parts[b], parts[a]
+    swapped = b"".join(parts)
+    assert (kv_checksum(swapped) != kv_checksum(data)) == (swapped != data)
+
+
+@given(data=st.one_of(BYTES, st.integers(1, 500).map(bytes)), draw=st.data())
+def test_truncation_and_appended_zeros_change_it(data: bytes, draw: st.DataObject) -> None:
+    kept = draw.draw(st.integers(0, len(data) - 1))
+    assert kv_checksum(data[:kept]) != kv_checksum(data)
+    assert kv_checksum(data + bytes(draw.draw(st.integers(1, 64)))) != kv_checksum(data)
+
+
+@given(data=BYTES, rotation=st.integers(1, 600))
+def test_shifted_blocks_change_it(data: bytes, rotation: int) -> None:
+    shift = rotation * 8 % len(data)
+    shifted = data[shift:] + data[:shift]
+    assert (kv_checksum(shifted) != kv_checksum(data)) == (shifted != data)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"data is torch.int8 \[3\]"):
+        kernel.kv_checksum(torch.zeros(3, dtype=torch.int8))
+    with pytest.raises(ValueError, match="data begins between words"):
+        kernel.kv_checksum(torch.zeros(30, dtype=torch.uint8)[3:])
+
+
+def launch_blank(length: int) -> None:
+    kernel.kv_checksum(torch.zeros(length, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("length", [1, 1001])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled(compiler: Compiler, architecture: int, length: int) -> None:
+    (compiled,) = compiler.compile(architecture, launch_blank, length)
+    compiled.check_fits()
+    assert re.search(r"ld\.global\S*\.v2\.b64", compiled.ptx), "no load of 16 bytes"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(gpu: torch.device) -> None:
+    data = random.Random(0).randbytes(20_000_003)
+    assert on_device(data, gpu) == kv_checksum(data)

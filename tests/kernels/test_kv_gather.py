@@ -1,0 +1,156 @@
+"""Frames into and out of the pool: against their definition, and against `KVPool`."""
+
+import random
+import re
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels import reference
+from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
+from support.triton_compile import ARCHITECTURES, Compiler
+
+Order = Literal["NHD", "HND"]
+BLOCKS, LAYERS = 9, 3
+CASES = [
+    # heads, block size, head size, type, tokens, layers, heads of the frame
+    (2, 16, 64, torch.float16, 53, (0, 3), (0, 2)),
+    (4, 8, 128, torch.bfloat16, 40, (1, 2), (2, 2)),  # whole blocks, a slice of a tensor-parallel rank
+    (3, 16, 80, torch.float16, 17, (2, 1), (1, 1)),
+    (2, 8, 20, torch.int8, 21, (0, 3), (0, 2)),  # heads of no whole vectors
+    (2, 8, 15, torch.int8, 9, (0, 2), (1, 1)),  # nor words
+    (2, 16, 1, torch.float32, 30, (0, 3), (0, 2)),  # scales
+    (1, 128, 256, torch.float32, 1, (0, 1), (0, 1)),
+]
+
+
+def make_pool(
+    order: Order, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    inner = (kv_heads, block_size) if order == "HND" else (block_size, kv_heads)
+    shape = (BLOCKS, LAYERS, 2, *inner, dim * dtype.itemsize)
+    generator = torch.Generator().manual_seed(dim)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device).view(dtype)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize(("kv_heads", "block_size", "dim", "dtype", "tokens", "layers", "heads"), CASES, ids=str)
+def test_equals_its_definition(
+    device: torch.device,
+    order: Order,
+    kv_heads: int,
+    block_size: int,
+    dim: int,
+    dtype: torch.dtype,
+    tokens: int,
+    layers: tuple[int, int],
+    heads: tuple[int, int],
+) -> None:
+    pool = make_pool(order, kv_heads, block_size, dim, dtype, device)
+    blocks = random.Random(tokens).sample(range(BLOCKS), -(-tokens // block_size))
+    chosen = torch.tensor(blocks, device=device)
+    expected = reference.kv_gather(reference.kv_frame(pool, blocks, tokens, order, layers, heads))
+    out = torch.full((len(expected) + 16,), 99, dtype=torch.uint8, device=device)
+    assert kv_gather(pool, chosen, tokens, out, order, layers, heads) == len(expected)
+    assert torch.equal(out[: len(expected)], expected)
+    assert (out[len(expected) :] == 99).all()
+
+    found = make_pool(order, kv_heads, block_size, dim, dtype, device)
+    found.view(torch.uint8).bitwise_not_()
+    wanted = found.clone()
+    kv_scatter(found, chosen.int(), tokens, expected, order, layers, heads)
+    whole = reference.kv_frame(wanted, blocks, len(blocks) * block_size, order, layers, heads)
+    whole[-1].view(torch.uint8).zero_()
+    source = reference.kv_frame(pool, blocks, tokens, order, layers, heads)
+    for target, part in zip(reference.kv_frame(wanted, blocks, tokens, order, layers, heads), source, strict=True):
+        target.view(torch.uint8).copy_(part.view(torch.uint8))
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("layers", [None, (1, 2)])
+def test_frames_are_those_of_the_pool(device: torch.device, order: Order, layers: tuple[int, int] | None) -> None:
+    layout = KVLayout(LAYERS, kv_heads=2, head_dim=32, block_size=8, dtype="float16", order=order)
+    pools = [KVPool(layout, BLOCKS, device) for _ in range(2)]
+    pools[0].tensor.copy_(make_pool(order, 2, 8, 32, torch.float16, device).nan_to_num(1.0, 2.0, 3.0))
+    table, tokens = [7, 3, 5, 0, 1], 21
+    frames = [torch.zeros(tokens * layout.token_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    size = pools[0].read(table, 8, tokens, frames[0], layers)
+    blocks = torch.tensor(table[1:4], device=device)
+    assert kv_gather(pools[0].tensor, blocks, tokens, frames[1], order, layers) == size
+    assert torch.equal(*frames)
+    for pool in pools:
+        pool.tensor.fill_(5.0)
+    pools[0].write(table, 8, tokens, frames[0], layers)
+    kv_scatter(pools[1].tensor, blocks, tokens, frames[0], order, layers)
+    assert torch.equal(pools[0].tensor, pools[1].tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": "DHN"}, "order is 'DHN'"),
+        ({"layers": (1, 3)}, "layers are 3 from 1 on; there are 3"),
+        ({"heads": (-1, 1)}, "heads are 1 from -1 on; there are 2"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"num_tokens": 17}, r"blocks is \[2\]; allowed: \[3\]"),
+        ({"blocks": torch.zeros(2)}, "blocks is torch.float32"),
+        ({"out": torch.zeros(10, dtype=torch.uint8)}, r"frame is torch.uint8 \[10\]; allowed: torch.uint8 \[12288 or"),
+        ({"out": torch.zeros(10000)}, "frame is torch.float32"),
+        ({"pool": torch.zeros(2, 3, 2, 16)}, r"pool is \[2, 3, 2, 16\]"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {
+        "pool": torch.zeros(BLOCKS, LAYERS, 2, 2, 8, 32, dtype=torch.float16),
+        "blocks": torch.tensor([1, 2]),
+        "num_tokens": 16,
+        "out": torch.zeros(16 * LAYERS * 2 * 2 * 64, dtype=torch.uint8),
+    }
+    with pytest.raises(ValueError, match=message):
+        kv_gather(**(given | change))
+
+
+def launch_blank(order: Order, scatter: bool) -> None:
+    inner = (8, 16) if order == "HND" else (16, 8)
+    pool = torch.zeros(2, LAYERS, 2, *inner, 128, dtype=torch.bfloat16)
+    frame = torch.zeros(20 * LAYERS * 2 * 8 * 256, dtype=torch.uint8)
+    copy = kv_scatter if scatter else kv_gather
+    copy(pool, torch.zeros(2, dtype=torch.int64), 20, frame, order)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_compiled(compiler: Compiler, order: Order, scatter: bool, architecture: int) -> None:
+    (kernel,) = compiler.compile(architecture, launch_blank, order, scatter)
+    kernel.check_fits()
+    loads, stores = (re.findall(rf"{what}\.global\S*\.v4\.b32", kernel.ptx) for what in ("ld", "st"))
+    assert loads, "no load of 16 bytes"
+    assert stores, "no store of 16 bytes"
+
+
+def launch_least(order: Order) -> None:
+    pool = torch.zeros(2, 1, 2, 1, 1, 16, dtype=torch.bfloat16)
+    kv_gather(pool, torch.zeros(1, dtype=torch.int64), 1, torch.zeros(64, dtype=torch.uint8), order)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_numbers_that_are_1_compile(compiler: Compiler, order: Order) -> None:
+    """The compiler makes them constants, the interpreter doesn't."""
+    compiler.compile(90, launch_least, order)[0].check_fits()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_on_a_gpu(gpu: torch.device, order: Order) -> None:
+    pool = make_pool(order, 8, 16, 128, torch.bfloat16, gpu)
+    blocks, tokens, ranges = [4, 8, 0, 2, 7], 75, ((1, 2), (2, 4))
+    expected = reference.kv_gather(reference.kv_frame(pool, blocks, tokens, order, *ranges))
+    out = torch.zeros_like(expected)
+    kv_gather(pool, torch.tensor(blocks, device=gpu), tokens, out, order, *ranges)
+    assert torch.equal(out, expected)

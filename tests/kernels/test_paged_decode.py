@@ -1,0 +1,207 @@
+"""Decode attention: against its definition, whatever the split, and compiled for GPUs that aren't there."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.paged_decode import (
+    MAX_SPLITS,
+    MIN_SPAN,
+    STEP,
+    WAVES,
+    DecodeSplits,
+    bytes_moved,
+    count_splits,
+    paged_decode,
+    splits_span,
+)
+from support.paged_kv import Sequences, blank, check_close, make_sequences
+from support.triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
+
+
+def run(case: Sequences, window: int = 0, count: int = 4, span: int = STEP) -> Tensor:
+    heads, dim = case.query.shape[1:]
+    splits = DecodeSplits.empty(len(case.contexts), heads, dim, count, case.query.device)
+    splits.span.fill_(span)
+    for unwritten in (splits.parts, splits.weights):
+        unwritten.fill_(torch.nan)
+    contexts = torch.tensor(case.contexts, dtype=torch.int32, device=case.query.device)
+    return paged_decode(case.query, case.kv, case.block_tables, contexts, splits, window)
+
+
+def make(shape: tuple[int, int, int], contexts: list[int], device: torch.device, **options: object) -> Sequences:
+    return make_sequences(shape, contexts, [1] * len(contexts), device=device, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 100])
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("shape", [(4, 1, 64), (6, 2, 80), (2, 2, 96)], ids=str)
+def test_equals_its_definition(
+    device: torch.device, shape: tuple[int, int, int], count: int, window: int, dtype: torch.dtype
+) -> None:
+    case = make(shape, [1, 64, 65, 300], device, dtype=dtype)
+    check_close(run(case, window, count), case.expected(window))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (20, 128), (8, 256)])
+def test_pages_and_heads_of_every_size(device: torch.device, block_size: int, heads: int, dim: int) -> None:
+    case = make((heads, 1, dim), [130, 17], device, block_size=block_size)
+    check_close(run(case), case.expected())
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("window", [0, 70])
+def test_kv_of_8_bits(device: torch.device, kv_dtype: torch.dtype, window: int) -> None:
+    case = make((4, 2, 64), [200, 33], device, kv_dtype=kv_dtype)
+    check_close(run(case, window), case.expected(window))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_row_that_is_not_there_is_zero_and_harmless(device: torch.device, count: int) -> None:
+    case = make((2, 1, 32), [90, 50], device)
+    expected = case.expected()
+    case.contexts[0] = 0
+    found = run(case, count=count)
+    assert not found[0].any()
+    check_close(found[1], expected[1])
+
+
+def test_a_span_that_is_too_short_loses_no_key(device: torch.device) -> None:
+    case = make((2, 1, 32), [500], device)
+    check_close(run(case, count=2, span=STEP), case.expected())
+
+
+BATCH = st.lists(st.integers(0, 40_000), min_size=1, max_size=64)
+
+
+@given(
+    contexts=BATCH,
+    kv_heads=st.integers(1, 16),
+    processors=st.integers(1, 160),
+    window=st.integers(0, 5000),
+    spare=st.integers(0, 20_000),
+)
+def test_splits_cover_every_key_and_fill_the_device_not_more(
+    contexts: list[int], kv_heads: int, processors: int, window: int, spare: int
+) -> None:
+    longest = max(contexts) + spare
+    count = count_splits(len(contexts), kv_heads, processors, longest)
+    assert 1 <= count <= MAX_SPLITS
+    assert count & (count - 1) == 0
+    span = splits_span(contexts, kv_heads, processors, count, window)
+    assert span % STEP == 0
+    assert span >= MIN_SPAN
+    lengths = [min(context, window) if window else context for context in contexts]
+    assert all(span * count >= length for length in lengths)
+    used = kv_heads * sum(-(-length // span) for length in lengths)
+    # Each row may leave one split short of full.
+    assert used <= WAVES * processors + kv_heads * len(contexts)
+
+
+@given(kv_heads=st.integers(1, 16), processors=st.integers(1, 160))
+def test_one_long_row_fills_the_device(kv_heads: int, processors: int) -> None:
+    count = count_splits(1, kv_heads, processors, 10**6)
+    assert count * kv_heads >= min(WAVES * processors, MAX_SPLITS * kv_heads)
+
+
+def test_bytes_are_those_of_the_keys_that_are_seen() -> None:
+    kv = 2 * 8 * 128
+    assert bytes_moved([100, 7], 32, 8, 128, 2, 2) == 107 * kv * 2 + 2 * 2 * 32 * 128 * 2
+    assert bytes_moved([100, 7], 32, 8, 128, 2, 1, window=10) == 17 * (kv + 2 * 8 * 4) + 2 * 2 * 32 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"contexts": torch.zeros(3, dtype=torch.int32)}, r"contexts is \[3\]; allowed: \[2\]"),
+        ({"contexts": torch.zeros(2)}, "contexts is torch.float32; allowed: torch.int32"),
+        ({"block_tables": torch.zeros(1, 4, dtype=torch.int32)}, r"block_tables is \[1, 4\]; allowed: \[2, W\]"),
+        ({"splits": DecodeSplits.empty(2, 2, 32, 3, torch.device("cpu"))}, "splits are 3; allowed: powers of two"),
+        ({"splits": DecodeSplits.empty(1, 2, 32, 4, torch.device("cpu"))}, r"splits.parts is \[1, 2, 4, 32\]"),
+        ({"out": torch.zeros(2, 2, 16, dtype=torch.float16)}, r"out is \[2, 2, 16\]; allowed: \[2, 2, 32\]"),
+        ({"window": -3}, "window is -3"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:
+    given: dict[str, object] = {
+        "query": torch.zeros(2, 2, 32, dtype=torch.float16),
+        "kv": PagedKV(torch.zeros(2, 1, 2, 1, 16, 32, dtype=torch.float16), 0),
+        "block_tables": torch.zeros(2, 4, dtype=torch.int32),
+        "contexts": torch.zeros(2, dtype=torch.int32),
+        "splits": DecodeSplits.empty(2, 2, 32, 4, torch.device("cpu")),
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**(given | change))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is compiled, and what is expected of it."""
+
+    dim: int = 128
+    group: int = 4
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    count: int = 8
+    window: int = 0
+    buffers: int = 3
+    architectures: tuple[int, ...] = ARCHITECTURES
+
+
+LAUNCHES = [
+    Launch(),
+    Launch(block_size=64, count=1, window=4096),
+    Launch(dim=64, group=8, dtype=torch.float16, kv_dtype=torch.float16, buffers=4),
+    Launch(dim=80, group=7),
+    Launch(dim=256, group=2, buffers=2),
+    Launch(kv_dtype=torch.int8, buffers=4),
+    Launch(kv_dtype=torch.float8_e4m3fn, buffers=4, architectures=(90, 100)),
+    Launch(dtype=torch.float32, kv_dtype=torch.float32),
+]
+COMPILED = [(launch, architecture) for launch in LAUNCHES for architecture in launch.architectures]
+
+
+def launch_blank(launch: Launch) -> None:
+    shape = (launch.group * 2, 2, launch.dim)
+    query, kv, tables = blank(shape, 3, launch.block_size, launch.dtype, launch.kv_dtype)
+    splits = DecodeSplits.empty(3, shape[0], launch.dim, launch.count, query.device)
+    paged_decode(query, kv, tables, torch.zeros(3, dtype=torch.int32), splits, launch.window)
+
+
+@pytest.fixture(scope="module")
+def started(compiler: Compiler) -> None:
+    for launch, architecture in COMPILED:
+        compiler.start(architecture, launch_blank, launch)
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize(("launch", "architecture"), COMPILED, ids=str)
+def test_compiled(compiler: Compiler, launch: Launch, architecture: int) -> None:
+    kernels = compiler.compile(architecture, launch_blank, launch)
+    assert len(kernels) == (1 if launch.count == 1 else 2)
+    for kernel in kernels:
+        kernel.check_fits()
+    decode = kernels[0]
+    assert decode.tensor_cores == "mma"
+    assert decode.stages == launch.buffers
+    # Two programs of a multiprocessor hide each other's waits, where 16 bits and 128 numbers a key leave room for them.
+    if architecture >= 90 and launch.dim <= 128 and launch.dtype.itemsize == 2:
+        assert 2 * decode.shared <= SHARED_LIMITS[architecture]
+    assert 2 * decode.registers * 32 * decode.warps <= 65536
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_on_a_gpu(gpu: torch.device, dtype: torch.dtype, window: int) -> None:
+    query_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
+    case = make((32, 8, 128), [1, 700, 5000, 64], gpu, dtype=query_dtype, kv_dtype=dtype)
+    check_close(run(case, window, 16, 512), case.expected(window))

@@ -1,0 +1,134 @@
+"""Products with weights of 8 and 4 bits: right to the rounding, the same bits every time, within the parts' limits."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.kernels.quant_gemv import (
+    GROUPS,
+    MAX_ROWS,
+    QuantGemv,
+    QuantizedWeight,
+    pack_int4,
+    quantize_int4,
+    quantize_int8,
+    unpack_int4,
+)
+from support.triton_compile import ARCHITECTURES, Compiler
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(GROUPS), st.integers(0, 2**16))
+def test_packing_is_undone_by_unpacking(rows: int, groups: int, group: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (rows, groups * group), dtype=torch.uint8, generator=generator)
+    packed = pack_int4(values, group)
+    assert packed.shape == (rows, groups * group // 2)
+    assert torch.equal(unpack_int4(packed, group), values)
+
+
+def test_quantized_weights_are_within_half_a_step() -> None:
+    weight = normal(20, 512)
+    weight[3] = 0.0
+    eight = quantize_int8(weight)
+    assert ((eight.dequantize(torch.float32) - weight).abs() <= eight.scale[:, None] * 0.5001).all()
+    for group in GROUPS:
+        four = quantize_int4(weight, group)
+        step = four.scale.repeat_interleave(group, 1)
+        assert ((four.dequantize(torch.float32) - weight).abs() <= step * 1.0001).all()
+        assert (four.dequantize(torch.float32)[3] == 0).all()
+
+
+def quantized(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedWeight:
+    weight = normal(outputs, inputs, dtype=dtype) / inputs**0.5
+    return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64), (4, 128), (4, 256)])
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(1, 256, False), (130, 1280, True)])
+def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
+    weight = quantized(bits, group, outputs, inputs, dtype)
+    offset = normal(outputs, dtype=dtype) if bias else None
+    product = QuantGemv(weight, offset, processors=132)
+    dense = weight.dequantize(torch.float64)
+    for rows in (1, MAX_ROWS):
+        x = normal(rows, inputs, dtype=dtype)
+        found = product(x)
+        expected = x.double() @ dense.T + (0 if offset is None else offset.double())
+        bound = 2e-3 if dtype is torch.float16 else 1e-5
+        torch.testing.assert_close(found.double(), expected, atol=bound * float(expected.abs().max()), rtol=bound)
+        # The splits' counters are back where they were, and their order is fixed.
+        assert torch.equal(product(x), found)
+
+
+def test_int8_takes_a_depth_that_is_no_multiple_of_its_step() -> None:
+    weight = quantized(8, 0, 33, 700, torch.float32)
+    x = normal(3, 700)
+    found = QuantGemv(weight, None, processors=8)(x)
+    torch.testing.assert_close(found, x @ weight.dequantize(torch.float32).T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "splits"), [(4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4), (64, 256, 1)]
+)
+def test_small_products_are_split_until_the_device_is_full(outputs: int, inputs: int, splits: int) -> None:
+    weight = QuantizedWeight(
+        torch.empty(outputs, inputs, dtype=torch.int8, device=DEVICE), torch.empty(outputs, device=DEVICE)
+    )
+    assert QuantGemv(weight, None, processors=132).splits == splits
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = quantized(8, 0, 8, 256, torch.float16)
+    product = QuantGemv(weight, normal(8, dtype=torch.float16), processors=8)
+    with pytest.raises(ValueError, match=r"x is \[17, 256\]; allowed: \[1 to 16, 256\]"):
+        product(normal(17, 256, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"x is \[2, 128\]; allowed: \[2, 256\]"):
+        product(normal(2, 128, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"x is torch\.float32; allowed: torch\.float16"):
+        product(normal(2, 256))
+    with pytest.raises(ValueError, match="group is 48; allowed"):
+        quantize_int4(normal(4, 96), 48)
+    with pytest.raises(ValueError, match=r"scale is \[7\]; allowed: \[8\]"):
+        QuantGemv(QuantizedWeight(weight.q, weight.scale[:7]), None, processors=8)
+    with pytest.raises(ValueError, match=r"q is torch\.float16"):
+        QuantGemv(QuantizedWeight(weight.q.half(), weight.scale), None, processors=8)
+
+
+# Launched by the compiler's processes.
+
+
+def launch(bits: int, outputs: int, inputs: int) -> None:
+    x = torch.zeros(4, inputs, dtype=torch.bfloat16)
+    q = torch.zeros(outputs, inputs * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    if bits == 8:
+        weight = QuantizedWeight(q, torch.zeros(outputs))
+    else:
+        scale = torch.zeros(outputs, inputs // 128, dtype=torch.bfloat16)
+        weight = QuantizedWeight(q, scale, scale)
+    QuantGemv(weight, None, processors=132)(x)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled(compiler: Compiler, architecture: int) -> None:
+    """Weights go through a pipeline of asynchronous copies to the tensor cores."""
+    shapes = [(bits, *shape) for bits in (8, 4) for shape in ((4096, 4096), (28672, 4096))]
+    for launched in [compiler.start(architecture, launch, *shape) for shape in shapes]:
+        (kernel,) = launched.result()
+        kernel.check_fits()
+        assert "cp.async" in kernel.ptx
+        assert kernel.tensor_cores == {80: "mma", 90: "wgmma", 100: "tcgen05"}[architecture]
+        # Enough of them on a multiprocessor to keep its share of the memory busy.
+        assert kernel.registers <= 128
+        assert kernel.shared <= 48 * 1024

@@ -1,0 +1,188 @@
+"""The sampler on the device chooses what the one on CPU does, and both what the definition says."""
+
+import math
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.noise import exponential, noise_keys
+from kvrelay.engine.sampling.sampler import Draw
+from kvrelay.engine.sampling.sampler import sample as sample_on_cpu
+from kvrelay.kernels import sample as kernel
+from kvrelay.kernels.reference import token_probabilities
+from support.triton_compile import ARCHITECTURES, Compiler
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+NEAR = 2e-5
+"""Where two tokens' scores, or a token and what a filter leaves, are as near as this, float32 may take either."""
+
+
+def choices_of(draws: list[Draw], banned: int = 0) -> kernel.Choices:
+    choices = kernel.Choices.empty(len(draws), banned, DEVICE)
+    for row, draw in enumerate(draws):
+        params = draw.params
+        choices.temperature[row], choices.top_k[row] = params.temperature, params.top_k
+        choices.top_p[row], choices.min_p[row] = params.top_p, params.min_p
+        choices.keys[row] = torch.tensor(noise_keys(params.seed, draw.position), dtype=torch.int32)
+    return choices
+
+
+def choose(logits: Tensor, choices: kernel.Choices) -> list[int]:
+    tokens = torch.full((len(logits),), -7, dtype=torch.int64, device=DEVICE)
+    scratch = torch.empty(logits.shape, dtype=torch.int32, device=DEVICE)
+    kernel.sample(logits.clone().to(DEVICE), choices, scratch, tokens)
+    return tokens.tolist()
+
+
+def is_near(logits: Tensor, draw: Draw, chosen: int, expected: int) -> bool:
+    """Whether the definition, in float64, has the two tokens as good as equal, or one of them on a filter's edge."""
+    params = draw.params
+    keys = torch.tensor([noise_keys(params.seed, draw.position)], dtype=torch.int32)
+    noise = exponential(keys, torch.arange(len(logits), dtype=torch.int32))[0].double()
+    options = params.temperature, params.top_k, params.top_p, params.min_p
+    scores = token_probabilities(logits, *options) / noise
+    if scores[chosen] > 0 and scores[expected] > 0:
+        return bool((scores[chosen] / scores[expected]).log().abs() < NEAR)
+    wider = token_probabilities(
+        logits, params.temperature, params.top_k, min(1.0, params.top_p * (1 + NEAR)), params.min_p * (1 - NEAR)
+    )
+    narrower = token_probabilities(
+        logits, params.temperature, params.top_k, params.top_p * (1 - NEAR), params.min_p * (1 + NEAR)
+    )
+    return bool(((wider > 0) != (narrower > 0)).any())
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 0.2, 0.7, 1.0, 2.0])),
+        top_k=draw(st.sampled_from([0, 0, 1, 2, 5, 40, 200, 10**6])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 0.01, 0.3, 0.9, 0.99])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.02, 0.4, 1.0])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    params=st.lists(sampling_params(), min_size=1, max_size=3),
+    vocabulary=st.sampled_from([1, 2, 63, 320, 900]),
+    coarse=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_it_chooses_what_the_cpu_does(
+    params: list[SamplingParams], vocabulary: int, coarse: bool, seed: int, monkeypatch_module: pytest.MonkeyPatch
+) -> None:
+    """Rows longer and shorter than a block, and, as bfloat16 makes them, full of equal logits."""
+    monkeypatch_module.setattr(kernel, "BLOCK", 128)
+    logits = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    if coarse:
+        logits = logits.bfloat16().float()
+    choose_position = random.Random(seed)
+    draws = [Draw(param, choose_position.randrange(10_000), 0) for param in params]
+    expected, _ = sample_on_cpu(logits.clone(), draws, lambda rows: rows.max(-1))
+    for row, token in enumerate(choose(logits, choices_of(draws))):
+        assert token == expected[row] or is_near(logits[row], draws[row], token, expected[row])
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.1),
+    ],
+    ids=["plain", "top_k", "top_p", "all"],
+)
+def test_the_draws_have_the_defined_distribution(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-squared over positions: noise of one seed is as good as independent."""
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    vocabulary, count = 40, 400
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(5)) * 1.5
+    draws = [Draw(params, position, 0) for position in range(count)]
+    chosen = torch.tensor(choose(logits.repeat(count, 1), choices_of(draws)))
+    expected = token_probabilities(logits, params.temperature, params.top_k, params.top_p, params.min_p) * count
+    found = torch.bincount(chosen, minlength=vocabulary).double()
+    assert found[expected == 0].sum() == 0
+    likely = expected > 5
+    rest_found, rest_expected = found[~likely].sum(), expected[~likely].sum()
+    statistic = float(((found - expected) ** 2 / expected)[likely].sum())
+    statistic += float((rest_found - rest_expected) ** 2 / max(float(rest_expected), 1.0))
+    freedom = int(likely.sum())
+    # Five deviations of a chi-squared variable.
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_rows_that_are_not_finite_are_flagged_and_hurt_no_other() -> None:
+    logits = torch.randn(5, 300)
+    expected = int(logits[4].argmax())
+    logits[0, 299], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 5] = -torch.inf
+    for temperature in (0.0, 1.0):
+        draws = [Draw(SamplingParams(temperature=temperature, top_k=3, top_p=0.9), 9, 0)] * 5
+        tokens = choose(logits, choices_of(draws))
+        assert tokens[:3] == [kernel.UNSOUND] * 3
+        assert min(tokens[3:]) >= 0
+        assert temperature or tokens[4] == expected
+
+
+def test_banned_tokens_are_never_chosen() -> None:
+    logits = torch.zeros(2, 10)
+    logits[:, 3] = 50.0
+    for temperature in (0.0, 1.0):
+        choices = choices_of([Draw(SamplingParams(temperature=temperature), 0, 0)] * 2, banned=3)
+        choices.banned[0] = torch.tensor([3, 99, -1])
+        tokens = choose(logits, choices)
+        assert tokens[0] != 3
+        assert tokens[1] == 3
+
+
+def test_the_first_of_equal_logits_is_the_greedy_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    logits = torch.zeros(3, 200)
+    logits[1, [70, 199]] = 2.0
+    logits[2, [5, 6, 133]] = 2.0
+    assert choose(logits, choices_of([Draw(SamplingParams(temperature=0.0), 0, 0)] * 3)) == [0, 70, 5]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, choices = torch.zeros(2, 10), kernel.Choices.empty(2, 1, "cpu")
+    scratch, tokens = torch.empty(2, 10, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"logits are torch\.float16"):
+        kernel.sample(logits.half(), choices, scratch, tokens)
+    with pytest.raises(ValueError, match=r"temperature is \[1\]; allowed: \[2\]"):
+        kernel.sample(logits, choices.first(1), scratch, tokens)
+    with pytest.raises(ValueError, match=r"top_k is torch\.float32; allowed: torch\.int32"):
+        kernel.sample(logits, choices._replace(top_k=choices.top_p), scratch, tokens)
+    with pytest.raises(ValueError, match=r"scratch is torch\.int64"):
+        kernel.sample(logits, choices, scratch.long(), tokens)
+
+
+# Launched by the compiler's processes.
+
+
+def launch(vocabulary: int) -> None:
+    choices = kernel.Choices.empty(2, 128, "cpu")
+    scratch, tokens = torch.empty(2, vocabulary, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    kernel.sample(torch.zeros(2, vocabulary), choices, scratch, tokens)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled(compiler: Compiler, architecture: int) -> None:
+    for launched in [compiler.start(architecture, launch, vocabulary) for vocabulary in (128256, 50257)]:
+        (compiled,) = launched.result()
+        compiled.check_fits()
+        assert compiled.registers <= 128

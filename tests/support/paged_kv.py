@@ -1,0 +1,105 @@
+"""Sequences in a paged KV pool as GPUs keep it, for the tests of attention kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.reference import paged_attention
+from kvrelay.kernels.rope_kv_write import LARGEST
+
+LAYERS = 2
+LAYER = 1
+
+
+@dataclass
+class Sequences:
+    """Some rows, each of so many new tokens at the end of so long a context."""
+
+    query: Tensor
+    """[T, H, D]."""
+    kv: PagedKV
+    block_tables: Tensor
+    contexts: list[int]
+    lengths: list[int]
+
+    def expected(self, window: int = 0) -> Tensor:
+        """[T, H, D] by the definition, in float32 or better."""
+        pool, layer, scales = self.kv
+        held = pool.float() if scales is None else pool.float() * scales[..., None]
+        # What nobody wrote must not count.
+        held = held.nan_to_num(0.0, 0.0, 0.0).transpose(3, 4)
+        rows = []
+        for query, context, table in zip(
+            self.query.split(self.lengths), self.contexts, self.block_tables.tolist(), strict=True
+        ):
+            rows.append(paged_attention(query, held, layer, table, context, window, torch.float64))
+        return torch.cat(rows)
+
+
+def make_sequences(
+    shape: tuple[int, int, int],
+    contexts: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float16,
+    kv_dtype: torch.dtype | None = None,
+    device: torch.device,
+    seed: int = 0,
+) -> Sequences:
+    """Random sequences on blocks in random order; slots without a token hold NaN, or 127 in 8 bits.
+
+    Args:
+        shape: H, Hkv, D.
+        kv_dtype: of the pool; `dtype` unless given.
+    """
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // block_size) for context in contexts]
+    blocks = sum(counts) + 1
+    order = (torch.randperm(blocks - 1, generator=generator) + 1).to(torch.int32)
+    tables = torch.zeros(len(contexts), max(1, *counts) + 1, dtype=torch.int32)
+    for table, mine in zip(tables, order.split(counts), strict=True):
+        table[: len(mine)] = mine
+    values = torch.randn(blocks, LAYERS, 2, kv_heads, block_size, dim, generator=generator)
+    scales = None
+    written = torch.zeros(blocks, block_size, dtype=torch.bool)
+    for table, context in zip(tables, contexts, strict=True):
+        positions = torch.arange(context)
+        written[table[positions // block_size].long(), positions % block_size] = True
+    unwritten = ~written[:, None, None, None, :, None]
+    if kv_dtype in LARGEST:
+        scales = values.abs().amax(-1) / LARGEST[kv_dtype]
+        values = values / scales[..., None]
+        values = (values.round() if kv_dtype == torch.int8 else values).masked_fill(unwritten, 127.0)
+        scales = scales.masked_fill(unwritten[..., 0], torch.nan).to(device)
+    else:
+        values = values.masked_fill(unwritten, torch.nan)
+    return Sequences(
+        torch.randn(sum(lengths), heads, dim, generator=generator).to(device, dtype),
+        PagedKV(values.to(kv_dtype or dtype).to(device), LAYER, scales),
+        tables.to(device),
+        list(contexts),
+        list(lengths),
+    )
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    """`expected` is of more precision than `found`."""
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[found.dtype]
+    torch.testing.assert_close(found.double(), expected.double(), atol=bound, rtol=bound)
+
+
+def blank(
+    shape: tuple[int, int, int], rows: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[Tensor, PagedKV, Tensor]:
+    """Query, KV and block tables of so many tokens: as much as a launch that is only compiled needs."""
+    heads, kv_heads, dim = shape
+    pool = torch.zeros(2, LAYERS, 2, kv_heads, block_size, dim, dtype=kv_dtype)
+    scales = torch.zeros(pool.shape[:5]) if kv_dtype in LARGEST else None
+    # A width that is no multiple of 16, as contexts make it.
+    tables = torch.zeros(rows, 17, dtype=torch.int32)
+    return torch.zeros(rows, heads, dim, dtype=dtype), PagedKV(pool, LAYER, scales), tables

@@ -1,0 +1,172 @@
+"""Compiles what launchers launch for GPUs that aren't there, and says what became of it.
+
+A launcher is called with tensors in host memory under a driver that knows only its target, so that a test sees the very
+types, constants, warps and stages of a launch, as Triton specializes them.
+"""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that a program may have, in bytes, by architecture (CUDA C++ programming guide)."""
+ARCHITECTURES = tuple(SHARED_LIMITS)
+SECONDS = 170
+"""In which a compilation must be there."""
+PROCESSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one architecture."""
+
+    name: str
+    architecture: int
+    warps: int
+    registers: int
+    """Of a thread."""
+    stack: int
+    """Bytes of a thread's local memory: where spilled registers go."""
+    shared: int
+    """Bytes of a program."""
+    ttgir: str
+    ptx: str
+
+    def check_fits(self) -> None:
+        """Fails on a spilled register, or on more shared memory than the part has."""
+        where = f"{self.name} on sm_{self.architecture}: {self.registers} registers"
+        assert self.stack == 0, f"{where}, {self.stack} bytes spilled"
+        assert self.shared <= SHARED_LIMITS[self.architecture], f"{where}, {self.shared} bytes of shared memory"
+
+    @property
+    def tensor_cores(self) -> str:
+        """The newest matrix instruction in it: "tcgen05", "wgmma", "mma", or "" if there is none."""
+        for name, pattern in (("tcgen05", r"tcgen05\.mma"), ("wgmma", r"wgmma\.mma_async"), ("mma", r"mma\.sync")):
+            if re.search(pattern, self.ptx):
+                return name
+        return ""
+
+    @property
+    def stages(self) -> int:
+        """Buffers of the deepest pipeline of loads through shared memory; 0 if there is none."""
+        buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\D", self.ttgir)
+        return max(map(int, buffers), default=0)
+
+
+class Compiler:
+    """A context: two processes that compile, each launch once."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._known: dict[Any, Future[list[Compiled]]] = {}
+
+    def __enter__(self) -> "Compiler":
+        # Spawned, so that Triton is imported anew and not as an interpreter.
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(PROCESSES, context, initializer=_use_compiler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def start(self, architecture: int, launch: Callable[..., object], *arguments: Any) -> Future[list[Compiled]]:
+        """Begins to compile what `launch(*arguments)` launches.
+
+        Args:
+            launch: a function of a module, called in another process.
+            arguments: what can be pickled and hashed.
+        """
+        if self._pool is None:
+            raise RuntimeError("the compiler isn't entered")
+        key = (architecture, launch, arguments)
+        if key not in self._known:
+            self._known[key] = self._pool.submit(_compile, architecture, launch, arguments)
+        return self._known[key]
+
+    def compile(self, architecture: int, launch: Callable[..., object], *arguments: Any) -> list[Compiled]:
+        """What `launch(*arguments)` launches, in its order; see `start`."""
+        return self.start(architecture, launch, *arguments).result(SECONDS)
+
+
+def _use_compiler() -> None:
+    os.environ["TRITON_INTERPRET"] = "0"
+
+
+class _Target:
+    """As much of a driver as it takes to compile."""
+
+    def __init__(self, architecture: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> object:
+        return self._target
+
+    def get_current_device(self) -> int:
+        # Triton keeps what it compiled by device.
+        return int(self._target.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(architecture: int, launch: Callable[..., object], arguments: tuple[Any, ...]) -> list[Compiled]:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Compiled] = []
+    compile_and_run = JITFunction.run
+
+    def compile_only(self: Any, *values: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = compile_and_run(self, *values, grid=grid, warmup=True, **options)
+        compiled.append(_describe(kernel, architecture))
+
+    driver.set_active(_Target(architecture))
+    JITFunction.run = compile_only
+    try:
+        launch(*arguments)
+    finally:
+        JITFunction.run = compile_and_run
+    return compiled
+
+
+def _describe(kernel: Any, architecture: int) -> Compiled:
+    registers, stack = _resource_usage(kernel.asm["cubin"])
+    return Compiled(
+        name=kernel.metadata.name,
+        architecture=architecture,
+        warps=kernel.metadata.num_warps,
+        registers=registers,
+        stack=stack,
+        shared=kernel.metadata.shared,
+        ttgir=kernel.asm["ttgir"],
+        ptx=kernel.asm["ptx"],
+    )
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its local memory."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local

@@ -1,0 +1,53 @@
+"""`benchmarks/gpu.py` runs where there is no GPU: every kernel's case at a tiny size, and the engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+KERNELS = {
+    "add_rmsnorm",
+    "silu_mul",
+    "rope_kv_write",
+    "w8_gemv",
+    "w4_gemv",
+    "sample",
+    "paged_decode",
+    "flash_prefill",
+    "kv_gather",
+    "kv_scatter",
+    "kv_checksum",
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=dict(os.environ))
+
+
+@pytest.mark.timeout(600)  # a minute of the interpreter on a core of its own
+def test_a_dry_run_checks_every_kernel_and_the_engine(tmp_path: Path) -> None:
+    done = run("--dry-run", "--out", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all results are sound" in done.stdout
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["dry_run"]
+    assert results["machine"]["gpu"] is None
+    sections = results["sections"]
+    rows = [row for section in sections.values() for row in section["rows"]]
+    assert {row["case"] for row in rows if "case" in row} == KERNELS
+    assert all(row["sound"] for row in rows if "sound" in row)
+    assert sum("batch" in row for row in sections["engine"]["rows"]) == 4
+    assert [name for name, section in sections.items() if not section["complete"]] == ["profile"]
+    # Nothing is timed, so nothing is claimed.
+    assert not any("share" in row for row in rows if "case" in row)
+
+
+def test_an_unknown_section_is_refused() -> None:
+    done = run("--only", "decode,engines")
+    assert done.returncode == 2
+    assert "--only has engines; allowed: elementwise, gemv, sample" in done.stderr
