@@ -5,9 +5,10 @@ Plain frozen dataclasses, so that an engine runs where pydantic isn't installed;
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """Value of every options class's `__pydantic_config__`."""
@@ -43,6 +44,9 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep finished blocks and reuse them for prompts that begin alike (same tenant)."""
 
+    device: Device = "auto"
+    """Where the forward pass runs and the KV lies; auto takes a GPU if the worker has one."""
+
     threads: int = 0
     """CPU threads of the forward pass; 0 shares the machine's cores among the workers on it."""
 
@@ -55,4 +59,5 @@ class EngineConfig:
         )
         require(1 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "1 to 4096")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
+        require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")

@@ -24,6 +24,10 @@ class Limits:
         """Blocks of the longest sequence."""
         return min(self.blocks_for(self.max_context), self.total_blocks)
 
+    def longest(self, request: Request) -> int:
+        """Tokens that a sequence ends with at most, whatever they are."""
+        return min(request.prompt_tokens + request.sampling.max_tokens, self.max_context)
+
     def check(self, request: Request) -> None:
         """Refuses a request that no step could ever finish.
 
@@ -41,7 +45,7 @@ class Limits:
             raise ValueError(f"max_tokens is {max_tokens}; {generated} completion tokens are there already")
         if length >= self.max_context:
             raise ValueError(f"tokens has {length} ids; max_context leaves room for {self.max_context - 1}")
-        most = min(request.prompt_tokens + max_tokens, self.max_context)
+        most = self.longest(request)
         if self.blocks_for(most) > self.total_blocks:
             capacity = self.total_blocks * self.block_size
             raise ValueError(f"prompt plus max_tokens come to {most} tokens; the KV pool holds {capacity}")
@@ -49,9 +53,8 @@ class Limits:
     def finish_reason(self, request: Request, length: int, token: int) -> FinishReason | None:
         """Why `token` is the last of a sequence of `length` tokens (with it); None if it isn't."""
         sampling = request.sampling
-        generated = length - request.prompt_tokens
-        if token in sampling.stop_token_ids and generated >= sampling.min_tokens:
+        if token in sampling.stop_token_ids and length - request.prompt_tokens >= sampling.min_tokens:
             return FinishReason.STOP
-        if generated >= sampling.max_tokens or length >= self.max_context:
+        if length >= self.longest(request):
             return FinishReason.LENGTH
         return None

@@ -9,7 +9,6 @@ before it:
     sample            True on a row that catches up with its sequence: its last position's logits yield a token
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +39,9 @@ class StepPlan:
     """[R] each row's sampling parameters."""
     generated: NDArray[np.int32]
     """[R] completion tokens that the sequence has before this step (min_tokens counts them)."""
+    feeds: NDArray[np.int32] | None = None
+    """[R] the row of the step before whose sampled token is this row's only token, where that isn't known yet (`tokens`
+    has 0 in its place); -1 where it is. None if all are known."""
 
     @property
     def num_rows(self) -> int:
@@ -56,16 +58,5 @@ class StepOutput:
 
     tokens: tuple[int | None, ...]
     """[R] the sampled token of each row with `sample`, else None."""
-
-
-class RowFailure(Exception):
-    """A runner's word that some rows can't yield a token (their logits aren't finite); no row of the plan has one.
-
-    Those sequences fail; the others are planned again.
-    """
-
-    def __init__(self, handles: Sequence[int], message: str) -> None:
-        super().__init__(message)
-        self.handles = tuple(handles)
-        """Handles, out of the plan's, of the rows that failed."""
-        self.message = message
+    unsound: tuple[int, ...] = ()
+    """Rows whose logits aren't finite: their tokens mean nothing, and their sequences fail."""

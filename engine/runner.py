@@ -2,28 +2,35 @@
 
 import os
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrelay.engine.attention.cpu import CpuAttention
+from kvrelay.engine.attention.cpu_native import NativeAttention, supports
 from kvrelay.engine.attention.protocol import Attention
+from kvrelay.engine.attention.watched import WatchedAttention
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
-from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.layers import LayerWatch
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import load_model
+from kvrelay.engine.models.loader import Progress, load_model, load_weights
+from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.sampler import Draw, sample
 from kvrelay.kernels.cpu import ops
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.packed import packer
+from kvrelay.kernels.cpu.program import Team
 
 __all__ = ["ForwardBatch", "ModelRunner", "Runner", "build_runner"]
 
@@ -44,18 +51,24 @@ class Runner(Protocol):
         """Runs what makes first steps slow, before there are sequences."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Computes the plan's tokens, writes their KV and samples where asked.
-
-        Raises:
-            RowFailure: rows whose logits aren't finite.
-        """
+        """Computes the plan's tokens, writes their KV and samples where asked."""
         ...
+
+
+class Model(Protocol):
+    """What a runner needs of a model; `Decoder` has the docstrings."""
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class ModelRunner:
     """Implements `Runner` with a decoder. Not thread-safe."""
 
-    def __init__(self, spec: ModelSpec, model: Decoder, pool: KVPool, attention: Attention, threads: int) -> None:
+    def __init__(self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int) -> None:
         """
         Args:
             threads: CPU threads of a step.
@@ -64,6 +77,8 @@ class ModelRunner:
         self.pool = pool
         self.model = model
         self.attention = attention
+        self.watch: LayerWatch | None = None
+        """Told of layers whose KV is written while a step runs."""
         self._threads = threads
         self._thread: int | None = None
 
@@ -78,20 +93,23 @@ class ModelRunner:
         with torch.inference_mode():
             batch = ForwardBatch.from_plan(plan)
             self.attention.plan(batch)
-            hidden = self.model.forward(batch, self.attention)
+            hidden = self.model.forward(batch, self._watched(plan))
             if not len(rows):
                 return StepOutput((None,) * plan.num_rows)
             logits = self.model.logits(hidden[torch.from_numpy(batch.last[rows])])
             ends = plan.starts + plan.lengths
             draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
-            chosen, unsound = sample(logits, draws)
-        if unsound:
-            handles = [plan.handles[rows[index]] for index in unsound]
-            raise RowFailure(handles, "the model's logits are not finite")
+            chosen, unsound = sample(logits, draws, self.model.largest)
         tokens: list[int | None] = [None] * plan.num_rows
         for row, token in zip(rows, chosen, strict=True):
             tokens[row] = token
-        return StepOutput(tuple(tokens))
+        return StepOutput(tuple(tokens), tuple([int(rows[index]) for index in unsound]))
+
+    def _watched(self, plan: StepPlan) -> Attention:
+        borders = () if self.watch is None else self.watch.borders(plan)
+        if self.watch is None or not borders:
+            return self.attention
+        return WatchedAttention(self.attention, borders, partial(self.watch.passed, plan))
 
     def warm_up(self) -> None:
         """Runs a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
@@ -122,9 +140,7 @@ class ModelRunner:
             self._thread = threading.get_ident()
 
 
-def build_runner(
-    model_path: Path, dtype: Dtype, config: EngineConfig, progress: Callable[[float], None] | None = None
-) -> ModelRunner:
+def build_runner(model_path: Path, dtype: Dtype, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
     """Loads the checkpoint in folder `model_path` and allocates its KV pool, on CPU.
 
     Args:
@@ -150,10 +166,11 @@ def build_runner(
         config.max_context or model_config.max_positions,
         num_blocks * config.block_size,
     )
+    pool = KVPool(layout, num_blocks)
+    windows = tuple(window if window < max_context else 0 for window in model_config.traits.windows)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    with torch.inference_mode():
-        model = load_model(checkpoint, model_config, TORCH_DTYPES[kv_dtype], ops, progress)
+    model, attention = _load(checkpoint, model_config, pool, windows, threads, progress)
     spec = ModelSpec(
         name=model_path.resolve().name,
         architecture=model_config.architecture,
@@ -163,9 +180,27 @@ def build_runner(
         dtype=kv_dtype,
         fingerprint=checkpoint.fingerprint(),
     )
-    pool = KVPool(layout, num_blocks)
-    windows = tuple(window if window < max_context else 0 for window in model_config.traits.windows)
-    return ModelRunner(spec, model, pool, CpuAttention(pool, windows), threads)
+    return ModelRunner(spec, model, pool, attention, threads)
+
+
+@torch.inference_mode()
+def _load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    pool: KVPool,
+    windows: tuple[int, ...],
+    threads: int,
+    progress: Progress | None,
+) -> tuple[Model, Attention]:
+    """On the native kernels where they can be had for this model, else on torch's."""
+    dtype = pool.tensor.dtype
+    kernels = library() if supports(dtype) and fits(config) else None
+    if kernels is None:
+        return load_model(checkpoint, config, dtype, ops, progress), CpuAttention(pool, windows)
+    team = Team(kernels, threads)
+    weights = load_weights(checkpoint, config, dtype, packer(team), progress)
+    attention = NativeAttention(pool, windows, config.heads, team)
+    return NativeDecoder(config, weights, attention, team), attention
 
 
 def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:

@@ -16,6 +16,14 @@ whose KV came from another worker differ only in how far apart the two are.
 
 Blocks for all of a sequence's tokens are taken when it starts to run, the rest one by one as it decodes. Where none
 is left, the youngest gives up its blocks and waits again; so the oldest always moves, and nobody starves.
+
+With a lag of one, a step is planned while the one before it runs. A row then may compute a token that nobody has seen:
+the plan says which row of the step before yields it. What the token decides, it decides one step late: a sequence that
+turns out to have ended is in one more plan, and that row is dropped when it comes back. An end by length is foreseen.
+
+    plan N+1      num_computed | scheduled (in flight) | this step's |       tokens known, then `yields` that aren't
+    commit N      in order; blocks of an ended sequence stay until no plan in flight names it
+    preemption    waits until nothing is in flight: `plan` is None once, and the next one does it
 """
 
 import itertools
@@ -33,7 +41,7 @@ from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import Limits
-from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
@@ -42,13 +50,16 @@ __all__ = ["EngineLoad", "Progress", "Reservation", "Scheduler"]
 
 
 class Scheduler:
-    """Owns the sequences of one engine. Not thread-safe; plan and commit take turns."""
+    """Owns the sequences of one engine. Not thread-safe; plan and commit take turns, `lag` plans apart."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, prefix: PrefixIndex | None, max_context: int) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, prefix: PrefixIndex | None, max_context: int, lag: int = 0
+    ) -> None:
         """
         Args:
             prefix: index of `pool`; None computes every prompt in full.
             max_context: prompt plus completion, in tokens, at most.
+            lag: plans that may be in flight when another one is made, 0 or 1.
         """
         self.on_start: Callable[[Sequence], None] | None = None
         """Told of each sequence that begins to run (again, after a preemption), before the step that computes it."""
@@ -68,7 +79,8 @@ class Scheduler:
         self._starved: Sequence | None = None
         self._handles = itertools.count()
         self._steps = itertools.count()
-        self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
+        self._lag = lag
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
     # Sequences come and go.
 
@@ -96,10 +108,7 @@ class Scheduler:
             ValueError: as `add`.
         """
         self._check(request)
-        self._reserved = [hold for hold in self._reserved if not hold.released]
-        spoken_for = len(self._running) + len(self._ready) + len(self._reserved)
-        # A few more than there are rows, so that a row never waits for a transfer.
-        if spoken_for >= self._rows + max(1, self._rows // 8):
+        if not self._seats():
             return None
         # Somebody here has waited for these blocks for longer.
         if self._waiting and self._waiting[0] is self._starved:
@@ -171,69 +180,60 @@ class Scheduler:
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
         waiting = len(self._waiting) + len(self._ready)
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, len(self._running), pending)
+        running, seats = len(self._running), self._seats()
+        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, seats)
+
+    def _seats(self) -> int:
+        """How many more reservations may be given: a few more than rows, so that a row never waits for a transfer."""
+        self._reserved = [hold for hold in self._reserved if not hold.released]
+        spoken_for = len(self._running) + len(self._ready) + len(self._reserved)
+        return max(0, self._rows + max(1, self._rows // 8) - spoken_for)
 
     # One step.
 
     def plan(self) -> StepPlan | None:
-        """The next step's work; None where there is none, or no room for any.
+        """The next step's work; None where there is none, no room for any, or the step in flight must end first.
 
         Raises:
-            IntegrityError: the plan before was neither committed nor failed.
+            IntegrityError: an earlier plan than the lag allows was neither committed nor failed.
         """
-        if self._in_flight is not None:
-            raise IntegrityError(f"plan {self._in_flight[0].step} is still in flight")
+        if len(self._in_flight) > self._lag:
+            raise IntegrityError(f"plan {self._in_flight[0][0].step} is still in flight")
+        if self._in_flight and not self._room_to_decode():
+            return None
         self._admit()
-        rows: list[Sequence] = []
+        rows: list[tuple[Sequence, int]] = []
         budget = self._schedule_decodes(rows, self._config.max_batch_tokens)
         self._schedule_chunks(rows, budget)
         if not rows:
             return None
         plan = self._build(rows)
-        self._in_flight = plan, rows
+        self._in_flight.append((plan, [sequence for sequence, _ in rows]))
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
         """Takes in what the runner made of `plan`; one Progress per row whose sequence is still here.
 
         Raises:
-            IntegrityError: `plan` isn't the one in flight, or `out` doesn't fit it.
+            IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
         """
         rows = self._land(plan)
-        if len(out.tokens) != len(rows):
-            raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {len(out.tokens)}")
+        if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.unsound):
+            sizes = f"{len(out.tokens)} and names rows {out.unsound}"
+            raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
         moment = now()
         reports = []
-        for sequence, token in zip(rows, out.tokens, strict=True):
-            length, sequence.scheduled = sequence.scheduled, 0
-            if sequence.status is Status.RUNNING:
-                reports.append(self._advance(sequence, length, token, moment))
-            else:
-                sequence.hold.release()
-        return reports
-
-    def fail(self, plan: StepPlan, failure: RowFailure) -> list[Progress]:
-        """Ends the sequences that the runner couldn't compute; the plan's others are as if it had never been.
-
-        Raises:
-            IntegrityError: `plan` isn't the one in flight, or `failure` names none of its rows.
-        """
-        rows = self._land(plan)
-        failed = set(failure.handles).intersection(plan.handles)
-        if not failed:
-            raise IntegrityError(f"step {plan.step} failed for handles {failure.handles}; it has {plan.handles}")
-        moment = now()
-        reports = []
-        for sequence in rows:
-            sequence.scheduled = 0
+        lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
+        for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
+            sequence.scheduled -= lengths[row]
+            sequence.yields -= samples[row]
             if sequence.status is not Status.RUNNING:
-                sequence.hold.release()
-            elif sequence.handle in failed:
-                # What spoiled its logits may lie in any block that it read.
-                if self._prefix is not None:
-                    self._prefix.withdraw(sequence.hold)
-                self._end(sequence, Status.FAILED, moment)
-                reports.append(Progress(sequence, sequence.num_computed, error=failure.message))
+                if not sequence.scheduled:
+                    sequence.hold.release()
+            elif row in out.unsound:
+                reports.append(self._fail(sequence, moment))
+            else:
+                reports.append(self._advance(sequence, lengths[row], token, moment))
         return reports
 
     # What a step computes.
@@ -244,7 +244,7 @@ class Scheduler:
         One that has its KV passes those that wait for room or budget: it needs a row only.
         """
         waiting, ready = self._waiting, self._ready
-        demand = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._running])
+        demand = sum([sequence.left for sequence in self._running])
         no_room = False
         while self._tables.vacant:
             hold_back = no_room or demand >= self._config.max_batch_tokens
@@ -261,7 +261,15 @@ class Scheduler:
             demand += len(sequence.tokens) - sequence.num_computed
             self._start(sequence)
 
-    def _schedule_decodes(self, rows: list[Sequence], budget: int) -> int:
+    def _room_to_decode(self) -> bool:
+        """Whether there is a block for every running sequence that needs one more, without taking one away."""
+        running = self._running
+        if self._pool.room_for((), len(running)):
+            return True
+        wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
+        return self._pool.room_for((), sum(wanted))
+
+    def _schedule_decodes(self, rows: list[tuple[Sequence, int]], budget: int) -> int:
         """One token for each sequence that lacks one, oldest first. Returns what is left of the budget."""
         running = self._running
         size = self._block_size
@@ -269,16 +277,18 @@ class Scheduler:
         while index < len(running) and budget:
             sequence = running[index]
             index += 1
-            length = len(sequence.tokens)
-            if length - sequence.num_computed == 1 and (
-                length <= len(sequence.hold.blocks) * size or self._make_room(sequence)
-            ):
-                sequence.scheduled = 1
-                rows.append(sequence)
+            length = len(sequence.tokens) + sequence.yields
+            if length - sequence.num_computed - sequence.scheduled != 1:
+                continue
+            if sequence.yields and (sequence.handoff or length >= self._limits.longest(sequence.request)):
+                # The token in flight is its last, whatever it is.
+                continue
+            if length <= len(sequence.hold.blocks) * size or self._make_room(sequence):
+                rows.append((sequence, 1))
                 budget -= 1
         return budget
 
-    def _schedule_chunks(self, rows: list[Sequence], budget: int) -> None:
+    def _schedule_chunks(self, rows: list[tuple[Sequence, int]], budget: int) -> None:
         """Shares the budget among the sequences that lack more than a token, oldest first.
 
         A chunk that isn't the last ends at a block's border if it reaches one: whole blocks can be shipped.
@@ -286,51 +296,63 @@ class Scheduler:
         for sequence in self._running:
             if not budget:
                 break
-            start = sequence.num_computed
-            end = len(sequence.tokens)
+            start = sequence.num_computed + sequence.scheduled
+            end = len(sequence.tokens) + sequence.yields
             if end - start == 1:
                 continue
             if end - start > budget:
                 end = start + budget
                 border = end - end % self._block_size
                 end = border if border > start else end
-            sequence.scheduled = end - start
-            rows.append(sequence)
+            rows.append((sequence, end - start))
             budget -= end - start
 
-    def _build(self, rows: list[Sequence]) -> StepPlan:
-        tables = self._tables
+    def _build(self, rows: list[tuple[Sequence, int]]) -> StepPlan:
+        """The plan of these tokens of each sequence, which are in flight from here on."""
         size = self._block_size
         tokens: list[int] = []
-        sample = []
-        for sequence in rows:
-            start = sequence.num_computed
-            end = start + sequence.scheduled
-            tokens += sequence.tokens[start:end]
-            sample.append(end == len(sequence.tokens))
-            tables.grow(sequence.slot, sequence.hold.blocks, (end + size - 1) // size)
+        starts, sample, generated, feeds = [], [], [], []
+        for row, (sequence, length) in enumerate(rows):
+            known, expected = len(sequence.tokens), len(sequence.tokens) + sequence.yields
+            start = sequence.num_computed + sequence.scheduled
+            end = start + length
+            tokens += sequence.tokens[start:end] if start < known else (0,)
+            feeds.append(-1 if start < known else sequence.row)
+            starts.append(start)
+            sample.append(end == expected)
+            generated.append(expected - sequence.request.prompt_tokens)
+            self._tables.grow(sequence.slot, sequence.hold.blocks, (end + size - 1) // size)
+            sequence.scheduled += length
+            sequence.yields += end == expected
+            sequence.row = row
         return StepPlan(
             step=next(self._steps),
-            handles=tuple([sequence.handle for sequence in rows]),
+            handles=tuple([sequence.handle for sequence, _ in rows]),
             tokens=np.array(tokens, np.int32),
-            starts=np.array([sequence.num_computed for sequence in rows], np.int32),
-            lengths=np.array([sequence.scheduled for sequence in rows], np.int32),
-            block_tables=tables.gather([sequence.slot for sequence in rows]),
+            starts=np.array(starts, np.int32),
+            lengths=np.array([length for _, length in rows], np.int32),
+            block_tables=self._tables.gather([sequence.slot for sequence, _ in rows]),
             sample=np.array(sample, np.bool_),
-            sampling=tuple([sequence.request.sampling for sequence in rows]),
-            generated=np.array([len(sequence.tokens) - sequence.request.prompt_tokens for sequence in rows], np.int32),
+            sampling=tuple([sequence.request.sampling for sequence, _ in rows]),
+            generated=np.array(generated, np.int32),
+            feeds=np.array(feeds, np.int32) if self._in_flight else None,
         )
 
     # What a step did.
 
     def _land(self, plan: StepPlan) -> list[Sequence]:
-        """The sequences of the plan in flight, which no longer is."""
-        if self._in_flight is None or self._in_flight[0] is not plan:
-            current = "none" if self._in_flight is None else f"plan {self._in_flight[0].step}"
+        """The sequences of the oldest plan in flight, which no longer is."""
+        if not self._in_flight or self._in_flight[0][0] is not plan:
+            current = f"plan {self._in_flight[0][0].step}" if self._in_flight else "none"
             raise IntegrityError(f"plan {plan.step} came back; in flight is {current}")
-        rows = self._in_flight[1]
-        self._in_flight = None
-        return rows
+        return self._in_flight.popleft()[1]
+
+    def _fail(self, sequence: Sequence, moment: float) -> Progress:
+        # What spoiled its logits may lie in any block that it read.
+        if self._prefix is not None:
+            self._prefix.withdraw(sequence.hold)
+        self._end(sequence, Status.FAILED, moment)
+        return Progress(sequence, sequence.num_computed, error="the model's logits are not finite")
 
     def _advance(self, sequence: Sequence, length: int, token: int | None, moment: float) -> Progress:
         start = sequence.num_computed
@@ -425,6 +447,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """One more block for a running sequence, if need be the youngest's; False where it can't go on now."""
         while not sequence.hold.extend(1):
+            if self._in_flight:
+                raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")
             if self._ready:
                 victim = self._ready.pop()
             elif len(self._running) > 1:

@@ -57,7 +57,11 @@ class Sequence:
     recomputed_tokens: int = 0
     """Tokens computed a second time, here or after another worker had; 0 unless it was preempted."""
     scheduled: int = 0
-    """Tokens of it in the plan in flight."""
+    """Tokens of it in the plans in flight."""
+    yields: int = 0
+    """Tokens that the plans in flight will sample for it: what comes after `tokens`, and isn't known yet."""
+    row: int = -1
+    """Its row in the newest plan that it is in."""
     slot: int = -1
     """Its row in the block tables while RUNNING."""
     chain: list[bytes] = field(default_factory=list)
@@ -67,6 +71,16 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def reach(self) -> int:
+        """Tokens whose KV is in the pool once the plans in flight are done."""
+        return self.num_computed + self.scheduled
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute beyond the plans in flight, with those that they yield."""
+        return len(self.tokens) + self.yields - self.num_computed - self.scheduled
 
     @property
     def generated(self) -> int:

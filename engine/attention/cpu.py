@@ -9,8 +9,10 @@ from torch import Tensor
 from kvrelay.engine.attention.cpu_decode import DecodeGroup, plan_decode
 from kvrelay.engine.attention.cpu_prefill import Bands, PrefillRow, plan_prefill
 from kvrelay.engine.attention.pages import Pages
+from kvrelay.engine.attention.protocol import HeadNorm, Rotation
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels.cpu import ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +52,13 @@ class CpuAttention:
                 tuple(plan_prefill(self._pages, self._bands, batch, int(row), window) for row in prefill),
             )
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        keys = self._pages.kv_heads
+        queries = qkv.shape[1] - 2 * keys
+        qk, value = qkv.split_with_sizes((queries + keys, keys), 1)
+        if norm is not None:
+            qk = ops.rms_norm(qk, norm.weight, norm.eps)
+        query, key = ops.rope(qk, rotation.cos, rotation.sin).split_with_sizes((queries, keys), 1)
         self._pages.write(layer, self._slots, key, value)
         step = self._steps[self._windows[layer]]
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])

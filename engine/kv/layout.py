@@ -1,6 +1,7 @@
 """How KV lies in memory, as a value that two workers can compare."""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,6 +9,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 KVDtype = Literal["float32", "bfloat16", "float16"]
 Order = Literal["NHD", "HND"]
+
+Layers = tuple[int, int]
+"""The first of them, and their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ class KVLayout:
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of one token's KV in one layer."""
+        return self.token_bytes // self.layers
+
+    @property
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
 
@@ -73,9 +82,36 @@ class KVLayout:
         return blocks
 
     def mismatch(self, other: "KVLayout") -> str | None:
-        """Names the first field in which KV of `other` can't be read as this layout's; None if the bytes are alike."""
-        for name in ("layers", "head_dim", "kv_heads", "tp_size", "dtype", "block_size", "order"):
+        """Names the first field in which KV of `other` can't be converted to this layout's; None if it can be."""
+        return self._differing(other, ("layers", "head_dim", "tp_size", "tp_rank", "kv_heads"))
+
+    def conversion(self, other: "KVLayout") -> str | None:
+        """Names the first field in which the bytes of `other` differ from this layout's; None if they are alike."""
+        return self._differing(other, ("dtype", "block_size", "order"))
+
+    def _differing(self, other: "KVLayout", names: Iterable[str]) -> str | None:
+        for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine} here, {theirs} there"
         return None
+
+
+def memory_runs(layout: KVLayout, blocks: Iterable[int], layers: Layers) -> Iterator[tuple[int, int]]:
+    """[first, end) of each run of a pool's bytes that these layers of `blocks` are, in their order.
+
+    Blocks that are neighbours make one run where all of their layers are meant.
+    """
+    block_bytes = layout.block_bytes
+    skip = layers[0] * layout.layer_bytes * layout.block_size
+    size = layers[1] * layout.layer_bytes * layout.block_size
+    first = end = -1
+    for block in blocks:
+        start = block * block_bytes + skip
+        if start != end:
+            if end > first:
+                yield first, end
+            first = start
+        end = start + size
+    if end > first:
+        yield first, end

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,9 +165,19 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         try:
             header = json.loads(file.read(length))
             start = 8 + length
-            return {name: _entry(path, start, fields) for name, fields in header.items() if name != "__metadata__"}
+            entries = {name: _entry(path, start, fields) for name, fields in header.items() if name != "__metadata__"}
+            _check_gapless(entries.values(), start)
+            return entries
         except (UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a safetensors file, or cut short: {error}") from error
+
+
+def _check_gapless(entries: Iterable[TensorEntry], start: int) -> None:
+    """Raises ValueError unless each tensor begins where another ends, the first of them at `start`."""
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != start:
+            raise ValueError(f"a tensor's bytes begin at {entry.begin}; those before it end at {start}")
+        start = entry.end
 
 
 def _entry(path: Path, start: int, fields: Mapping[str, Any]) -> TensorEntry:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from kvrelay.engine.attention.protocol import Attention
+from kvrelay.engine.attention.protocol import Attention, HeadNorm, Rotation
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import rotations
@@ -20,8 +20,7 @@ class Layer:
     """[hidden]."""
     qkv: Linear
     """hidden -> (H + 2 Hkv) * D: all queries, then all keys, then all values."""
-    qk_norm: Tensor | None
-    """[H + Hkv, D], each query head's and each key head's."""
+    qk_norm: HeadNorm | None
     output: Linear
     """H * D -> hidden."""
     mlp_norm: Tensor
@@ -63,7 +62,7 @@ class Decoder:
         """
         config, weights, ops = self.config, self._weights, self._ops
         eps, heads, keys = config.norm_eps, config.heads, config.kv_heads
-        cos, sin = rotations(weights.frequencies, batch.positions)
+        rotation = Rotation(*rotations(weights.frequencies, batch.positions))
         residual = functional.embedding(batch.tokens, weights.embedding)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
@@ -72,11 +71,7 @@ class Decoder:
             else:
                 x, residual = ops.add_rms_norm(update, residual, layer.input_norm, eps)
             qkv = layer.qkv(x).view(-1, heads + 2 * keys, config.head_dim)
-            qk, value = qkv.split_with_sizes((heads + keys, keys), 1)
-            if layer.qk_norm is not None:
-                qk = ops.rms_norm(qk, layer.qk_norm, eps)
-            query, key = ops.rope(qk, cos, sin).split_with_sizes((heads, keys), 1)
-            x = attention.run(index, query, key, value)
+            x = attention.run(index, qkv, rotation, layer.qk_norm)
             x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, eps)
             update = layer.down(ops.silu_mul(layer.gate_up(x)))
         return residual if update is None else update + residual
@@ -84,3 +79,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]."""
         return self._weights.head(self._ops.rms_norm(hidden, self._weights.norm, self.config.norm_eps)).float()
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's largest of `logits` [N, vocab] and its place, both [N]; the first of equals. A NaN is largest."""
+        values, tokens = logits.max(-1)
+        return values, tokens

@@ -1,12 +1,15 @@
 """From a checkpoint's files to a model that runs."""
 
+import math
+import mmap
 from collections.abc import Callable
-from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.engine.attention.protocol import HeadNorm
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Decoder, Layer, Weights
@@ -14,6 +17,10 @@ from kvrelay.engine.models.rope import frequencies
 from kvrelay.kernels.ops import Linear, Ops
 
 Progress = Callable[[float], None]
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PAGED_BYTES = 2**18
+"""Tensors of so many bytes get memory of their own."""
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
 
 def load_model(
@@ -23,12 +30,24 @@ def load_model(
     ops: Ops,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Loads the weights, converted to `dtype` and laid out as `ops` wants them.
+    """A model on the operations `ops`; otherwise as `load_weights`."""
+    return Decoder(config, load_weights(checkpoint, config, dtype, ops.linear, progress), ops)
 
-    Files are memory-mapped and read tensor by tensor, so beyond the model itself one layer's weights are in memory at
-    most. A tied embedding is held twice: rows of it are looked up, and as the head it is laid out for multiplying.
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    linear: MakeLinear,
+    progress: Progress | None = None,
+) -> Weights:
+    """Loads the weights, converted to `dtype`.
+
+    Files are read tensor by tensor, so beyond the model itself one layer's weights are in memory at
+    most. A tied embedding is there twice: rows of it are looked up, and as the head it is laid out for multiplying.
 
     Args:
+        linear: lays a weight [out, in] and its bias out for multiplying; see `Ops.linear`.
         progress: told the share of bytes that is loaded, 0 to 1.
 
     Raises:
@@ -38,17 +57,16 @@ def load_model(
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
     files = TensorFiles(checkpoint, tuple(expected), dtype, progress)
-    layers = tuple(_layer(files, config, ops, index) for index in range(config.layers))
+    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
     embedding = files.take("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else files.take("lm_head.weight")
-    weights = Weights(
+    return Weights(
         embedding=embedding,
         layers=layers,
         norm=files.take("model.norm.weight"),
-        head=ops.linear(head, None),
+        head=linear(head, None),
         frequencies=frequencies(config.rope, config.head_dim),
     )
-    return Decoder(config, weights, ops)
 
 
 class TensorFiles:
@@ -62,53 +80,72 @@ class TensorFiles:
         self._progress = progress
         self._total = sum(self._bytes(name) for name in names)
         self._done = 0
-        self._open: tuple[Path, safe_open] | None = None
 
     def take(self, *names: str) -> Tensor:
-        """The tensors, converted and joined along their first dimension; a copy, never a view of the file."""
-        parts = [self._read(name) for name in names]
-        if len(parts) > 1:
-            tensor = torch.cat([part.to(self._dtype) for part in parts])
-        else:
-            tensor = parts[0].to(self._dtype, copy=True)
+        """The tensors, converted and joined along their first dimension."""
+        shapes = [self._entries[name].shape for name in names]
+        tensor = _room((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
+            self._read(name, part)
         for name in names:
             self._done += self._bytes(name)
         if self._progress is not None:
             self._progress(self._done / self._total)
         return tensor
 
-    def _read(self, name: str) -> Tensor:
-        path = self._entries[name].path
-        if self._open is None or self._open[0] != path:
-            try:
-                self._open = path, safe_open(path, "pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path}: not a safetensors file: {error}") from error
-        tensor: Tensor = self._open[1].get_tensor(name)  # type: ignore[no-untyped-call]  # safetensors is untyped
-        return tensor
+    def _read(self, name: str, out: Tensor) -> None:
+        """Fills `out`, converted.
+
+        Read, not mapped: pages of a mapped file stay in memory as long as the mapping, beside what was made of them.
+        """
+        entry = self._entries[name]
+        stored = STORED[entry.dtype]
+        tensor = out if out.dtype == stored else _room(entry.shape, stored)
+        left: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+        with entry.path.open("rb", buffering=0) as file:
+            file.seek(entry.begin)
+            while len(left):
+                count = file.readinto(left.data)
+                if not count:
+                    raise ValueError(f"{entry.path}: tensor {name} is cut short")
+                left = left[count:]
+        if tensor is not out:
+            out.copy_(tensor)
 
     def _bytes(self, name: str) -> int:
         return self._entries[name].end - self._entries[name].begin
 
 
-def _layer(files: TensorFiles, config: ModelConfig, ops: Ops, index: int) -> Layer:
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor, in pages of its own if it is large.
+
+    Those go back when it goes. From the heap, a weight that comes, is packed and goes would leave a hole that the next
+    one doesn't quite fit: a third of a model's size in the end.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < PAGED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, index: int) -> Layer:
     base, traits = f"model.layers.{index}", config.traits
 
-    def linear(bias: bool, *names: str) -> Linear:
+    def projection(bias: bool, *names: str) -> Linear:
         weight = files.take(*(f"{base}.{name}.weight" for name in names))
-        return ops.linear(weight, files.take(*(f"{base}.{name}.bias" for name in names)) if bias else None)
+        return linear(weight, files.take(*(f"{base}.{name}.bias" for name in names)) if bias else None)
 
     qk_norm = None
     if traits.qk_norm:
         query = files.take(f"{base}.self_attn.q_norm.weight").expand(config.heads, -1)
         key = files.take(f"{base}.self_attn.k_norm.weight").expand(config.kv_heads, -1)
-        qk_norm = torch.cat((query, key))
+        qk_norm = HeadNorm(torch.cat((query, key)), config.norm_eps)
     return Layer(
         input_norm=files.take(f"{base}.input_layernorm.weight"),
-        qkv=linear(traits.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=projection(traits.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         qk_norm=qk_norm,
-        output=linear(traits.output_bias, "self_attn.o_proj"),
+        output=projection(traits.output_bias, "self_attn.o_proj"),
         mlp_norm=files.take(f"{base}.post_attention_layernorm.weight"),
-        gate_up=linear(traits.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-        down=linear(traits.mlp_bias, "mlp.down_proj"),
+        gate_up=projection(traits.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=projection(traits.mlp_bias, "mlp.down_proj"),
     )

@@ -4,7 +4,9 @@ So a sequence draws the same tokens whatever it is batched with, on whichever wo
 modulo 2**32 and 2**64, exact everywhere.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 MASK64 = 2**64 - 1
@@ -14,6 +16,11 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
     """Two signed 32-bit keys, from splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
     mixed = _splitmix64(_splitmix64(seed & MASK64) ^ position)
     return _signed(mixed & 0xFFFFFFFF), _signed(mixed >> 32)
+
+
+def noise_keys_of(seeds: NDArray[np.generic], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """`noise_keys` of many rows: int32 [R, 2] of uint64 [R] seeds, already modulo 2**64, and positions."""
+    return _splitmix64s(_splitmix64s(seeds.astype(np.uint64)) ^ positions)[:, None].view(np.int32)
 
 
 def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -47,6 +54,13 @@ def _splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
     return x ^ (x >> 31)
+
+
+def _splitmix64s(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _signed(x: int) -> int:

@@ -6,7 +6,7 @@ probability p_i. The noise of a row depends on its seed and position alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.noise import exponential, noise_keys
+
+FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 2**17
 """Logits that are drawn from at once, about: what stays in the CPU's cache through the dozens of passes."""
@@ -32,12 +34,13 @@ class Draw:
     """Completion tokens before it."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> tuple[list[int], list[int]]:
     """Chooses a token for each row.
 
     Args:
         logits: float32 [R, V]; may be changed.
         draws: [R].
+        find_largest: each row's largest logit and its place, both [R]. A NaN counts as largest.
 
     Returns:
         Token ids [R], and the indices of rows without a finite largest logit, whose token means nothing.
@@ -45,8 +48,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]
     for row, draw in enumerate(draws):
         if draw.generated < draw.params.min_tokens:
             logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
-    # A NaN counts as largest, so the largest logit tells whether a row is sound.
-    largest, tokens = logits.max(-1)
+    # It tells whether a row is sound.
+    largest, tokens = find_largest(logits)
     unsound = (~largest.isfinite()).nonzero().flatten().tolist()
     drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in unsound]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -1,5 +1,7 @@
 """The engine's loop on the hash model: right tokens, alone or handed over, whatever the runner does."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,10 @@ from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduler import Progress, Scheduler
-from support.hash_runner import LAYOUT, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.hash_runner import LAYOUT, AsyncHashRunner, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
 
@@ -23,12 +25,16 @@ CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_seq
 class Worker:
     """An engine on the hash model with everything it needs."""
 
-    def __init__(self, blocks: int, config: EngineConfig = CONFIG) -> None:
+    def __init__(self, blocks: int, config: EngineConfig = CONFIG, *, ahead: bool = False) -> None:
+        """
+        Args:
+            ahead: the runner is asynchronous, and the engine plans a step ahead.
+        """
         self.blocks = BlockPool(blocks)
         self.runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size))
         prefix = PrefixIndex(self.blocks, config.block_size, b"hash") if config.prefix_cache else None
-        self.scheduler = Scheduler(config, self.blocks, prefix, self.runner.spec.max_context)
-        self.engine = Engine(self.scheduler, self.runner)
+        self.scheduler = Scheduler(config, self.blocks, prefix, self.runner.spec.max_context, lag=int(ahead))
+        self.engine = Engine(self.scheduler, AsyncHashRunner(self.runner) if ahead else self.runner)
 
     def run(self, most: int = 10_000) -> dict[str, list[int]]:
         """Steps until idle; the tokens of each request."""
@@ -56,10 +62,14 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=50).map(tuple)
 
 
 @settings(max_examples=40, deadline=None)
-@given(batch=st.lists(st.tuples(prompts, st.integers(1, 30)), max_size=12), prefix_cache=st.booleans())
-def test_every_request_gets_its_tokens(batch: list[tuple[tuple[int, ...], int]], prefix_cache: bool) -> None:
+@given(
+    batch=st.lists(st.tuples(prompts, st.integers(1, 30)), max_size=12), prefix_cache=st.booleans(), ahead=st.booleans()
+)
+def test_every_request_gets_its_tokens(
+    batch: list[tuple[tuple[int, ...], int]], prefix_cache: bool, ahead: bool
+) -> None:
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
-    worker = Worker(14, config)
+    worker = Worker(14, config, ahead=ahead)
     for number, (tokens, max_tokens) in enumerate(batch):
         worker.scheduler.add(request(str(number), tokens, max_tokens))
     heard = worker.run()
@@ -68,10 +78,10 @@ def test_every_request_gets_its_tokens(batch: list[tuple[tuple[int, ...], int]],
 
 
 @settings(max_examples=40, deadline=None)
-@given(batch=st.lists(st.tuples(prompts, st.integers(2, 20)), min_size=1, max_size=6))
-def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int, ...], int]]) -> None:
+@given(batch=st.lists(st.tuples(prompts, st.integers(2, 20)), min_size=1, max_size=6), ahead=st.booleans())
+def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int, ...], int]], ahead: bool) -> None:
     """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
-    prefill, decode = Worker(14), Worker(14)
+    prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)
     size = LAYOUT.block_size
 
     def ship(report: Progress, asked: Request) -> None:
@@ -122,7 +132,7 @@ def test_a_failed_row_ends_one_sequence_only() -> None:
 
     def fail_late(plan: StepPlan) -> StepOutput:
         if plan.generated.max() == 3 and bad.handle in plan.handles:
-            raise RowFailure([bad.handle], "logits of 1 row are not finite")
+            return dataclasses.replace(run(plan), unsound=(plan.handles.index(bad.handle),))
         return run(plan)
 
     worker.runner.run = fail_late
@@ -130,7 +140,7 @@ def test_a_failed_row_ends_one_sequence_only() -> None:
     while worker.engine.has_work:
         reports += worker.engine.step()
     errors = [report for report in reports if report.error is not None]
-    assert [(report.sequence, report.error) for report in errors] == [(bad, "logits of 1 row are not finite")]
+    assert [(report.sequence, report.error) for report in errors] == [(bad, "the model's logits are not finite")]
     assert good.tokens[2:] == expected_tokens((1, 2), 6)
     worker.check_idle()
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvrelay.engine.attention.cpu import CpuAttention
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
@@ -18,6 +21,7 @@ from kvrelay.engine.models.loader import load_model
 from kvrelay.engine.runner import ModelRunner, build_runner
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import ops
+from kvrelay.kernels.cpu.library import library
 from support.checkpoints import make_checkpoint
 from support.paged import PagedSequences
 
@@ -102,10 +106,10 @@ def test_the_models_operations_on_cpu_are_the_reference_ones(original: Path) -> 
     config, checkpoint = read_config(original), Checkpoint(original)
     runner = build_runner(original, "float32", OPTIONS)
     fast = logits(runner)
-    runner.model = load_model(checkpoint, config, torch.float32, reference)
-    torch.testing.assert_close(fast, logits(runner), atol=1e-4, rtol=0)
-    runner.model = load_model(checkpoint, config, torch.float32, ops)
-    assert torch.equal(fast, logits(runner))
+    runner.attention = CpuAttention(runner.pool, config.traits.windows)
+    for backend in (reference, ops):
+        runner.model = load_model(checkpoint, config, torch.float32, backend)
+        torch.testing.assert_close(fast, logits(runner), atol=1e-4, rtol=0)
 
 
 def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
@@ -240,3 +244,37 @@ def test_the_fingerprint_tells_weights_types_and_configs_apart(original: Path, f
     config.write_text(config.read_text().replace("10000.0", "20000.0"))
     prints.add(Checkpoint(folder).fingerprint())
     assert len(prints) == 5
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.runner import build_runner
+from kvrelay.kernels.cpu.library import library
+
+def resident(field):
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
+
+library()
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+runner = build_runner(Path(sys.argv[1]), "auto", EngineConfig(kv_memory_bytes=2**20, threads=1))
+print(resident("VmHWM") - before, resident("VmRSS") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="no native kernels here")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"], ids=["untied", "tied"])
+def test_loading_peaks_a_little_above_the_checkpoint_and_keeps_its_size(architecture: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 32768}
+    folder = make_checkpoint(tmp_path, architecture, dtype="bfloat16", **shape)
+    size = (folder / "model.safetensors").stat().st_size
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, folder], capture_output=True, text=True, check=True, timeout=120
+    )
+    peak, kept = (int(number) / size for number in result.stdout.split())
+    assert peak < 1.3
+    assert kept < 1.2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.noise import exponential, noise_keys
+from kvrelay.engine.sampling.noise import exponential, noise_keys, noise_keys_of
 from kvrelay.engine.sampling.sampler import Draw, sample
 from kvrelay.kernels.reference import token_probabilities
 
@@ -19,9 +19,14 @@ LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.3, 0.0, -0.4, -1.0, -1.1, -2.5, -2.5, -3
 DRAWS = 20_000
 
 
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, tokens = logits.max(-1)
+    return values, tokens
+
+
 def draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     draws = [Draw(param, position, 0) for param, position in zip(params, positions, strict=True)]
-    tokens, unsound = sample(logits.clone(), draws)
+    tokens, unsound = sample(logits.clone(), draws, largest)
     assert unsound == []
     return tokens
 
@@ -169,7 +174,7 @@ def test_stop_ids_wait_for_min_tokens(temperature: float) -> None:
     logits = torch.tensor([[9.0, 8.0, 1.0]]).repeat(3, 1)
     params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=frozenset({0, 1}), seed=1)
     draws = [Draw(params, 100, 0), Draw(params, 103, 3), Draw(params, 104, 4)]
-    tokens, _ = sample(logits, draws)
+    tokens, _ = sample(logits, draws, largest)
     assert tokens[:2] == [2, 2]
     assert tokens[2] in (0, 1)
 
@@ -179,23 +184,23 @@ def test_stop_ids_wait_for_min_tokens(temperature: float) -> None:
 def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(value: float, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=5)
     sound = LOGITS.repeat(3, 1)
-    expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3)
+    expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3, largest)
     sound[1, 3] = value
-    tokens, unsound = sample(sound, [Draw(params, 7, 0)] * 3)
+    tokens, unsound = sample(sound, [Draw(params, 7, 0)] * 3, largest)
     assert unsound == [1]
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
 
 
 def test_a_stop_id_outside_the_vocabulary_does_no_harm() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({0, len(LOGITS), 2**31}))
-    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)]) == ([1], [])
+    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)], largest) == ([1], [])
     without = SamplingParams(temperature=0.0, min_tokens=2)
-    assert sample(LOGITS[None].clone(), [Draw(without, 7, 0)]) == ([0], [])
+    assert sample(LOGITS[None].clone(), [Draw(without, 7, 0)], largest) == ([0], [])
 
 
 def test_a_row_whose_every_token_is_masked_is_told() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=frozenset(range(len(LOGITS))))
-    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)])[1] == [0]
+    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)], largest)[1] == [0]
 
 
 def test_a_token_that_is_masked_out_is_never_drawn() -> None:
@@ -204,3 +209,9 @@ def test_a_token_that_is_masked_out_is_never_drawn() -> None:
     for params in (SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=1, top_k=3)):
         tokens = draw(logits.expand(500, -1), [params] * 500, range(500))
         assert 0 not in tokens
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=8))
+def test_keys_of_many_rows_are_those_of_each(rows: list[tuple[int, int]]) -> None:
+    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    assert noise_keys_of(seeds, positions).tolist() == [list(noise_keys(*row)) for row in rows]

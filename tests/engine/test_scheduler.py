@@ -1,7 +1,9 @@
 """Whatever comes, goes, is preempted or handed over in whatever order: right tokens, no leaks, no starvation."""
 
+import dataclasses
 import subprocess
 import sys
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.plan import RowFailure, StepOutput, StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.scheduler import Progress, Reservation, Scheduler
 from kvrelay.engine.sequence import Sequence, Status
-from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
+from support.hash_runner import AsyncHashRunner, HashRunner, HashStep, expected_outcome, expected_tokens, hash_spec
 
 SIZE = 8
 
@@ -31,13 +33,17 @@ class Bench:
         max_sequences: int = 4,
         max_context: int | None = None,
         prefix_cache: bool = True,
+        lag: int = 0,
     ) -> None:
         self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
         self.prefix = PrefixIndex(self.pool, SIZE, b"hash") if prefix_cache else None
-        self.scheduler = Scheduler(self.config, self.pool, self.prefix, self.max_context)
+        self.scheduler = Scheduler(self.config, self.pool, self.prefix, self.max_context, lag)
         self.runner = HashRunner(blocks, spec=hash_spec(self.max_context))
+        self.device = AsyncHashRunner(self.runner)
+        self.lag = lag
+        self.flight: deque[tuple[StepPlan, HashStep]] = deque()
         self.sequences: list[Sequence] = []
         self.heard: dict[Sequence, list[int]] = {}
         self.exports: list[tuple[Hold, tuple[int, ...]]] = []
@@ -68,8 +74,32 @@ class Bench:
         return self._follow(self.scheduler.resume(request, token, reservation.hold), [token])
 
     def step(self) -> list[Progress]:
+        """Plans as far ahead as the lag allows, then lands the oldest; again if nothing came of it."""
+        while True:
+            while len(self.flight) <= self.lag and self.launch() is not None:
+                pass
+            if not self.flight:
+                return []
+            reports = self.land()
+            if reports:
+                return reports
+
+    def launch(self) -> StepPlan | None:
+        """One more plan in flight."""
         plan = self.scheduler.plan()
-        return [] if plan is None else self.commit(plan)
+        if plan is not None:
+            self.flight.append((plan, self.device.launch(plan)))
+        return plan
+
+    def land(self, unsound: tuple[int, ...] = ()) -> list[Progress]:
+        """Computes and commits the oldest plan in flight; the rows `unsound` come back as not finite."""
+        plan, launched = self.flight.popleft()
+        out = dataclasses.replace(launched.result(), unsound=unsound)
+        reports = self.scheduler.commit(plan, out)
+        for report in reports:
+            if report.error is None:
+                self._hear(report)
+        return reports
 
     def commit(self, plan: StepPlan) -> list[Progress]:
         reports = self.scheduler.commit(plan, self.runner.run(plan))
@@ -91,6 +121,8 @@ class Bench:
                 break
             assert self.step()
         assert not self.scheduler.has_work
+        while self.flight:
+            assert self.land() == []
 
     def check(self) -> None:
         """Everything that must hold between any two calls."""
@@ -179,13 +211,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_tokens=st.integers(SIZE, 40),
         max_sequences=st.integers(1, 5),
         prefix_cache=st.booleans(),
+        lag=st.integers(0, 1),
     )
-    def start(self, blocks: int, max_batch_tokens: int, max_sequences: int, prefix_cache: bool) -> None:
+    def start(self, blocks: int, max_batch_tokens: int, max_sequences: int, prefix_cache: bool, lag: int) -> None:
         self.bench = Bench(
-            blocks, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache
+            blocks, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache, lag=lag
         )
         self.scheduler = self.bench.scheduler
-        self.plan: StepPlan | None = None
         self.reserved: list[tuple[Request, Reservation]] = []
 
     @rule(data=st.data(), handoff=st.booleans())
@@ -240,37 +272,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             # A step in flight may still write: the blocks stay until it has ended.
             assert sequence.hold.released == (sequence.scheduled == 0)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.bench.flight) <= self.bench.lag)
     @rule()
     def make_plan(self) -> None:
-        self.plan = self.scheduler.plan()
-        if self.plan is not None:
-            assert self.plan.num_tokens <= self.bench.config.max_batch_tokens
-            assert self.plan.num_rows <= self.bench.config.max_sequences
+        plan = self.bench.launch()
+        if plan is not None:
+            assert plan.num_tokens <= self.bench.config.max_batch_tokens
+            assert plan.num_rows <= self.bench.config.max_sequences
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.bench.flight)
     @rule()
     def commit(self) -> None:
-        plan, self.plan = self.plan, None
-        self.bench.commit(plan)
+        self.bench.land()
 
-    @precondition(lambda self: self.plan is None)
     @rule(count=st.integers(1, 20))
     def run_on(self, count: int) -> None:
         for _ in range(count):
             self.bench.step()
             self.bench.check()
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.bench.flight)
     @rule(data=st.data())
     def fail_rows(self, data: st.DataObject) -> None:
-        plan, self.plan = self.plan, None
+        plan, _ = self.bench.flight[0]
         running = {sequence.handle for sequence in self.bench.sequences if sequence.status is Status.RUNNING}
-        bad = data.draw(st.sets(st.sampled_from(plan.handles), min_size=1))
-        reports = self.scheduler.fail(plan, RowFailure(tuple(bad), "not finite"))
-        assert {report.sequence.handle for report in reports} == bad & running
-        for report in reports:
-            assert report.error == "not finite"
+        bad = data.draw(st.sets(st.integers(0, plan.num_rows - 1), min_size=1))
+        reports = self.bench.land(tuple(bad))
+        failed = [report for report in reports if report.error is not None]
+        assert {report.sequence.handle for report in failed} == {plan.handles[row] for row in bad} & running
+        for report in failed:
+            assert report.error == "the model's logits are not finite"
             assert report.sequence.status is Status.FAILED
 
     @invariant()
@@ -280,8 +311,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
-            if self.plan is not None:
-                self.bench.commit(self.plan)
+            while self.bench.flight:
+                self.bench.land()
             for _, reservation in self.reserved:
                 reservation.release()
             self.bench.drain()
@@ -413,9 +444,10 @@ def test_a_failed_row_leaves_nothing_to_the_cache() -> None:
     bench = Bench(16, max_batch_tokens=SIZE)
     bad, good = (bench.add(bench.request(numbers(20, n), 4)) for n in range(2))
     bench.step()
-    plan = bench.scheduler.plan()
-    (report,) = bench.scheduler.fail(plan, RowFailure([bad.handle], "logits are not finite"))
-    assert (report.sequence, report.token, report.error) == (bad, None, "logits are not finite")
+    plan = bench.launch()
+    assert plan is not None
+    report = next(report for report in bench.land((plan.handles.index(bad.handle),)) if report.error is not None)
+    assert (report.sequence, report.token, report.error) == (bad, None, "the model's logits are not finite")
     assert bad.hold.released
     again = bench.add(bench.request(numbers(20, 0), 4))
     bench.drain()
@@ -733,8 +765,70 @@ def test_output_that_does_not_fit_the_plan_is_refused(tokens: tuple[int | None, 
 def test_a_failure_must_name_a_row() -> None:
     bench = Bench(4)
     bench.add(bench.request((1,), 4))
-    with pytest.raises(IntegrityError, match="handles"):
-        bench.scheduler.fail(bench.scheduler.plan(), RowFailure([99], "?"))
+    with pytest.raises(IntegrityError, match="names rows"):
+        bench.scheduler.commit(bench.scheduler.plan(), StepOutput((None,), unsound=(1,)))
+
+
+# A step ahead.
+
+
+def test_a_step_is_planned_while_another_runs() -> None:
+    """A steady batch keeps one step in flight at all times, and computes no row too many where lengths end it."""
+    bench = Bench(32, max_batch_tokens=32, lag=1)
+    first, second = bench.add(bench.request(numbers(9), 12)), bench.add(bench.request(numbers(5, 1), 7))
+    assert spans(bench.launch()) == [(0, 0, 9), (1, 0, 5)]
+    plan = bench.launch()
+    assert spans(plan) == [(0, 9, 10), (1, 5, 6)]
+    assert plan is not None
+    assert plan.feeds is not None
+    assert (plan.tokens.tolist(), plan.feeds.tolist()) == ([0, 0], [0, 1])
+    rows = 0
+    while bench.flight:
+        bench.land()
+        plan = bench.launch()
+        rows += 0 if plan is None else plan.num_rows
+        assert len(bench.flight) >= 1 or plan is None
+    assert rows == (12 - 2) + (7 - 2)
+    assert first.status is second.status is Status.FINISHED
+    bench.check_over()
+
+
+def test_an_end_that_was_not_foreseen_costs_one_row_and_its_blocks_stay_until_that_has_landed() -> None:
+    bench = Bench(32, lag=1)
+    prompt = numbers(9)
+    sequence = bench.add(bench.request(prompt, 30, stop=expected_tokens(prompt, 3)[2:]))
+    while not sequence.ended:
+        bench.step()
+    assert sequence.tokens[len(prompt) :] == expected_tokens(prompt, 3)
+    assert len(bench.flight) == 1
+    assert not sequence.hold.released
+    assert bench.step() == []
+    assert sequence.hold.released
+    bench.check_over()
+
+
+def test_a_hand_off_leaves_nothing_in_flight() -> None:
+    bench = Bench(32, lag=1)
+    bench.add(bench.request(numbers(9), 30), handoff=True)
+    assert bench.launch() is not None
+    assert bench.launch() is None
+    (report,) = bench.land()
+    assert report.hold is not None
+    bench.exports.pop()[0].release()
+    bench.check_over()
+
+
+def test_preemption_waits_until_nothing_is_in_flight() -> None:
+    bench = Bench(4, max_batch_tokens=32, lag=1)
+    old, young = (bench.add(bench.request(numbers(SIZE, n), 20)) for n in range(2))
+    while young.status is not Status.PREEMPTED:
+        assert bench.step() != []
+        if young.status is Status.PREEMPTED:
+            assert young.scheduled == 0
+    bench.drain()
+    assert old.tokens[SIZE:] == expected_tokens(numbers(SIZE), 20)
+    assert young.tokens[SIZE:] == expected_tokens(numbers(SIZE, 1), 20)
+    bench.check_over()
 
 
 @pytest.mark.parametrize(

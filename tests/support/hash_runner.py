@@ -5,14 +5,17 @@ the sequence, read through its block table. So one wrong, stale or swapped byte 
 `expected_tokens` says what an undisturbed run yields. It needs numpy only and takes some ten microseconds a row.
 """
 
+import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, Layers, memory_runs
+from kvrelay.engine.layers import LayerWatch
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request
@@ -102,25 +105,42 @@ class HashPool:
         whole = torch.from_numpy(self.array).view(getattr(torch, self.layout.dtype))
         return whole.view(self.layout.shape(self.num_blocks))
 
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes") -> int:
+    def runs(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None = None
+    ) -> list[memoryview]:
+        """The whole blocks of a token range where they lie."""
+        start = first_token // self.layout.block_size
+        used = blocks[start : start + num_tokens // self.layout.block_size]
+        memory = memoryview(self.array.reshape(-1).data)
+        whole = layers or (0, self.layout.layers)
+        return [memory[first:end] for first, end in memory_runs(self.layout, used, whole)]
+
+    def read(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes", layers: Layers | None = None
+    ) -> int:
         """Copies the KV of a token range of a sequence into the start of `out`; returns the bytes."""
         target = _flat(out)
         offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
+        for piece in self._pieces(blocks, first_token, num_tokens, layers):
             target[offset : offset + piece.size] = piece.reshape(-1)
             offset += piece.size
         return offset
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes") -> None:
+    def write(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes", layers: Layers | None = None
+    ) -> None:
         """Copies what `read` yields into the pool."""
         source = _flat(data)
         offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
+        for piece in self._pieces(blocks, first_token, num_tokens, layers):
             piece[...] = source[offset : offset + piece.size].reshape(piece.shape)
             offset += piece.size
 
-    def _pieces(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Iterable[NDArray[np.uint8]]:
+    def _pieces(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None
+    ) -> Iterable[NDArray[np.uint8]]:
         """Views of the whole blocks, then of the used slots of a partial last one."""
+        layer, count = layers or (0, self.layout.layers)
         size = self.layout.block_size
         if first_token % size:
             raise ValueError(f"first_token is {first_token}; it must be a multiple of {size}")
@@ -128,7 +148,7 @@ class HashPool:
             raise ValueError(f"num_tokens is {num_tokens} from {first_token} on; {len(blocks)} blocks are held")
         for start in range(first_token, first_token + num_tokens, size):
             used = min(size, first_token + num_tokens - start)
-            block = self._blocks[blocks[start // size]]
+            block = self._blocks[blocks[start // size], layer : layer + count]
             yield block[:, :, :used] if self.layout.order == "NHD" else block[:, :, :, :used]
 
 
@@ -140,6 +160,7 @@ class HashRunner:
         self.layout = layout
         self.pool = HashPool(layout, num_blocks)
         self.steps = 0
+        self.watch: LayerWatch | None = None
 
     def warm_up(self) -> None:
         pass
@@ -147,10 +168,11 @@ class HashRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         check_plan(plan, self.layout.block_size, self.pool.num_blocks)
         self.steps += 1
-        offsets = np.cumsum(plan.lengths) - plan.lengths
-        for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
-            tokens = plan.tokens[offset : offset + length]
-            self.fill(plan.block_tables[row], tokens.tolist(), int(start))
+        borders = () if self.watch is None else self.watch.borders(plan)
+        for first, end in itertools.pairwise((0, *borders, self.layout.layers)):
+            self._compute(plan, slice(first, end))
+            if self.watch is not None and end < self.layout.layers:
+                self.watch.passed(plan, end)
         tokens_out: list[int | None] = [None] * plan.num_rows
         for row in np.flatnonzero(plan.sample):
             data = self.held_bytes(plan.block_tables[row], int(plan.starts[row] + plan.lengths[row]))
@@ -158,12 +180,24 @@ class HashRunner:
             tokens_out[row] = _token(digest, self.spec.vocab_size)
         return StepOutput(tuple(tokens_out))
 
-    def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
+    def _compute(self, plan: StepPlan, layers: slice) -> None:
+        offsets = np.cumsum(plan.lengths) - plan.lengths
+        for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
+            tokens = plan.tokens[offset : offset + length]
+            self.fill(plan.block_tables[row], tokens.tolist(), int(start), layers)
+
+    def fill(
+        self,
+        blocks: Sequence[int] | NDArray[np.int32],
+        tokens: Sequence[int],
+        first_position: int,
+        layers: slice = slice(None),
+    ) -> None:
         """Writes the KV of consecutive tokens through a block table, as computing them does."""
         positions = np.arange(first_position, first_position + len(tokens))
         size = self.layout.block_size
         where = np.asarray(blocks)[positions // size]
-        self.pool.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
+        self.pool.slots[where, positions % size, layers] = kv_bytes(tokens, first_position, self.layout)[:, layers]
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
@@ -174,6 +208,51 @@ class HashRunner:
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether the pool has the KV of exactly these tokens in `blocks`."""
         return np.array_equal(self.held_bytes(blocks, len(tokens)), kv_bytes(tokens, 0, self.layout))
+
+
+class AsyncHashRunner:
+    """A HashRunner that is a `kvrelay.engine.engine.AsyncRunner`."""
+
+    def __init__(self, runner: HashRunner) -> None:
+        self.spec, self.layout, self.pool = runner.spec, runner.layout, runner.pool
+        self.runner = runner
+        self._last: HashStep | None = None
+
+    def warm_up(self) -> None:
+        pass
+
+    def launch(self, plan: StepPlan) -> "HashStep":
+        self._last = HashStep(self.runner, plan, self._last)
+        return self._last
+
+
+class HashStep:
+    """A step that is computed when its result is asked for: as late as a device may."""
+
+    def __init__(self, runner: HashRunner, plan: StepPlan, before: "HashStep | None") -> None:
+        self._runner = runner
+        self._plan = plan
+        self._before = before
+        self.out: StepOutput | None = None
+
+    def result(self) -> StepOutput:
+        assert self.out is None, "asked twice"
+        plan = self._plan
+        if plan.feeds is not None and (plan.feeds >= 0).any():
+            assert self._before is not None
+            assert self._before.out is not None, "steps are computed in order"
+            tokens = plan.tokens.copy()
+            first = np.cumsum(plan.lengths) - plan.lengths
+            for row in np.flatnonzero(plan.feeds >= 0):
+                assert plan.lengths[row] == 1
+                assert tokens[first[row]] == 0
+                token = self._before.out.tokens[plan.feeds[row]]
+                assert token is not None, "fed by a row that yields no token"
+                tokens[first[row]] = token
+            plan = dataclasses.replace(plan, tokens=tokens)
+        self.out = self._runner.run(plan)
+        self._before = None
+        return self.out
 
 
 def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:

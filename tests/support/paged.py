@@ -50,7 +50,7 @@ class PagedSequences:
             runner.attention.plan(batch)
             logits = runner.model.logits(runner.model.forward(batch, runner.attention))
         for (sequence, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
-            sequence.logits.append(rows)
+            sequence.logits.append(rows.clone())
             sequence.computed += count
 
 
