@@ -24,13 +24,13 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
-from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Submit
+from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.importer import Importer
 from kvrelay.transfer.wire import Code
 from kvrelay.worker.handoff import HandoffRole
-from kvrelay.worker.server import Key
+from kvrelay.worker.server import Key, WorkerServer
 
 
 class DecodeRole(HandoffRole):
@@ -38,6 +38,11 @@ class DecodeRole(HandoffRole):
 
     phases = (PHASE_DECODE, PHASE_COLOCATED)
     peer_role = ROLE_PREFILL
+
+    def __init__(self, worker: WorkerServer) -> None:
+        super().__init__(worker)
+        self._promised: dict[Key, int] = {}
+        """Blocks that requests will need for their KV, of those that have none yet."""
 
     async def start(self, server: grpc.aio.Server) -> None:
         worker = self.worker
@@ -57,11 +62,21 @@ class DecodeRole(HandoffRole):
 
     def submit(self, request: Request, submit: Submit) -> None:
         if submit.phase == PHASE_DECODE:
+            self._promised[request.key] = self.worker.runner.layout.blocks_for(len(request.tokens) + 1)
+        super().submit(request, submit)
+
+    def take(self, request: Request, submit: Submit) -> None:
+        if submit.phase == PHASE_DECODE:
             self._importer.expect(request.key, (submit.peer.name, submit.peer.incarnation), request.tokens)
         else:
             self.worker.compute(request)
 
+    def promised(self) -> Promised:
+        return Promised(requests=len(self._promised), blocks=sum(self._promised.values()))
+
     def cancel(self, key: Key) -> None:
+        super().cancel(key)
+        self._promised.pop(key, None)
         self._importer.cancel(key)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
@@ -73,7 +88,13 @@ class DecodeRole(HandoffRole):
         request = self.worker.request(key)
         if request is None:
             return None
-        reservation = await self.worker.thread.call(lambda: self.worker.engine.scheduler.reserve(request))
+        try:
+            reservation = await self.worker.with_load(lambda: self.worker.engine.scheduler.reserve(request))
+        except ValueError as error:
+            self.worker.fail(key, Failure.CODE_INVALID, str(error))
+            return None
+        if reservation is not None:
+            self._promised.pop(key, None)
         failpoint("decode.after_reserve", key)
         return reservation
 

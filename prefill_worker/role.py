@@ -19,11 +19,13 @@ workers never wait for each other in a circle. A first token that ends the reque
 without a peer is computed here to its end.
 """
 
+import os
 from collections.abc import Sequence
 
 import grpc
 
 from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.layers import WatchedRunner
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence as EngineSequence
@@ -36,6 +38,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     TransferReport,
 )
+from kvrelay.prefill_worker.layers import LayerGroups
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.exporter import Exporter
 from kvrelay.transfer.failpoints import failpoint
@@ -45,7 +48,7 @@ from kvrelay.worker.server import Key, WorkerServer
 
 
 class PrefillRole(HandoffRole):
-    """Prefill's side of the hand-off. `_shipped` belongs to the engine thread, all else to the event loop."""
+    """Prefill's side of the hand-off. The engine thread's are `_shipped`, `_partly`, `_layers`, all else the loop's."""
 
     phases = (PHASE_PREFILL, PHASE_COLOCATED)
     peer_role = ROLE_DECODE
@@ -56,6 +59,9 @@ class PrefillRole(HandoffRole):
         """Where the KV of requests that wait is to go."""
         self._shipped: dict[Key, int] = {}
         """Blocks of each computing sequence that the exporter was given already."""
+        self._partly: set[Key] = set()
+        """Sequences whose last chunk the exporter was given in some layers."""
+        self._layers: LayerGroups | None = None
 
     async def start(self, server: grpc.aio.Server) -> None:
         worker = self.worker
@@ -64,6 +70,12 @@ class PrefillRole(HandoffRole):
         )
         self._exporter.start()
         worker.engine.scheduler.on_start = self._on_start
+        runner, groups = worker.runner, worker.config.transfer.layer_groups
+        # On a GPU a layer's KV is written some time after its kernels were launched: nothing there can be told yet.
+        if groups != 1 and isinstance(runner, WatchedRunner) and not runner.pool.tensor.is_cuda:
+            threads = worker.config.engine.threads or len(os.sched_getaffinity(0))
+            self._layers = LayerGroups(groups, runner.layout, threads, self._exporter.frame_cost, self._ship_layers)
+            runner.watch = self._layers
 
     async def stop(self) -> None:
         await self._exporter.close()
@@ -73,19 +85,28 @@ class PrefillRole(HandoffRole):
         if self.worker.started:
             self._exporter.peers_changed()
 
-    def submit(self, request: Request, submit: Submit) -> None:
+    def take(self, request: Request, submit: Submit) -> None:
         handoff = submit.peer.name != ""
         if handoff:
             self._peer_of[request.key] = submit.peer.name, submit.peer.incarnation
         self.worker.compute(request, handoff=handoff)
 
     def cancel(self, key: Key) -> None:
+        super().cancel(key)
         self._peer_of.pop(key, None)
         self._exporter.cancel(key)
-        self.worker.thread.post(lambda: self._shipped.pop(key, None))
+        self.worker.thread.post(lambda: self._forget(key))
+
+    def _forget(self, key: Key) -> None:
+        self._shipped.pop(key, None)
+        self._partly.discard(key)
+        if self._layers is not None:
+            self._layers.forget(key)
 
     def _on_start(self, sequence: EngineSequence) -> None:
         if sequence.handoff:
+            if self._layers is not None:
+                self._layers.sequences[sequence.handle] = sequence
             self.worker.loop.call_soon_threadsafe(self._offer, sequence.request)
 
     def _offer(self, request: Request) -> None:
@@ -96,6 +117,8 @@ class PrefillRole(HandoffRole):
             self._exporter.begin(request.key, peer, request.tokens)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
+        if self._layers is not None:
+            self._layers.ended()
         for step in progress:
             if step.sequence.handoff:
                 self._ship(step)
@@ -115,12 +138,21 @@ class PrefillRole(HandoffRole):
                 self._shipped[request.key] = whole
                 soon(self._exporter.progress, request.key, hold)
             return
-        self._shipped.pop(request.key, None)
+        self._forget(request.key)
         if step.hold is not None and step.token is not None:
             failpoint("prefill.after_finish", request.key)
             soon(self._exporter.finished, request.key, step.token, step.hold)
         else:
             soon(self._exporter.cancel, request.key)
+
+    def _ship_layers(self, sequence: EngineSequence, layers: int) -> None:
+        """Gives the exporter what of the prompt's last chunk the first layers have; on the engine thread."""
+        key, hold = sequence.request.key, None
+        if key not in self._partly:
+            self._partly.add(key)
+            end = self.worker.runner.layout.blocks_for(len(sequence.tokens))
+            hold = self.worker.engine.scheduler.share(sequence, self._shipped.get(key, 0), end)
+        self.worker.loop.call_soon_threadsafe(self._exporter.layers_computed, key, layers, hold)
 
     # ExportHost.
 

@@ -12,14 +12,26 @@ class TransferConfig:
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """How bulk bytes travel; auto takes the best that both ends can do."""
+    transport: Literal["auto", "cuda_ipc", "gloo", "nccl", "nixl", "shm", "tcp"] = "auto"
+    """How bulk bytes travel; auto takes the best that both ends can do.
+
+    cuda_ipc: memory of the GPUs of one machine, both workers seeing the same GPUs. nccl: from GPU to GPU. nixl: over
+    RDMA where there is such a network; the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod).
+    tcp: host memory, everywhere. gloo: the same by way of torch's Gloo.
+    """
 
     chunk_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 16 MiB."""
 
     checksum: bool = True
-    """Verify every frame (xxh3) before it touches the pool. Off only to measure its cost."""
+    """Verify every frame (64 bits) before its KV counts as there. Off only to measure its cost."""
+
+    convert_dtype: bool = True
+    """Convert KV where the decode worker's dtype differs from the prefill worker's; off refuses such a pair."""
+
+    layer_groups: int = 0
+    """Groups of layers in which the last chunk of a prompt leaves while it computes; 1 sends it whole, and 0 chooses by
+    what frames and computation are measured to take."""
 
     lease_seconds: float = 5.0
     """How long a sender keeps exported blocks without a sign of life from the receiver."""
@@ -41,6 +53,7 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         require(2**16 <= self.chunk_bytes <= 2**24, "chunk_bytes", self.chunk_bytes, "65536 to 16777216")
+        require(0 <= self.layer_groups <= 64, "layer_groups", self.layer_groups, "0 to 64")
         for name in (
             "lease_seconds",
             "frame_timeout_seconds",

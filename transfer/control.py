@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Limits
-from kvrelay.transfer.wire import MAX_KEYS, MAX_MESSAGES, VERSION, Code, Hello, Key, Message, Renew, encode
+from kvrelay.transfer.wire import MAX_KEYS, VERSION, Code, Hello, Key, Message, Renew, in_frames
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ class Local:
     layout: KVLayout
     fingerprint: str
     """Of the model."""
+    gpu: bool = False
+    """Whether the KV lies on a GPU."""
 
     def hello(self, peer_incarnation: str, config: TransferConfig) -> Hello:
         """What this worker says first on a stream."""
@@ -37,6 +39,7 @@ class Local:
             fingerprint=self.fingerprint,
             layout=self.layout,
             checksum=config.checksum,
+            gpu=self.gpu,
             chunk_bytes=config.chunk_bytes,
         )
 
@@ -47,6 +50,9 @@ class Local:
         differing = self.layout.mismatch(hello.layout)
         if differing is not None:
             return Code.INCOMPATIBLE, f"layout.{differing}"
+        if self.layout.dtype != hello.layout.dtype and not config.convert_dtype:
+            dtypes = f"{self.layout.dtype} here, {hello.layout.dtype} there"
+            return Code.INCOMPATIBLE, f"layout.dtype: {dtypes}; transfer.convert_dtype is off"
         for name, mine, theirs in (
             ("version", VERSION, hello.version),
             ("fingerprint", self.fingerprint, hello.fingerprint),
@@ -112,8 +118,9 @@ class Outbox:
             await self._ready.wait()
             self._ready.clear()
             while self._pending:
-                batch, self._pending = self._pending[:MAX_MESSAGES], self._pending[MAX_MESSAGES:]
-                yield encode(batch)
+                batch, self._pending = self._pending, []
+                for frame in in_frames(batch):
+                    yield frame
             if self.closed:
                 return
 

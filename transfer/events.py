@@ -25,9 +25,8 @@ class State(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @property
-    def over(self) -> bool:
-        return self in (State.COMMITTED, State.FAILED, State.CANCELLED)
+    def __init__(self, name: str) -> None:
+        self.over = name in ("committed", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +49,29 @@ class Shape:
     token_bytes: int
     block_size: int
     frame_tokens: int
-    """Tokens of one frame at most: whole blocks."""
+    """Tokens of one frame of all layers at most: whole blocks."""
+    layers: int = 1
 
     def whole(self, token: int) -> bool:
         """Whether frames may begin or end at `token`."""
         return token == self.tokens or (0 <= token < self.tokens and token % self.block_size == 0)
 
+    def bytes_of(self, tokens: int, layers: int) -> int:
+        """KV bytes of so many tokens in so many layers."""
+        return tokens * layers * (self.token_bytes // self.layers)
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Tokens [first, first + tokens) of an attempt, on the link of `epoch`."""
+    """Tokens [first, first + tokens) of an attempt in layers [layer, layer + layers), on the link of `epoch`."""
 
     epoch: int
     index: int
     first: int
     tokens: int
     nbytes: int
+    layer: int = 0
+    layers: int = 1
 
 
 class Outcome(enum.Enum):
@@ -84,6 +90,17 @@ class Computed:
 
     tokens: int
     hold: Hold
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """Sender: of the tokens that are not computed yet, all up to the prompt's end are in layers [0, layers).
+
+    `hold` keeps their blocks; it comes with the first of these events.
+    """
+
+    layers: int
+    hold: Hold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +160,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The other worker, or the stream to it, is gone."""
+    """The other worker, or the way to it, is gone. It is told, in case it hears."""
 
     code: Code
     message: str
@@ -154,7 +171,20 @@ class Cancel:
     """This end doesn't want it any more."""
 
 
-SenderEvent = Computed | Finished | LinkLost | FrameEnded | Renewed | PeerLost | Cancel | Wait | Grant | Ack | Nack
+SenderEvent = (
+    Computed
+    | LayersComputed
+    | Finished
+    | LinkLost
+    | FrameEnded
+    | Renewed
+    | PeerLost
+    | Cancel
+    | Wait
+    | Grant
+    | Ack
+    | Nack
+)
 ReceiverEvent = (
     Expected
     | Offer
@@ -186,11 +216,17 @@ class SendFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class SendFinish:
+    """Tell `message` once the frames asked for before it are announced; not at all where their link ends first."""
+
+    message: Finish
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveFrame:
     """Receive and verify the announced frame, then write it to the reservation's blocks. FrameEnded follows."""
 
     frame: Frame
-    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,5 +269,5 @@ class Failed:
     message: str
 
 
-SenderAction = Tell | SendFrame | StopFrames | ReleaseHold | Committed | Failed
+SenderAction = Tell | SendFrame | SendFinish | StopFrames | ReleaseHold | Committed | Failed
 ReceiverAction = Tell | Reserve | ReceiveFrame | StopFrames | ReleaseHold | Commit | Failed

@@ -30,25 +30,30 @@ from kvrelay.transfer.events import (
     Frame,
     FrameEnded,
     Hold,
+    LayersComputed,
     LinkLost,
     PeerLost,
     ReleaseHold,
     Renewed,
     SenderAction,
     SenderEvent,
+    SendFinish,
     SendFrame,
     Shape,
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.frames import Guard, KVBytes, SendJob, tokens_digest
+from kvrelay.transfer.failpoints import failpoint
+from kvrelay.transfer.frames import CHECKSUM_BYTES, Guard, KVBytes, PoolPlace, SayJob, Seal, SendJob, tokens_digest
 from kvrelay.transfer.hosts import ExportHost
-from kvrelay.transfer.links import LinkManager, LinkSpec
+from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
 from kvrelay.transfer.outgoing import OutgoingStream
+from kvrelay.transfer.overlap import LinkCost
 from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.protocol import Sender
-from kvrelay.transfer.transport import SENDER, LinkError, Transport, choose
+from kvrelay.transfer.transport import SENDER, LinkError, Transport
+from kvrelay.transfer.transports import choose, entries
 from kvrelay.transfer.wire import (
     MAX_CHUNK_BYTES,
     Ack,
@@ -80,8 +85,20 @@ class _Attempt:
     table: list[int] = field(default_factory=list)
     """Blocks from the first token on, as far as holds on them were given."""
     guards: dict[Frame, Guard] = field(default_factory=dict)
+    late: tuple[int, SendJob] | None = None
+    """Epoch and job of a frame that a failpoint has put behind the next one."""
     pushing_since: float | None = None
     finished_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _PairCost:
+    """What the frames to one worker take, however often its link is made anew."""
+
+    frames: LinkCost = field(default_factory=LinkCost)
+    ended_at: float = 0.0
+    """When the last frame had left: the next one waited for that."""
+    fit: tuple[float, float] | None = None
 
 
 class Exporter:
@@ -119,6 +136,7 @@ class Exporter:
         self._epochs: dict[str, int] = {}
         self._links = LinkManager(config.max_links)
         self._renewed = 0.0
+        self._costs: dict[str, _PairCost] = {}
 
     # The worker's side: all on the event loop.
 
@@ -154,7 +172,14 @@ class Exporter:
                 self._fail_soon(key, *refusal)
                 return
         layout = self._local.layout
-        shape = Shape(len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, self._frame_tokens)
+        shape = Shape(
+            len(tokens),
+            tokens_digest(tokens),
+            layout.token_bytes,
+            layout.block_size,
+            self._frame_tokens,
+            layout.layers,
+        )
         machine = Sender(key, shape, self._limits, now())
         self._attempts[key] = _Attempt(machine, stream, shape)
         stream.outbox.put(machine.offer)
@@ -170,6 +195,25 @@ class Exporter:
             return
         attempt.table.extend(hold.blocks)
         self._feed(attempt, Computed(len(attempt.table) * attempt.shape.block_size, hold))
+
+    def layers_computed(self, key: Key, layers: int, hold: Hold | None) -> None:
+        """The last chunk is under way, and computed in its first `layers` layers.
+
+        `hold` comes with the first of these calls, and keeps the blocks that follow those given before, up to the
+        prompt's end. It is the exporter's from here on, whatever becomes of the hand-off.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.table.extend(hold.blocks if hold is not None else ())
+            self._feed(attempt, LayersComputed(layers, hold))
+        elif hold is not None:
+            self._host.release(hold)
+
+    def frame_cost(self, key: Key) -> tuple[float, float] | None:
+        """Seconds that a frame of this hand-off takes, and seconds a byte; None while they aren't known. Any thread."""
+        attempt = self._attempts.get(key)
+        cost = None if attempt is None else self._costs.get(attempt.stream.peer.incarnation)
+        return None if cost is None else cost.fit
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
         """All of the prompt is computed, and `first_token` was sampled: `hold` keeps the whole block table.
@@ -235,6 +279,11 @@ class Exporter:
                     attempt.stream.outbox.put(message)
                 case SendFrame(frame):
                     self._send(attempt, frame)
+                case SendFinish(message):
+                    late, attempt.late = attempt.late, None
+                    self._queue(attempt, late)
+                    say = partial(post, self._loop, attempt.stream.outbox.put, message)
+                    self._links.submit(attempt.stream.peer.incarnation, message.epoch, SayJob(say))
                 case StopFrames(frames):
                     for frame in frames:
                         if attempt.guards[frame].close():
@@ -256,12 +305,28 @@ class Exporter:
             attempt.machine.key,
             frame,
             guard,
-            partial(self._pool.read, attempt.table, frame.first, frame.tokens),
+            PoolPlace(self._pool, attempt.table, frame),
+            Seal.of(self._config.checksum, self._local.gpu and attempt.stream.gpu),
             partial(post, self._loop, attempt.stream.outbox.put),
             partial(post, self._loop, self._on_frame_read, attempt, frame),
-            self._config.checksum,
         )
-        self._links.submit(attempt.stream.peer.incarnation, frame.epoch, job)
+        job.on_sent = partial(post, self._loop, self._on_frame_sent, attempt.stream.peer.incarnation, frame.nbytes)
+        late, attempt.late = attempt.late, None
+        if failpoint("transfer.queued", job.key, index=frame.index) is None:
+            self._queue(attempt, (frame.epoch, job), late)
+        else:
+            self._queue(attempt, late)
+            attempt.late = frame.epoch, job
+
+    def _queue(self, attempt: _Attempt, *jobs: tuple[int, SendJob] | None) -> None:
+        for epoch, job in filter(None, jobs):
+            self._links.submit(attempt.stream.peer.incarnation, epoch, job)
+
+    def _on_frame_sent(self, peer: str, nbytes: int, began: float, ended: float) -> None:
+        cost = self._costs.setdefault(peer, _PairCost())
+        cost.frames.observe(nbytes, ended - max(began, cost.ended_at))
+        cost.ended_at = ended
+        cost.fit = cost.frames.fit()
 
     def _on_frame_read(self, attempt: _Attempt, frame: Frame) -> None:
         self._feed(attempt, FrameEnded(frame))
@@ -308,6 +373,7 @@ class Exporter:
                 if self._links.epoch(stream.peer.incarnation) == epoch:
                     self._links.close(stream.peer.incarnation, f"closed by {stream.peer.name}: {reason}")
             case Hello():
+                stream.gpu = message.gpu
                 objection = self._local.objection(message, self._config)
                 if message.incarnation != stream.peer.incarnation:
                     objection = Code.UNKNOWN_PEER, f"{stream.peer.address} is {message.worker} {message.incarnation}"
@@ -321,6 +387,7 @@ class Exporter:
     def _on_stream_end(self, stream: OutgoingStream, code: Code, message: str) -> None:
         if self._streams.get(stream.peer.incarnation) is stream:
             del self._streams[stream.peer.incarnation]
+            self._costs.pop(stream.peer.incarnation, None)
             self._links.close(stream.peer.incarnation, message)
         for attempt in self._on(stream):
             self._feed(attempt, PeerLost(code, message))
@@ -331,7 +398,7 @@ class Exporter:
         """Begins to make a link of the next epoch; the reason where that can't be."""
         peer = stream.peer
         try:
-            name = choose(self._config.transport, list(self._transports), peer.transports)
+            name = choose(self._config.transport, entries(self._transports), peer.transports)
         except LinkError as error:
             return Code.INCOMPATIBLE, f"{peer.name}: {error}"
         epoch = self._epochs[peer.incarnation] = self._epochs.get(peer.incarnation, 0) + 1
@@ -344,7 +411,7 @@ class Exporter:
             epoch=epoch,
             transport=self._transports[name],
             rank=SENDER,
-            buffer_bytes=self._frame_tokens * self._local.layout.token_bytes,
+            buffer_bytes=self._frame_tokens * self._local.layout.token_bytes + CHECKSUM_BYTES,
             timeout=self._config.frame_timeout_seconds,
             tell=tell,
             on_end=partial(self._on_link_end, stream),
@@ -358,7 +425,8 @@ class Exporter:
         stream.outbox.put(Dial(epoch, name))
         return None
 
-    def _on_link_end(self, stream: OutgoingStream, epoch: int, reason: str) -> None:
+    def _on_link_end(self, stream: OutgoingStream, end: LinkEnd) -> None:
+        epoch, reason = end.epoch, end.reason
         self._links.ended(stream.peer.incarnation, epoch)
         if self._streams.get(stream.peer.incarnation) is not stream:
             return
@@ -367,7 +435,10 @@ class Exporter:
         if attempts:
             logger.warning("link lost", extra={"peer": stream.peer.name, "epoch": epoch, "reason": reason})
         for attempt in attempts:
-            self._feed(attempt, LinkLost(epoch))
+            if end.gives_up(attempt.machine.key):
+                self._feed(attempt, PeerLost(Code.LINK, clip(reason)))
+            else:
+                self._feed(attempt, LinkLost(epoch))
         if any(not attempt.machine.state.over for attempt in attempts) and not self._links.epoch(
             stream.peer.incarnation
         ):

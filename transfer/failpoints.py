@@ -13,6 +13,8 @@ prefill.after_chunk       engine thread       chunk, from 0: it is computed, and
                                               not yet given to the link
 prefill.after_finish      engine thread       (token 0 is sampled)
 prefill.after_ack         event loop          (the receiver has committed)
+transfer.queued           event loop          index                                  reorder
+transfer.read             sending link        index, before the blocks are read
 transfer.frame            sending link        index                                  drop, duplicate
 transfer.frame_announced  sending link        index                                  drop
 transfer.frame_bytes      sending link        index                                  corrupt(bytes), truncate(bytes)
@@ -29,6 +31,7 @@ raise         raises `Injected`
 sleep(s)      blocks the thread for that many seconds
 drop          transfer.frame: neither announced nor sent; transfer.frame_announced: announced, never sent
 duplicate     the frame is announced and sent twice
+reorder       the frame is announced and sent after the next one; the last one of a prompt goes as it would
 corrupt(n)    flips a bit in n of the bytes, after they were hashed; 1 unless given
 truncate(n)   the last n bytes aren't those that were hashed, as of a write that was cut short; 1 unless given
 """
@@ -44,13 +47,15 @@ from typing import Any, Literal, cast
 
 VARIABLE = "KVRELAY_FAILPOINTS"
 
-Action = Literal["exit", "kill", "stop", "raise", "sleep", "drop", "duplicate", "corrupt", "truncate"]
+Action = Literal["exit", "kill", "stop", "raise", "sleep", "drop", "duplicate", "reorder", "corrupt", "truncate"]
 
 _PLACES: dict[str, tuple[str, tuple[Action, ...]]] = {
     "prefill.before_offer": ("", ()),
     "prefill.after_chunk": ("chunk", ()),
     "prefill.after_finish": ("", ()),
     "prefill.after_ack": ("", ()),
+    "transfer.queued": ("index", ("reorder",)),
+    "transfer.read": ("index", ()),
     "transfer.frame": ("index", ("drop", "duplicate")),
     "transfer.frame_announced": ("index", ("drop",)),
     "transfer.frame_bytes": ("index", ("corrupt", "truncate")),

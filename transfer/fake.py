@@ -35,6 +35,7 @@ class FakeTransport:
     """
 
     name = "fake"
+    scope = ""
 
     def __init__(self, script: Callable[[int], Fault | None] | None = None) -> None:
         self._script = script
@@ -91,6 +92,8 @@ class _Wire:
 
 class FakeLink:
     """One end of a link."""
+
+    stream = None
 
     def __init__(self, transport: FakeTransport, wire: _Wire, rank: int) -> None:
         self._transport = transport

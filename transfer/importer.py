@@ -47,13 +47,24 @@ from kvrelay.transfer.events import (
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.frames import DrainJob, Guard, KVBytes, ReceiveJob, tokens_digest
+from kvrelay.transfer.frames import (
+    CHECKSUM_BYTES,
+    DrainJob,
+    Guard,
+    KVBytes,
+    Place,
+    PoolPlace,
+    ReceiveJob,
+    Seal,
+    tokens_digest,
+)
 from kvrelay.transfer.hosts import ImportHost
 from kvrelay.transfer.incoming import IncomingStream, read_hello
-from kvrelay.transfer.links import LinkManager, LinkSpec
+from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
 from kvrelay.transfer.packing import WireError, clip
-from kvrelay.transfer.peers import PeerTable
+from kvrelay.transfer.peers import MEET_SECONDS, PeerTable
 from kvrelay.transfer.protocol import Receiver
+from kvrelay.transfer.relayout import ConvertedPlace
 from kvrelay.transfer.room import RoomQueue
 from kvrelay.transfer.transport import RECEIVER, Transport
 from kvrelay.transfer.wire import (
@@ -86,10 +97,15 @@ class _Attempt:
     peer: str
     """Incarnation of the sender."""
     stream: IncomingStream | None = None
+    announced: tuple[int, bytes] | None = None
+    """Tokens that the router announced, and their digest."""
     shape: Shape | None = None
-    expected: bool = False
+    """Known as soon as the sender's layout is, too."""
     table: list[int] = field(default_factory=list)
+    keep: int = 0
+    """Tokens whose KV is here already, perhaps in blocks that others share."""
     have: int = 0
+    """Tokens that need not be sent: `keep`, or what of it the sender's blocks allow."""
     guards: dict[Frame, Guard] = field(default_factory=dict)
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
@@ -140,7 +156,7 @@ class Importer(HandoffServiceServicer):
         From here on exactly one of `imported`, `import_failed` follows, unless `cancel` comes first.
         """
         attempt = self._attempts.get(key)
-        if attempt is not None and attempt.expected:
+        if attempt is not None and attempt.announced is not None:
             raise RuntimeError(f"hand-off {key} was announced twice")
         if self._peers.get(*peer) is None:
             reason = Code.UNKNOWN_PEER, f"{peer[0]} {peer[1]} is not a member"
@@ -153,12 +169,8 @@ class Importer(HandoffServiceServicer):
             return
         if attempt is None:
             attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer[1])
-        layout = self._local.layout
-        attempt.shape = Shape(
-            len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, layout.block_size
-        )
-        attempt.expected = True
-        self._feed(attempt, Expected(attempt.shape))
+        attempt.announced = len(tokens), tokens_digest(tokens)
+        self._shape(attempt)
 
     def cancel(self, key: Key) -> None:
         """Ends a hand-off and tells the prefill worker; nothing more is reported of it. Unknown keys are fine."""
@@ -218,8 +230,8 @@ class Importer(HandoffServiceServicer):
                         attempt.stream.outbox.put(message)
                 case Reserve():
                     self._reserve(attempt)
-                case ReceiveFrame(frame, checksum):
-                    self._receive(attempt, frame, checksum)
+                case ReceiveFrame(frame):
+                    self._receive(attempt, frame)
                 case StopFrames(frames):
                     for frame in frames:
                         if attempt.guards[frame].close():
@@ -230,7 +242,7 @@ class Importer(HandoffServiceServicer):
                     self._host.imported(key, reservation, first_token, self._stats(attempt))
                 case Failed(code, message):
                     attempt.ended = code, clip(message)
-                    if attempt.expected:
+                    if attempt.announced is not None:
                         self._host.import_failed(key, code, message)
         if attempt.machine.state.over:
             self._forget(attempt)
@@ -250,14 +262,32 @@ class Importer(HandoffServiceServicer):
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _receive(self, attempt: _Attempt, frame: Frame, checksum: int) -> None:
+    def _shape(self, attempt: _Attempt) -> None:
+        """Tells the machine what is expected, once that and the layout in which it will come are known."""
+        stream = attempt.stream or self._streams.get(attempt.peer)
+        if attempt.announced is not None and attempt.shape is None and stream is not None:
+            theirs = stream.layout
+            size = theirs.block_size
+            attempt.shape = Shape(*attempt.announced, theirs.token_bytes, size, size, theirs.layers)
+            self._feed(attempt, Expected(attempt.shape))
+
+    def _place(self, attempt: _Attempt, frame: Frame) -> Place:
+        theirs = self._local.layout if attempt.stream is None else attempt.stream.layout
+        if self._local.layout.conversion(theirs) is None:
+            return PoolPlace(self._pool, attempt.table, frame)
+        return ConvertedPlace(self._pool, theirs, attempt.table, frame, attempt.keep)
+
+    def _seal(self, stream: IncomingStream | None) -> Seal:
+        return Seal.of(self._config.checksum, self._local.gpu and stream is not None and stream.gpu)
+
+    def _receive(self, attempt: _Attempt, frame: Frame) -> None:
         guard = attempt.guards[frame] = Guard()
         job = ReceiveJob(
             attempt.machine.key,
             frame,
-            checksum if self._config.checksum else None,
             guard,
-            partial(self._pool.write, attempt.table, frame.first, frame.tokens),
+            self._place(attempt, frame),
+            self._seal(attempt.stream),
             partial(post, self._loop, self._on_frame_ended, attempt, frame),
         )
         self._links.submit(attempt.peer, frame.epoch, job)
@@ -316,9 +346,11 @@ class Importer(HandoffServiceServicer):
             self._feed(attempt, Reserved(None))
             return
         attempt.table = list(reservation.hold.blocks)
-        attempt.have = reservation.have_tokens
+        attempt.keep = attempt.have = reservation.have_tokens
+        if attempt.shape is not None and not attempt.shape.whole(attempt.have):
+            attempt.have -= attempt.have % attempt.shape.block_size
         attempt.granted_at = now()
-        self._feed(attempt, Reserved(reservation, reservation.have_tokens))
+        self._feed(attempt, Reserved(reservation, attempt.have))
         if self._room.leave(key):
             self.room_changed()
 
@@ -333,7 +365,7 @@ class Importer(HandoffServiceServicer):
             hello, messages = await read_hello(request_iterator)
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        peer = self._peers.get(hello.worker, hello.incarnation)
+        peer = await self._peers.met(hello.worker, hello.incarnation, MEET_SECONDS)
         refusal = self._local.objection(hello, self._config)
         if peer is None:
             refusal = Code.UNKNOWN_PEER, f"{hello.worker} {hello.incarnation} is not a member"
@@ -341,6 +373,9 @@ class Importer(HandoffServiceServicer):
             await context.write(ControlResponse(frame=encode([Refuse(refusal[0], clip(refusal[1]))])))
         if peer is None or refusal is not None:
             return
+        conversion = self._local.layout.conversion(hello.layout)
+        if conversion is not None:
+            logger.warning("KV is converted on arrival", extra={"peer": peer.name, "differing": conversion})
         stream = IncomingStream(peer, hello)
         older = self._streams.get(peer.incarnation)
         if older is not None:
@@ -386,7 +421,7 @@ class Importer(HandoffServiceServicer):
                 self._links.meet(peer, epoch, entry, value)
             case CloseLink(epoch, reason):
                 if self._links.epoch(peer) == epoch:
-                    self._links.close(peer, f"closed by {stream.peer.name}: {reason}")
+                    self._close_link(stream, f"closed by {stream.peer.name}: {reason}")
             case _:
                 stream.end(Code.PROTOCOL, f"{type(message).__name__} is not for a sender to say here")
 
@@ -409,6 +444,7 @@ class Importer(HandoffServiceServicer):
             if attempt is None:
                 attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer)
             attempt.stream = attempt.stream or stream
+            self._shape(attempt)
             self._feed(attempt, offer)
             if stream.epoch:
                 self._feed(attempt, LinkUp(stream.epoch))
@@ -422,7 +458,7 @@ class Importer(HandoffServiceServicer):
         attempt = self._find(stream, push.key)
         actions = [] if attempt is None else attempt.machine.on(push, now())
         if not any(isinstance(action, ReceiveFrame) for action in actions):
-            self._links.submit(stream.peer.incarnation, push.epoch, DrainJob(push.nbytes))
+            self._links.submit(stream.peer.incarnation, push.epoch, DrainJob(push.nbytes, self._seal(stream)))
         if attempt is not None:
             self._apply(attempt, actions)
 
@@ -444,7 +480,7 @@ class Importer(HandoffServiceServicer):
             epoch=epoch,
             transport=transport,
             rank=RECEIVER,
-            buffer_bytes=stream.chunk_bytes,
+            buffer_bytes=stream.chunk_bytes + CHECKSUM_BYTES,
             timeout=self._config.frame_timeout_seconds,
             tell=tell,
             on_end=partial(self._on_link_end, stream),
@@ -457,7 +493,22 @@ class Importer(HandoffServiceServicer):
         for attempt in self._on(stream):
             self._feed(attempt, LinkUp(epoch))
 
-    def _on_link_end(self, stream: IncomingStream, epoch: int, reason: str) -> None:
-        self._links.ended(stream.peer.incarnation, epoch)
-        if stream.over is None:
-            stream.outbox.put(CloseLink(epoch, clip(reason)))
+    def _close_link(self, stream: IncomingStream, reason: str) -> None:
+        """Ends the link. Frames that it takes into buffers of its own are over now; its thread may yet sit in a receive
+        until the time of that is up (gloo notices no reset in the middle of a frame)."""
+        epoch = self._links.epoch(stream.peer.incarnation)
+        self._links.close(stream.peer.incarnation, reason)
+        for attempt in self._on(stream):
+            for frame, guard in list(attempt.guards.items()):
+                if frame.epoch == epoch and guard.close():
+                    self._feed(attempt, FrameEnded(frame, Outcome.LOST))
+
+    def _on_link_end(self, stream: IncomingStream, end: LinkEnd) -> None:
+        self._links.ended(stream.peer.incarnation, end.epoch)
+        if stream.over is not None:
+            return
+        if end.up:
+            for attempt in self._on(stream):
+                if end.gives_up(attempt.machine.key):
+                    self._feed(attempt, PeerLost(Code.LINK, clip(end.reason)))
+        stream.outbox.put(CloseLink(end.epoch, clip(end.reason)))

@@ -23,6 +23,8 @@ class IncomingStream:
 
     def __init__(self, peer: Peer, hello: Hello) -> None:
         self.peer = peer
+        self.layout = hello.layout
+        self.gpu = hello.gpu
         self.chunk_bytes = hello.chunk_bytes
         """Of the sender's frames, at most."""
         self.epoch = 0

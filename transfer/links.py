@@ -11,7 +11,9 @@ without need would time out and take the link with it.
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +23,25 @@ import torch
 
 from kvrelay.transfer.control import post
 from kvrelay.transfer.transport import SENDER, Link, LinkError, Pending, Rendezvous, Transport
+from kvrelay.transfer.wire import Key
 
 logger = logging.getLogger(__name__)
 
 BUFFERS = 2
 
+LATE_SHARE = 0.8
+"""Of a frame's time, from which on the end of the link is put down to that frame."""
+
+CLOSE_SECONDS = 2.0
+"""How long closing a link may take until it is left to itself."""
+
 
 class Job(Protocol):
     """One frame's way through a link's thread: `begin`, then `done`; or `fail` at any point, and then nothing else."""
+
+    @property
+    def key(self) -> Key | None:
+        """The hand-off that the frame is of; None for one that nobody wants any more."""
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         """Begins the transfer, using `buffer`; None where there is nothing to transfer any more."""
@@ -54,10 +67,26 @@ class LinkSpec:
     """Seconds for the dial, and for each frame."""
     tell: Callable[[str, bytes], None]
     """Sends an entry of the rendezvous to the other end. Called by the link's thread."""
-    on_end: Callable[[int, str], None]
-    """Told the epoch and the reason when the link has ended, whatever ended it. Called on the event loop."""
+    on_end: Callable[["LinkEnd"], None]
+    """Told when the link has ended, whatever ended it. Called on the event loop."""
     idle: Callable[[], bool]
     """Whether nothing under way needs the link, so that it may be closed to make room for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """How a link has ended."""
+
+    epoch: int
+    reason: str
+    up: bool
+    """It had been made, and carried its first bytes. Where it had not, there is no point in trying again at once."""
+    stuck: Job | None
+    """The frame that took longer than it may. Others that are failed had not begun, or went with it."""
+
+    def gives_up(self, key: Key) -> bool:
+        """Whether the hand-off `key` should rather be tried elsewhere than on the next link."""
+        return not self.up or (self.stuck is not None and self.stuck.key == key)
 
 
 class LinkThread:
@@ -72,6 +101,8 @@ class LinkThread:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._link: Link | None = None
+        self._up = False
+        self._waiting_since = self._closed_at = math.inf
         # Not a daemon: an interpreter that ends while one of its threads is inside a transport's C++ aborts. What a
         # transport blocks on has a timeout, so this delays the end of the process by no more than that.
         self.thread = threading.Thread(target=self._run, name=f"link {spec.peer[:8]}/{spec.epoch}")
@@ -90,6 +121,7 @@ class LinkThread:
         """Ends the link, and fails what is queued or under way. Never blocks; any thread."""
         with self._changed:
             self._reason = self._reason or reason
+            self._closed_at = min(self._closed_at, time.monotonic())
             self._changed.notify()
             link = self._link
         self.meeting.close()
@@ -104,6 +136,7 @@ class LinkThread:
                 closed = self._reason is not None
             if not closed:
                 self._warm_up(link)
+                self._up = True
                 self._serve(link)
         except LinkError as error:
             self.close(str(error))
@@ -116,14 +149,33 @@ class LinkThread:
         self.close("closed")
         reason = self._reason or ""
         failed = [job for job, _, _ in self._window] + list(self._jobs)
+        # The other end's time runs out a little earlier where it began to wait earlier, and then ends this one's wait.
+        late = self._closed_at - self._waiting_since > LATE_SHARE * self.spec.timeout
+        end = LinkEnd(self.spec.epoch, reason, self._up, self._window[0][0] if late and self._window else None)
         self._window.clear()
         self._jobs.clear()
         for job in failed:
             job.fail(reason)
-        post(self._loop, self.spec.on_end, self.spec.epoch, reason)
+        post(self._loop, self.spec.on_end, end)
         if self._link is not None:
             # Last, since some transports block here; this thread has nothing else to do.
-            self._link.close()
+            self._reap(self._link)
+
+    def _reap(self, link: Link) -> None:
+        """Closes the link. A close that doesn't end keeps what the link has; it keeps no thread and no process."""
+        who = {"peer": self.spec.peer, "epoch": self.spec.epoch}
+
+        def close() -> None:
+            try:
+                link.close()
+            except Exception:
+                logger.exception("closing a link failed", extra=who)
+
+        reaper = threading.Thread(target=close, name=f"reaper {self.spec.peer[:8]}/{self.spec.epoch}", daemon=True)
+        reaper.start()
+        reaper.join(CLOSE_SECONDS)
+        if reaper.is_alive():
+            logger.error("closing a link blocks; it is left to itself", extra=who)
 
     def _warm_up(self, link: Link) -> None:
         """One byte there and back: connections and buffers are made now, and a link that can't carry fails now."""
@@ -136,7 +188,9 @@ class LinkThread:
         buffers = [link.buffer(self.spec.buffer_bytes) for _ in range(BUFFERS)]
         while self._begin_jobs(link, buffers, wait=not self._window):
             job, pending, buffer = self._window[0]
+            self._waiting_since = time.monotonic()
             pending.wait(self.spec.timeout)
+            self._waiting_since = math.inf
             self._begin_jobs(link, buffers, wait=False)
             job.done(buffer)
             self._window.popleft()

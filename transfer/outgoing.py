@@ -34,6 +34,8 @@ class OutgoingStream:
     ) -> None:
         self.peer = peer
         self.outbox = Outbox()
+        self.gpu = False
+        """Whether the receiver's KV lies on a GPU, once it has said so: before it grants anything."""
         self._on_message = on_message
         self._on_end = on_end
         self._over: tuple[Code, str] | None = None

@@ -5,13 +5,15 @@ Nothing is allocated by what a length claims: claims are compared with the bytes
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 MAX_MAP = 32
+MAX_VALUES = 1024
+"""In maps and lists, over all of a frame: what bounds the time that a frame takes, whatever is in it."""
 MAX_REASON = 512
 
 
@@ -121,12 +123,30 @@ def unpack(packed: bytes, max_array: int) -> object:
     """The value that `packed` is: dicts with text keys, lists, text, bytes, numbers, booleans, None.
 
     Raises:
-        WireError: it is not exactly one such value, or a list in it is longer than `max_array`.
+        WireError: it is not exactly one such value, a list in it is longer than `max_array`, or there are more than
+            MAX_VALUES values in its maps and lists.
     """
+    left = MAX_VALUES
+
+    def count(values: int) -> None:
+        nonlocal left
+        left -= values
+        if left < 0:
+            raise WireError(f"more values than the {MAX_VALUES} that a frame may have")
+
+    def items(found: list[object]) -> list[object]:
+        count(1 + len(found))
+        return found
+
+    def pairs(found: list[tuple[object, object]]) -> dict[object, object]:
+        count(1 + len(found))
+        return _pairs(found)
+
     try:
         return msgpack.unpackb(
             packed,
-            object_pairs_hook=_pairs,
+            object_pairs_hook=pairs,
+            list_hook=items,
             ext_hook=_no_extension,
             max_array_len=max_array,
             max_map_len=MAX_MAP,
@@ -141,6 +161,21 @@ def unpack(packed: bytes, max_array: int) -> object:
 def pack(value: object) -> bytes:
     """`value`, of the types that `unpack` returns."""
     return bytes(msgpack.packb(value))
+
+
+def pack_joined(parts: Sequence[bytes]) -> bytes:
+    """A list of values that are packed already."""
+    return bytes(msgpack.Packer().pack_array_header(len(parts))) + b"".join(parts)
+
+
+def values_in(value: object) -> int:
+    """As `unpack` counts them."""
+    match value:
+        case dict():
+            return 1 + len(value) + sum(values_in(item) for item in value.values() if isinstance(item, dict | list))
+        case list():
+            return 1 + len(value) + sum(values_in(item) for item in value if isinstance(item, dict | list))
+    return 0
 
 
 def _pairs(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:

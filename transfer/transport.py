@@ -31,8 +31,33 @@ class Pending(Protocol):
         """
 
 
+class ByteStream(Protocol):
+    """What a link that carries memory as it lies adds: bytes in, the same bytes out. The link's thread calls it.
+
+    After either has returned or raised, the link touches that memory no more.
+    """
+
+    def write(self, runs: Sequence[memoryview], deadline: float) -> None:
+        """Sends the bytes of `runs`, one after the other; returns when their memory may be reused.
+
+        Raises:
+            LinkError: it failed, or did not end before `deadline` (monotonic); the link is of no more use.
+        """
+
+    def read(self, runs: Sequence[memoryview], deadline: float) -> None:
+        """Fills `runs`, one after the other, with what the other end wrote.
+
+        Raises:
+            LinkError: as `write`.
+        """
+
+
 class Link(Protocol):
     """One end of a link. Sends arrive in the order in which they were begun, each in one receive of the same size."""
+
+    @property
+    def stream(self) -> ByteStream | None:
+        """For frames straight out of and into a pool in host memory; None where the link carries its buffers only."""
 
     def send(self, data: torch.Tensor) -> Pending:
         """Begins to send `data` (uint8, contiguous, from `buffer`); it must stay as it is until `wait` returns.
@@ -115,7 +140,11 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `transfer.transport` and in the membership."""
+        """As in `transfer.transport` and in `Dial`."""
+
+    @property
+    def scope(self) -> str:
+        """What two ends must have in common to be linked, such as a machine's id; empty where any two can be."""
 
     def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
         """Makes one end of a link; returns when the other end is there too. Blocks.
@@ -128,17 +157,3 @@ class Transport(Protocol):
         Raises:
             LinkError: the other end did not come, or can't be reached.
         """
-
-
-def choose(wanted: str, here: Sequence[str], there: Sequence[str]) -> str:
-    """The transport of a pair: the one `wanted`, or for "auto" the best (first) of `here` that is also `there`.
-
-    Raises:
-        LinkError: there is none; the text says what either end can do.
-    """
-    common = [name for name in here if name in there]
-    allowed = common if wanted == "auto" else [name for name in common if name == wanted]
-    if not allowed:
-        can = f"this worker can do {', '.join(here) or 'none'}, the other {', '.join(there) or 'none'}"
-        raise LinkError(f"no transport for transfer.transport = {wanted}: {can}")
-    return allowed[0]

@@ -1,8 +1,8 @@
 """Control messages of the hand-off and their form on the wire: strict, bounded msgpack.
 
-A frame is an array of 1 to `MAX_MESSAGES` messages; a message is a map of its fields plus `type`. What doesn't match
-exactly (a missing, unknown or duplicate key, another type, a number out of range, a float, an extension type, bytes
-left over) is a `WireError`, and decoding raises nothing else.
+A frame is an array of 1 to `MAX_MESSAGES` messages, its size and number of values bounded; a message is a map of its
+fields plus `type`. What doesn't match exactly (a missing, unknown or duplicate key, another type, a number out of
+range, a float, an extension type, bytes left over) is a `WireError`, and decoding raises nothing else.
 
     sender -> receiver    Hello, Dial, Meet, CloseLink, Offer, Push, Finish, Abort, Renew
     receiver -> sender    Hello, Refuse, Meet, CloseLink, Wait, Grant, Ack, Nack, Renew
@@ -10,13 +10,14 @@ left over) is a `WireError`, and decoding raises nothing else.
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, get_args, get_type_hints
 
 from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
 from kvrelay.transfer.packing import (
     MAX_REASON,
+    MAX_VALUES,
     Choice,
     Flag,
     Many,
@@ -26,17 +27,19 @@ from kvrelay.transfer.packing import (
     Text,
     WireError,
     pack,
+    pack_joined,
     shown,
     unpack,
+    values_in,
 )
 
 Key = tuple[str, int]
 """(request_id, attempt): what a hand-off is known by."""
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 512 * 2**10
-MAX_MESSAGES = 256
-MAX_KEYS = 1024
+MAX_MESSAGES = 64
+MAX_KEYS = 128
 MAX_CHUNK_BYTES = 16 * 2**20
 
 
@@ -84,7 +87,6 @@ Epoch = Annotated[int, Number(1, 2**48)]
 Tokens = Annotated[int, Number(0, 2**31)]
 Count = Annotated[int, Number(0, 2**31)]
 Bytes = Annotated[int, Number(0, 2**53)]
-Hash64 = Annotated[int, Number(0, 2**64 - 1)]
 Keys = Annotated[tuple[Key, ...], Many(KeyRule(), MAX_KEYS)]
 
 
@@ -127,6 +129,8 @@ class Hello:
     """Of the model."""
     layout: Annotated[KVLayout, LayoutRule()]
     checksum: Annotated[bool, Flag()]
+    gpu: Annotated[bool, Flag()]
+    """Whether its KV lies on a GPU. Where both ends' does, frames in GPU memory carry the GPU's checksum."""
     chunk_bytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
     """Of the frames that it sends, at most."""
 
@@ -211,8 +215,9 @@ class Push(ToAttempt):
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
     nbytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
-    checksum: Hash64
-    """xxh3_64 of the frame's bytes; 0 where checksums are off."""
+    layer: Count
+    layers: Annotated[int, Number(1, 2**20)]
+    """KV of layers [layer, layer + layers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,14 +301,36 @@ def encode(messages: Sequence[Message]) -> bytes:
     """A frame of 1 to MAX_MESSAGES messages.
 
     Raises:
-        WireError: a field is out of its limits, or the frame is too large; a defect of the caller's.
+        WireError: a field is out of its limits, or there is too much for a frame; a defect of the caller's.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise WireError(f"{len(messages)} messages in a frame; allowed: 1 to {MAX_MESSAGES}")
-    frame = pack([_FORMS[type(message).__name__].write(message) for message in messages])
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
-    return frame
+    first, *more = in_frames(messages)
+    if more:
+        raise WireError(f"{len(messages)} messages that don't fit into one frame")
+    return first
+
+
+def in_frames(messages: Iterable[Message]) -> Iterator[bytes]:
+    """`messages`, in order, in as few frames as they fit into.
+
+    Raises:
+        WireError: a field is out of its limits; a defect of the caller's.
+    """
+    parts: list[bytes] = []
+    size = values = 0
+    for message in messages:
+        plain = _FORMS[type(message).__name__].write(message)
+        part, more = pack(plain), 1 + values_in(plain)
+        room = len(parts) < MAX_MESSAGES and size + len(part) < MAX_FRAME_BYTES - 8 and values + more < MAX_VALUES
+        if parts and not room:
+            yield pack_joined(parts)
+            parts, size, values = [], 0, 0
+        parts.append(part)
+        size += len(part)
+        values += more
+    if parts:
+        yield pack_joined(parts)
 
 
 def decode(frame: bytes) -> list[Message]:

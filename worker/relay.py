@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
@@ -31,8 +31,12 @@ class RelayStream:
     messages; past MAX_PENDING_EVENTS the stream is closed, which cancels its requests.
     """
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, load: Callable[[], Load]) -> None:
+        """`load` gives the worker's load now: every message carries it."""
         self.router = router
+        self.submits_seen = 0
+        """Submits that have come on this stream."""
+        self._load = load
         self._pending = RelayResponse()
         self._ready = asyncio.Event()
         self._closed = False
@@ -45,9 +49,9 @@ class RelayStream:
             self._pending.events.append(event)
             self._ready.set()
 
-    def report(self, load: Load) -> None:
-        """Sets the load that the next message carries; sends none by itself."""
-        self._pending.load.CopyFrom(load)
+    def report(self) -> None:
+        """Sends the load, though nothing else is to be said: a router may wait for it."""
+        self._ready.set()
 
     def close(self) -> None:
         self._closed = True
@@ -61,6 +65,8 @@ class RelayStream:
                 return
             self._ready.clear()
             message, self._pending = self._pending, RelayResponse()
+            message.load.CopyFrom(self._load())
+            message.submits_seen = self.submits_seen
             yield message
 
 
@@ -70,12 +76,18 @@ class RelayHost(Protocol):
     def hello(self) -> WorkerHello:
         """What the worker is."""
 
+    def load(self) -> Load:
+        """How much the worker has to do."""
+
+    def attach(self, stream: RelayStream) -> None:
+        """A router has come; it is told of the load whenever there is more room."""
+
     def submit(self, submit: Submit, stream: RelayStream) -> None: ...
 
     def cancel(self, key: tuple[str, int]) -> None: ...
 
     def abandon(self, stream: RelayStream) -> None:
-        """The stream is gone: cancels every request that was submitted on it."""
+        """The stream is gone: forgets it, and cancels every request that was submitted on it."""
 
 
 class RelayService(WorkerServiceServicer):
@@ -98,10 +110,11 @@ class RelayService(WorkerServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {hello.name} {hello.incarnation}, not incarnation {first.hello.worker_incarnation!r}",
             )
-        stream = RelayStream(first.hello.router)
+        stream = RelayStream(first.hello.router, self._host.load)
         reader = asyncio.create_task(self._read(request_iterator, stream), name=f"relay {stream.router}")
         try:
-            await context.write(RelayResponse(hello=hello))
+            await context.write(RelayResponse(hello=hello, load=self._host.load()))
+            self._host.attach(stream)
             async for message in stream.messages():
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_SECONDS)
         except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
@@ -119,6 +132,7 @@ class RelayService(WorkerServiceServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "submit":
+                        stream.submits_seen += 1
                         self._host.submit(request.submit, stream)
                     case "cancel":
                         self._host.cancel(key_of(request.cancel))

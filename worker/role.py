@@ -8,7 +8,7 @@ import grpc
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import Member
-from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Phase, Submit
+from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Phase, Promised, Submit
 
 if TYPE_CHECKING:
     from kvrelay.worker.server import WorkerServer
@@ -44,6 +44,10 @@ class Role:
 
     def cancel(self, key: tuple[str, int]) -> None:
         """Ends the role's part of a request; the engine's ends by itself."""
+
+    def promised(self) -> Promised:
+        """Requests that were submitted to this role and have no blocks yet, though they will need some."""
+        return Promised()
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """What a step yielded, when its tokens are on their way to the router; on the engine thread."""

@@ -16,7 +16,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -64,6 +66,8 @@ logger = logging.getLogger(__name__)
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
 Key = tuple[str, int]
 
+T = TypeVar("T")
+
 Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Engine, Runner]]
 """Makes the engine of a worker, and its runner; as `build_engine`."""
 
@@ -101,6 +105,7 @@ class WorkerServer:
         self._loaded = 0.0
         self._load = Load()
         self._live: dict[Key, Live] = {}
+        self._streams: set[RelayStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._checked = 0.0
@@ -207,9 +212,10 @@ class WorkerServer:
             loaded=self._loaded,
         )
         self.role.describe(member)
+        load = self.load()
         if self._observer is not None:
-            self._observer(self._load)
-        return member, self._load
+            self._observer(load)
+        return member, load
 
     # What the role works with.
 
@@ -253,8 +259,19 @@ class WorkerServer:
         self.thread.post(add)
 
     def refresh_load(self) -> None:
-        """Reads the load again, after the commands that were posted before."""
-        self.thread.post(lambda: self.loop.call_soon_threadsafe(self._set_load, self._read_load()))
+        """Reads the load again, after the commands that were posted before, and tells it to the routers."""
+        self.thread.post(lambda: self.loop.call_soon_threadsafe(partial(self._set_load, self._read_load(), tell=True)))
+
+    async def with_load(self, command: Callable[[], T]) -> T:
+        """As `thread.call`, and takes the load as it is right after `command`."""
+
+        def run() -> T:
+            result = command()
+            # From this thread, so that loads arrive in the order in which they were read.
+            self.loop.call_soon_threadsafe(self._set_load, self._read_load())
+            return result
+
+        return await self.thread.call(run)
 
     def send(self, event: RequestEvent, *, last: bool = False) -> None:
         """Sends an event of a live request to its router; with `last` the request is over here."""
@@ -262,7 +279,6 @@ class WorkerServer:
         live = self._live.get(key)
         if live is None:
             return
-        live.stream.report(self._load)
         live.stream.push(event)
         if event.token_ids and live.expiry is not None:
             live.expiry.cancel()
@@ -284,6 +300,13 @@ class WorkerServer:
     def hello(self) -> WorkerHello:
         info = model_info(self.runner.spec)
         return WorkerHello(name=self.config.name, incarnation=self.incarnation, model=info)
+
+    def load(self) -> Load:
+        self._load.promised.CopyFrom(self.role.promised())
+        return self._load
+
+    def attach(self, stream: RelayStream) -> None:
+        self._streams.add(stream)
 
     def submit(self, submit: Submit, stream: RelayStream) -> None:
         key = key_of(submit)
@@ -310,6 +333,7 @@ class WorkerServer:
             self._forget(key)
 
     def abandon(self, stream: RelayStream) -> None:
+        self._streams.discard(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
             self.cancel(key)
 
@@ -362,20 +386,25 @@ class WorkerServer:
     def _read_load(self) -> Load:
         load = self.engine.scheduler.load()
         return Load(
-            blocks=Blocks(total=load.total, free=load.free, cached=load.cached, held=load.held),
-            requests=Requests(waiting=load.waiting, running=load.running),
+            blocks=Blocks(
+                total=load.total, free=load.free, cached=load.cached, held=load.held, size=self.config.engine.block_size
+            ),
+            requests=Requests(waiting=load.waiting, running=load.running, seats=load.seats),
             pending_tokens=load.pending_tokens,
             computed_tokens=self.engine.computed_tokens,
         )
 
     # Event loop again.
 
-    def _set_load(self, load: Load) -> None:
+    def _set_load(self, load: Load, *, tell: bool = False) -> None:
         """Told at once where something ended: who waits for free blocks should not wait for a heartbeat."""
-        told = load.blocks.held < self._load.blocks.held and self._attendance is not None
+        freed = load.blocks.held < self._load.blocks.held
         self._load = load
-        if told and self._attendance is not None:
+        if freed and self._attendance is not None:
             self._attendance.beat()
+        if freed or tell:
+            for stream in self._streams:
+                stream.report()
 
     def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
         self._set_load(load)

@@ -19,6 +19,7 @@ from kvrelay.transfer.gloo import GlooTransport
 from kvrelay.transfer.importer import Importer
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transport import Transport
+from kvrelay.transfer.transports import entries
 from kvrelay.transfer.wire import Code, Key
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
@@ -157,7 +158,7 @@ class Pair:
         self.exporter.begin(key, RECEIVER, tokens)
 
     def expect(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
-        self.receiving.need[key] = LAYOUT.blocks_for(len(tokens))
+        self.receiving.need[key] = self.target.layout.blocks_for(len(tokens))
         self.receiving.have[key] = have
         self.importer.expect(key, SENDER, tokens)
 
@@ -174,7 +175,8 @@ async def pair(
     *,
     blocks: int = 256,
     receiver_config: TransferConfig | None = None,
-    receiver_layout: KVLayout = LAYOUT,
+    layout: KVLayout = LAYOUT,
+    receiver_layout: KVLayout | None = None,
     transports: tuple[Mapping[str, Transport], Mapping[str, Transport]] | None = None,
     source: KVPool | None = None,
     target: KVPool | None = None,
@@ -183,16 +185,17 @@ async def pair(
     config = config or TransferConfig()
     ends = Ends()
     sending, receiving = ExportSide(ends), ImportSide(ends, blocks)
-    source, target = source or KVPool(LAYOUT, blocks), target or KVPool(receiver_layout, blocks)
+    receiver_layout = receiver_layout or layout
+    source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout, blocks)
     here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
     sender_peers, receiver_peers = PeerTable(), PeerTable([Peer(*SENDER, address="")])
-    exporter = Exporter(Local(*SENDER, LAYOUT, "fingerprint"), source, sender_peers, config, here, sending)
+    exporter = Exporter(Local(*SENDER, layout, "fingerprint"), source, sender_peers, config, here, sending)
     receiver = Local(*RECEIVER, receiver_layout, "fingerprint")
     importer = Importer(receiver, target, receiver_peers, receiver_config or config, there, receiving)
     server = grpc.aio.server(options=server_options())
     add_HandoffServiceServicer_to_server(importer, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    sender_peers.update([Peer(*RECEIVER, address=f"127.0.0.1:{port}", transports=tuple(there))])
+    sender_peers.update([Peer(*RECEIVER, address=f"127.0.0.1:{port}", transports=tuple(entries(there)))])
     exporter.start()
     importer.start()
     await server.start()

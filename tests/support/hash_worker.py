@@ -1,13 +1,18 @@
 """A worker that runs the hash model: `python -m support.hash_worker --config FILE`, of either role.
 
-The environment variable HASH_STEP_SECONDS makes each step of the engine take at least that long, so that a fault can
-hit while something is under way.
+Variables of the environment: HASH_STEP_SECONDS makes each step of the engine take at least that long, so that a fault
+can hit while something is under way. HASH_NEWS_SECONDS lets the worker hear of every change of the membership that much
+later than others do. HASH_BEAT_SECONDS is the time between two heartbeats. CHAOS_DESK sends its hand-offs through
+proxies (`support.detours`).
+
+Whenever no request is left here, the block pool is recounted; what doesn't add up ends the process.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvrelay.decode_worker.role import DecodeRole
@@ -17,18 +22,25 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner import Runner
+from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
+from kvrelay.rpc.attendance import Attendance
 from kvrelay.rpc.serve import main
+from kvrelay.worker import server as worker_server
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
+from support.detours import DESK, detoured
 from support.hash_runner import HashRunner, hash_spec
 
 MODULE = "support.hash_worker"
 STEP_SECONDS = "HASH_STEP_SECONDS"
+NEWS_SECONDS = "HASH_NEWS_SECONDS"
+BEAT_SECONDS = "HASH_BEAT_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB a token, so that a chunk's frame has a size that a link takes time for.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
-ROLES = {"prefill": PrefillRole, "decode": DecodeRole}
+ROLES: dict[str, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 class SlowHashRunner(HashRunner):
@@ -49,9 +61,28 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     return engine_on(runner, config), runner
 
 
+def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
+    """`role`, to which the membership's changes come late."""
+
+    class Late(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+        def members_changed(self, members: Sequence[Member]) -> None:
+            self.worker.loop.call_later(seconds, super().members_changed, list(members))
+
+    return Late
+
+
 def hash_server(config: WorkerConfig) -> WorkerServer:
-    return WorkerServer(config, ROLES[config.role], build=build)
+    role = ROLES[config.role]
+    if DESK in os.environ:
+        role = detoured(role)
+    if NEWS_SECONDS in os.environ:
+        role = late(role, float(os.environ[NEWS_SECONDS]))
+    return WorkerServer(config, role, build=build)
 
 
 if __name__ == "__main__":
+    worker_server.CHECK_SECONDS = 0.0
+    if BEAT_SECONDS in os.environ:
+        beat = float(os.environ[BEAT_SECONDS])
+        worker_server.Attendance = partial(Attendance, interval=beat)  # type: ignore[misc, assignment]  # a class
     sys.exit(main(WorkerConfig, hash_server, "A kvrelay worker that runs the hash model."))

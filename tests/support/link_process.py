@@ -1,20 +1,30 @@
-"""One end of a gloo link in a process of its own, so that it can be killed or frozen."""
+"""One end of a link in a process of its own, so that it can be killed or frozen."""
 
 import contextlib
 import multiprocessing
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
 import torch
 
-from kvrelay.transfer.gloo import GlooTransport
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Rendezvous
+from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.transports import available_transports
 
 TIMEOUT = 20.0
-Behaviour = Literal["send", "idle"]
+HOST = "127.0.0.1"
+Behaviour = Literal["send", "idle", "abort"]
+
+
+def transport_named(name: str) -> Transport:
+    """The transport of this name, between buffers in host memory unless it is one between GPUs.
+
+    Raises:
+        ValueError: it can't be done here.
+    """
+    return available_transports(HOST, name, gpu=name in ("cuda_ipc", "nccl"))[name]
 
 
 def _listen(connection: Connection, meeting: Rendezvous) -> None:
@@ -23,24 +33,34 @@ def _listen(connection: Connection, meeting: Rendezvous) -> None:
             meeting.put(*connection.recv())
 
 
-def dial(connection: Connection, rank: int, timeout: float) -> Link:
+def dial(connection: Connection, transport: Transport, rank: int, timeout: float) -> Link:
     """One end of a link whose rendezvous runs over `connection`."""
     meeting = Rendezvous(lambda entry, value: connection.send((entry, value)), timeout)
     threading.Thread(target=_listen, args=(connection, meeting), daemon=True).start()
-    return GlooTransport("127.0.0.1").connect(meeting, rank, timeout)
+    return transport.connect(meeting, rank, timeout)
 
 
-def _other_end(connection: Connection, behaviour: Behaviour, sizes: list[int]) -> None:
-    link = dial(connection, SENDER, TIMEOUT)
+def _other_end(connection: Connection, name: str, behaviour: Behaviour, sizes: list[int]) -> None:
+    link = dial(connection, transport_named(name), SENDER, TIMEOUT)
     if behaviour == "send":
         for size in sizes:
-            link.send(pattern(size)).wait(TIMEOUT)
+            link.send(filled(link, size)).wait(TIMEOUT)
+    if behaviour == "abort":
+        link.abort()
+        link.close()
     threading.Event().wait(TIMEOUT)
 
 
 def pattern(size: int) -> torch.Tensor:
     """Bytes that differ from place to place and from size to size."""
     return (torch.arange(size, dtype=torch.int64) * 31 + size).to(torch.uint8)
+
+
+def filled(link: Link, size: int) -> torch.Tensor:
+    """A buffer of the link with the pattern in it."""
+    buffer = link.buffer(size)
+    buffer.copy_(pattern(size))
+    return buffer
 
 
 @dataclass
@@ -52,15 +72,50 @@ class LinkedProcess:
 
 
 @contextlib.contextmanager
-def linked_process(behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
-    """Starts a process that sends frames of `sizes`, or does nothing; always ends it."""
+def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
+    """Starts a process that sends frames of `sizes`, aborts, or does nothing; always ends it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_other_end, args=(there, behaviour, sizes), daemon=True)
+    process = context.Process(target=_other_end, args=(there, name, behaviour, sizes), daemon=True)
     process.start()
     try:
-        yield LinkedProcess(dial(here, RECEIVER, TIMEOUT), process)
+        link = dial(here, transport_named(name), RECEIVER, TIMEOUT)
+        try:
+            yield LinkedProcess(link, process)
+        finally:
+            link.close()
     finally:
         process.kill()
         process.join(TIMEOUT)
         here.close()
+
+
+def meetings(timeout: float) -> tuple[Rendezvous, Rendezvous]:
+    """The two copies of one link's rendezvous, for two ends in this process."""
+    pair: list[Rendezvous] = []
+    pair.append(Rendezvous(lambda entry, value: pair[1].put(entry, value), timeout))
+    pair.append(Rendezvous(lambda entry, value: pair[0].put(entry, value), timeout))
+    return pair[SENDER], pair[RECEIVER]
+
+
+def beside(work: Callable[[], None]) -> Callable[[], None]:
+    """Runs `work` on a thread; what is returned waits for its end and raises what it raised."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def join() -> None:
+        thread.join(TIMEOUT)
+        if thread.is_alive():
+            raise AssertionError("the other end's thread hangs")
+        if failures:
+            raise failures[0]
+
+    return join

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -113,7 +115,7 @@ class ProcessCluster:
         return process
 
     def replace(self, name: str) -> None:
-        """Starts a new incarnation of a worker that has ended, and waits until it is ready."""
+        """Starts a new incarnation of a worker that has ended, and waits until it is ready and the router reaches it."""
         old = self.processes[name]
         old.popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self.started[name]).address()
@@ -125,6 +127,13 @@ class ProcessCluster:
             f"{name} ready again",
             START_SECONDS,
         )
+        wait_until(self.serving, "the router can place requests", START_SECONDS)
+
+    def serving(self) -> bool:
+        """Whether the router says that it can place a request."""
+        with grpc.insecure_channel(self.router) as channel:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
+        return bool(answer.status == HealthCheckResponse.SERVING)
 
     def status(self) -> GetStatusResponse:
         with grpc.insecure_channel(self.supervisor) as channel:
@@ -177,13 +186,15 @@ def process_cluster(
     decode: int = 1,
     colocated: int = 0,
     worker: dict[str, Any] | None = None,
+    roles: Mapping[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
-    `worker` and `router` are further options, `variables` the workers' further environment.
+    `worker` and `router` are further options, `roles` those of one role's workers only; `variables` the workers'
+    further environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder)
@@ -194,7 +205,8 @@ def process_cluster(
             for index in range(count):
                 name = f"{role}-{index}"
                 options = {"name": name, "role": role, "model": str(model), "supervisor": cluster.supervisor}
-                cluster.start(name, modules[role], {**options, "dtype": "float32", **(worker or {})}, variables)
+                options |= {"dtype": "float32", **(worker or {}), **(roles or {}).get(role, {})}
+                cluster.start(name, modules[role], options, variables)
         options = {"name": "router-0", "model": str(model), "grpc_port": 0, "supervisor": cluster.supervisor}
         cluster.start("router-0", "kvrelay.router", {**options, **(router or {})})
         cluster.router = cluster.processes["router-0"].address()

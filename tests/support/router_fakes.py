@@ -31,6 +31,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     DecodeReport,
     Failure,
     Finish,
+    Load,
     ModelInfo,
     PrefillReport,
     RelayRequest,
@@ -188,6 +189,7 @@ class FakeWorker(WorkerServiceServicer):
         )
         self.jobs: list[Job] = []
         self.streams = 0
+        self._outboxes: list[asyncio.Queue[RelayResponse | None]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -201,6 +203,11 @@ class FakeWorker(WorkerServiceServicer):
         for task in self._tasks:
             task.cancel()
         await self.server.stop(None)
+
+    def tell_load(self, load: Load) -> None:
+        """Reports a load that knows of every part submitted so far."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(RelayResponse(load=load, submits_seen=len(self.jobs)))
 
     def member(self, state: MemberState = MEMBER_STATE_READY) -> Member:
         return Member(
@@ -217,6 +224,7 @@ class FakeWorker(WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
         self.streams += 1
         stream: asyncio.Queue[RelayResponse | None] = asyncio.Queue()
+        self._outboxes.append(stream)
         stream.put_nowait(
             RelayResponse(hello=WorkerHello(name=self.name, incarnation=self.incarnation, model=self.model))
         )

@@ -1,5 +1,6 @@
 """Failpoints: what arms them, what is refused, and that they do nothing unless armed."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -8,7 +9,12 @@ import numpy as np
 import pytest
 
 from kvrelay.transfer import failpoints
+from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.failpoints import VARIABLE, FailpointError, Fault, Injected, failpoint, parse
+from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.frames import SendJob
+from kvrelay.transfer.links import Job
+from support.handoff import LAYOUT, pair
 
 KEY = ("name/0123", 1)
 
@@ -71,6 +77,8 @@ def test_exactly_so_many_bytes_are_spoiled(action: str, amount: int) -> None:
         ("prefill.after_lunch:kill", "no place 'prefill.after_lunch'"),
         ("prefill.after_finish:explode", "can't explode"),
         ("prefill.after_finish:corrupt(1)", "can't corrupt"),
+        ("transfer.frame:reorder", "can't reorder"),
+        ("transfer.queued:reorder(2)", "takes no argument"),
         ("prefill.after_finish,chunk=1:kill", "doesn't tell chunk"),
         ("prefill.after_finish:kill(9)", "takes no argument"),
         ("prefill.after_finish,share=often:kill", "often"),
@@ -109,3 +117,33 @@ def test_a_mistake_in_the_environment_ends_the_start() -> None:
     )
     assert done.returncode == 1
     assert "no place 'nowhere'" in done.stderr
+
+
+@pytest.mark.parametrize(("index", "order"), [(0, [1, 0, 2, 3]), (2, [0, 1, 3, 2]), (3, [0, 1, 2, 3])])
+def test_a_reordered_frame_goes_after_the_next_one(arm, index: int, order: list[int]) -> None:
+    """And is refused, unless it is the last one: then there is none to go before it."""
+    arm(f"transfer.queued,index={index},attempt=1:reorder")
+    went: list[int] = []
+
+    async def test() -> None:
+        fake = {"fake": FakeTransport()}
+        async with pair(TransferConfig(chunk_bytes=65536), transports=(fake, fake)) as world:
+            submit = world.exporter._links.submit
+
+            def watched(peer: str, epoch: int, job: Job) -> None:
+                if isinstance(job, SendJob):
+                    went.append(job._frame.index)
+                submit(peer, epoch, job)
+
+            world.exporter._links.submit = watched  # type: ignore[method-assign]  # to see what goes by
+            count = 4 * (65536 // LAYOUT.block_bytes) * LAYOUT.block_size
+            key = ("r", 1)
+            world.announce(key, list(range(count)))
+            world.compute(key, list(range(LAYOUT.blocks_for(count))))
+            ends = world.ends
+            await ends.until(lambda: key in ends.imported or key in ends.import_failed)
+            await ends.until(lambda: not world.sending.leaked and not world.receiving.leaked)
+            assert went == order
+            assert (key in ends.imported) == (index == 3)
+
+    asyncio.run(test())

@@ -1,8 +1,7 @@
 """The control stream: what a hostile, confused or old peer says changes nothing and ends nobody."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 
 import grpc
 import pytest
@@ -11,12 +10,9 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
-from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
-from kvrelay.transfer.config import TransferConfig
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest
 from kvrelay.transfer.control import MAX_PENDING, Local, Outbox, renewals
 from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.fake import FakeTransport
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.room import RoomQueue
 from kvrelay.transfer.wire import (
@@ -30,7 +26,6 @@ from kvrelay.transfer.wire import (
     Finish,
     Hello,
     Key,
-    Message,
     Nack,
     Offer,
     Push,
@@ -40,58 +35,12 @@ from kvrelay.transfer.wire import (
     decode,
     encode,
 )
-from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide, Pair, pair
-
-CONFIG = TransferConfig(frame_timeout_seconds=0.5)
-Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide
+from support.raw_peer import CONFIG, HELLO, fake_pair, still_works, stranger
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(test())
-
-
-class RawPeer:
-    """A control stream whose every byte the test writes."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-
-    async def say(self, *messages: Message) -> None:
-        await self.call.write(ControlRequest(frame=encode(messages)))
-
-    async def hear(self, kind: type[Message]) -> Message:
-        """The next message of this kind; AssertionError if the stream ends first."""
-        async with asyncio.timeout(10):
-            while (response := await self.call.read()) is not grpc.aio.EOF:
-                for message in decode(response.frame):
-                    if isinstance(message, kind):
-                        return message
-        raise AssertionError(f"the stream ended without {kind.__name__}")
-
-
-@asynccontextmanager
-async def stranger(world: Pair) -> AsyncIterator[RawPeer]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
-        call = HandoffServiceStub(channel).Control()
-        yield RawPeer(call)
-        call.cancel()
-
-
-@asynccontextmanager
-async def fake_pair() -> AsyncIterator[Pair]:
-    fake = {"fake": FakeTransport()}
-    async with pair(CONFIG, transports=(fake, fake)) as world:
-        yield world
-
-
-async def still_works(world: Pair) -> None:
-    key = ("still works", 1)
-    world.announce(key, list(range(20)))
-    world.compute(key, [0, 1])
-    await world.ends.until(lambda: key in world.ends.exported)
-
-
-HELLO = Local(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xff" * 100, b"\x93" * 1000, encode([Renew(())])])
@@ -123,6 +72,18 @@ def test_who_is_not_a_member_is_refused(worker: str, incarnation: str, code: Cod
     run(test)
 
 
+def test_who_means_another_incarnation_is_refused() -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            await peer.say(Local(*SENDER, LAYOUT, "fingerprint").hello("an older one", CONFIG))
+            refusal = await peer.hear(Refuse)
+            assert isinstance(refusal, Refuse)
+            assert refusal.code is Code.UNKNOWN_PEER
+            await still_works(world)
+
+    run(test)
+
+
 @pytest.mark.parametrize("bad", [b"\xff", encode([Ack("r", 1, 1)]), encode([Wait("r", 1)])])
 def test_nonsense_later_on_ends_the_stream_with_the_reason(bad: bytes) -> None:
     async def test() -> None:
@@ -146,7 +107,7 @@ def test_what_is_said_of_unknown_attempts_changes_nothing() -> None:
                 Renew((("nobody", 1),)),
                 Abort("nobody", 1, Code.CANCELLED, ""),
                 Finish("nobody", 1, 1, 7, 1, 1),
-                Push("nobody", 1, 1, 0, 0, 16, 100, 0),
+                Push("nobody", 1, 1, 0, 0, 16, 100, 0, 1),
             )
             world.expect(("r", 1), list(range(20)))
             await peer.say(Offer("r", 1, 21, b"0" * 16))
@@ -177,7 +138,7 @@ def test_an_epoch_is_dialled_once() -> None:
 def test_a_frame_longer_than_announced_ends_the_stream_before_it_is_received() -> None:
     async def test() -> None:
         async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.chunk_bytes + 1, 0))
+            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.chunk_bytes + 1, 0, 1))
             refusal = await peer.hear(Refuse)
             assert isinstance(refusal, Refuse)
             assert str(CONFIG.chunk_bytes + 1) in refusal.message
@@ -227,7 +188,7 @@ def test_signs_of_life_fit_into_messages() -> None:
     messages = renewals(keys)
     assert [key for message in messages for key in message.keys] == keys
     for message in messages:
-        encode([message])
+        assert decode(encode([message])) == [message]
     assert renewals([]) == []
 
 

@@ -3,22 +3,27 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.engine.kv.layout import Layers
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.frames import Guard, ReceiveJob, SendJob, checksum, tokens_digest
-from kvrelay.transfer.wire import Code, Push
+from kvrelay.transfer.frames import Guard, Place, ReceiveJob, Seal, SendJob, checksum, identity, tokens_digest
+from kvrelay.transfer.wire import Code, Key, Push
 from support.handoff import LAYOUT, Pair, content, pair, raw
 
 WAIT = 10.0
+KEY = ("r", 1)
 FRAME = Frame(1, 0, 0, 4, 16)
+PLACE = [field for field in fields(Frame) if field.name != "nbytes"]
+"""What says which frame it is."""
 COUNT = 3 * LAYOUT.block_size
 BLOCKS = [0, 1, 2]
 
@@ -36,13 +41,17 @@ class SlowPool(KVPool):
         if not self.go.wait(WAIT):
             raise TimeoutError("nobody let the pool go")
 
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
+    def read(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor, layers: Layers | None = None
+    ) -> int:
         self._stop()
-        return super().read(blocks, first_token, num_tokens, out)
+        return super().read(blocks, first_token, num_tokens, out, layers)
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
+    def write(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor, layers: Layers | None = None
+    ) -> None:
         self._stop()
-        super().write(blocks, first_token, num_tokens, data)
+        super().write(blocks, first_token, num_tokens, data, layers)
 
 
 def test_a_guard_lets_one_in_or_is_closed_first() -> None:
@@ -83,6 +92,8 @@ def test_every_flipped_bit_changes_the_checksum() -> None:
 class NoLink:
     """A link that takes everything and sends nothing."""
 
+    stream = None
+
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
@@ -93,22 +104,48 @@ class NoLink:
         into.fill_(3)
 
 
+class Threes:
+    """Where a frame of threes is, and where frames are said to be written."""
+
+    def __init__(self, said: list[object]) -> None:
+        self._said = said
+
+    def nbytes(self) -> int:
+        return FRAME.nbytes
+
+    def runs(self) -> list[memoryview] | None:
+        return None
+
+    def tail(self) -> Place | None:
+        return None
+
+    def read(self, out: torch.Tensor) -> None:
+        out.fill_(3)
+
+    def write(self, data: torch.Tensor) -> None:
+        self._said.append(data.tolist())
+
+
 def send_job(guard: Guard, said: list[object]) -> SendJob:
-    return SendJob(
-        ("r", 1), FRAME, guard, lambda out: int(out.fill_(3).numel()), said.append, lambda: said.append("read"), True
-    )
+    return SendJob(KEY, FRAME, guard, Threes(said), Seal.XXH3, said.append, lambda: said.append("read"))
 
 
-def receive_job(guard: Guard, expected: int | None, said: list[object]) -> ReceiveJob:
-    return ReceiveJob(("r", 1), FRAME, expected, guard, lambda data: said.append(data.tolist()), said.append)
+def receive_job(guard: Guard, said: list[object], seal: Seal = Seal.OFF) -> ReceiveJob:
+    return ReceiveJob(KEY, FRAME, guard, Threes(said), seal, said.append)
 
 
-def test_a_frame_is_announced_with_the_checksum_of_what_is_sent() -> None:
+def on_link(key: Key = KEY, frame: Frame = FRAME) -> torch.Tensor:
+    """A frame of threes as it is on a link."""
+    data = torch.full((16,), 3, dtype=torch.uint8)
+    seal = (checksum(data) ^ identity(key, frame)).to_bytes(8, "little")
+    return torch.cat([data, torch.frombuffer(bytearray(seal), dtype=torch.uint8)])
+
+
+def test_a_frame_is_announced_and_sent_with_the_checksum_of_what_it_is() -> None:
     link, said, buffer = NoLink(), [], torch.zeros(32, dtype=torch.uint8)
     send_job(Guard(), said).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
-    digest = checksum(torch.full((16,), 3, dtype=torch.uint8))
-    assert said == ["read", Push("r", 1, 1, 0, 0, 4, 16, digest)]
-    assert link.sent == [b"\x03" * 16]
+    assert said == ["read", Push("r", 1, 1, 0, 0, 4, 16, 0, 1)]
+    assert link.sent == [on_link().numpy().tobytes()]
 
 
 def test_a_stopped_frame_is_neither_read_nor_announced_nor_reported_again() -> None:
@@ -128,24 +165,38 @@ def test_a_failed_link_reports_each_frame_once() -> None:
     job.fail("lost")
     assert said == ["read"]
     said.clear()
-    receive = receive_job(Guard(), None, said)
+    receive = receive_job(Guard(), said)
     receive.fail("lost")
     receive.fail("lost")
     assert said == [Outcome.LOST]
 
 
-@pytest.mark.parametrize(("expected", "outcome"), [(None, Outcome.VERIFIED), (1, Outcome.CORRUPT)])
-def test_only_verified_bytes_are_written(expected: int | None, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("key", "frame"),
+    [
+        (KEY, FRAME),
+        (("r", 2), FRAME),
+        (("s", 1), FRAME),
+        *((KEY, replace(FRAME, **{field.name: getattr(FRAME, field.name) + 1})) for field in PLACE),
+    ],
+)
+def test_only_bytes_of_this_very_frame_are_written(key: Key, frame: Frame) -> None:
     said: list[object] = []
-    buffer = torch.full((32,), 3, dtype=torch.uint8)
-    receive_job(Guard(), expected, said).done(buffer)
-    assert said == ([[3] * 16] if outcome is Outcome.VERIFIED else []) + [outcome]
+    receive_job(Guard(), said, seal=Seal.XXH3).done(on_link(key, frame))
+    intact = (key, frame) == (KEY, FRAME)
+    assert said == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
+
+
+def test_without_checksums_a_frame_is_taken_as_it_comes() -> None:
+    said: list[object] = []
+    receive_job(Guard(), said).done(torch.full((32,), 3, dtype=torch.uint8))
+    assert said == [[3] * 16, Outcome.VERIFIED]
 
 
 def test_a_stopped_frame_is_received_and_dropped() -> None:
     said: list[object] = []
     guard = Guard()
-    job = receive_job(guard, None, said)
+    job = receive_job(guard, said)
     assert guard.close()
     job.done(torch.full((32,), 3, dtype=torch.uint8))
     assert said == []
@@ -180,10 +231,17 @@ def test_a_pool_that_raises_fails_the_hand_off_and_the_next_one_works() -> None:
     class Broken(KVPool):
         broken = True
 
-        def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
+        def write(
+            self,
+            blocks: Sequence[int],
+            first_token: int,
+            num_tokens: int,
+            data: torch.Tensor,
+            layers: Layers | None = None,
+        ) -> None:
             if self.broken:
                 raise ValueError("no such block")
-            super().write(blocks, first_token, num_tokens, data)
+            super().write(blocks, first_token, num_tokens, data, layers)
 
     async def test() -> None:
         pool = Broken(LAYOUT, 8)

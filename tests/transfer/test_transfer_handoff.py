@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvrelay.transfer import failpoints
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.fake import FakeTransport, Fault
 from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.transport import Transport
+from kvrelay.transfer.transports import available_transports
 from kvrelay.transfer.wire import Code, Key
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, content, pair, raw
 
@@ -46,12 +49,19 @@ def check_equal(world: Pair, key: Key, blocks: list[int], count: int) -> None:
     assert world.ends.exported[key].nbytes == stats.nbytes
 
 
-@pytest.mark.parametrize("kind", ["gloo", "fake"])
+def links_of(kind: str) -> tuple[dict[str, Transport], dict[str, Transport]]:
+    """The transports of the two ends."""
+    if kind == "fake":
+        fake = FakeTransport()
+        return {kind: fake}, {kind: fake}
+    return available_transports("127.0.0.1", kind), available_transports("127.0.0.1", kind)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm", "gloo", "fake"])
 def test_kv_arrives_and_every_byte_is_counted(kind: str) -> None:
     async def test() -> None:
-        fake = {"fake": FakeTransport()}
-        transports = (fake, fake) if kind == "fake" else None
-        async with pair(replace(CONFIG, chunk_bytes=max(65536, 4 * BLOCK_BYTES)), transports=transports) as world:
+        config = replace(CONFIG, chunk_bytes=max(65536, 4 * BLOCK_BYTES))
+        async with pair(config, transports=links_of(kind)) as world:
             raw(world.source).random_(0, 256)
             for number, count in enumerate((1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 19 * BLOCK + 3)):
                 key = (f"r{number}", 1)
@@ -229,11 +239,84 @@ def test_a_flipped_bit_is_never_committed(number: int) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("kind", ["fail", "drop"])
-def test_a_lost_link_is_dialled_again_and_no_request_on_it_fails(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "shm", "gloo"])
+def test_a_frame_that_nobody_wants_any_more_leaves_the_link_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that is announced twice: the second one is received and dropped, and the next one is not taken for it."""
+    monkeypatch.setattr(failpoints, "_armed", failpoints.parse("transfer.frame,index=1,request=r0:duplicate"))
+
     async def test() -> None:
-        fault = Fault("fail") if kind == "fail" else Fault("drop")
-        fake = {"fake": FakeTransport(lambda index: fault if index in (1, 6) else None)}
+        async with pair(replace(CONFIG, chunk_bytes=2**20), blocks=512, transports=links_of(kind)) as world:
+            raw(world.source).random_(0, 256)
+            count = 240 * BLOCK
+            for number in range(2):
+                key = (f"r{number}", 1)
+                world.announce(key, tokens(count))
+                world.compute(key, blocks_of(count), chunk_blocks=100)
+                await settled(world, key)
+                check_equal(world, key, blocks_of(count), count)
+            assert world.exporter.epoch(RECEIVER[1]) == 1, "the link was lost on the way"
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm", "gloo", "lossy"])
+@pytest.mark.parametrize("borders", [(1,), (2,), (1, 2), (1, 2, 3)])
+def test_the_last_chunk_arrives_by_groups_of_layers(kind: str, borders: tuple[int, ...]) -> None:
+    """A layer has its bytes when it is said to be computed, and not before."""
+    lossy = FakeTransport(lambda index: Fault("fail") if index in (1, 4) else None)
+
+    async def test() -> None:
+        transports = ({"fake": lossy}, {"fake": lossy}) if kind == "lossy" else links_of(kind)
+        async with pair(replace(CONFIG, chunk_bytes=65536), transports=transports) as world:
+            for number, (count, before) in enumerate(((7, 0), (3 * BLOCK, 0), (45 * BLOCK + 3, 20), (30 * BLOCK, 29))):
+                key, blocks = (f"r{number}", 1), blocks_of(count)
+                kv = torch.rand(world.source.tensor.shape, generator=torch.Generator().manual_seed(number))
+                world.source.tensor.zero_()
+                world.source.tensor[blocks[:before]] = kv[blocks[:before]]
+                world.announce(key, tokens(count))
+                if before:
+                    world.exporter.progress(key, world.sending.hold(blocks[:before]))
+                hold = world.sending.hold(blocks[before:])
+                for layers in borders:
+                    world.source.tensor[blocks[before:], :layers] = kv[blocks[before:], :layers]
+                    world.exporter.layers_computed(key, layers, hold if layers == borders[0] else None)
+                    await asyncio.sleep(0.005)
+                world.source.tensor[blocks[before:]] = kv[blocks[before:]]
+                world.exporter.finished(key, 7, world.sending.hold(blocks))
+                await settled(world, key)
+                check_equal(world, key, blocks, count)
+                world.receiving.free += world.ends.imported[key][0].hold.blocks
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("where", ["transfer.frame_bytes", "decode.after_frame"])
+def test_what_arrives_in_place_and_is_wrong_is_nobodys(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight into the reserved blocks: they go back unread, and the next request that gets them is not harmed."""
+    monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"{where},index=2,request=bad:corrupt(3)"))
+
+    async def test() -> None:
+        async with pair(replace(CONFIG, chunk_bytes=65536), blocks=48, transports=links_of(kind)) as world:
+            raw(world.source).random_(0, 256)
+            count = 40 * BLOCK + 5
+            for name in ("bad", "good"):
+                key = (name, 1)
+                world.announce(key, tokens(count))
+                world.compute(key, blocks_of(count), chunk_blocks=7)
+                await settled(world, key)
+            assert world.ends.export_failed["bad", 1][0] is Code.CORRUPT
+            assert list(world.ends.imported) == [("good", 1)]
+            check_equal(world, ("good", 1), blocks_of(count), count)
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["fail", "drop"])
+def test_a_lost_link_is_dialled_again_and_fails_only_the_request_that_it_was_stuck_at(kind: str) -> None:
+    async def test() -> None:
+        fault, numbers = (Fault("fail"), (1, 6)) if kind == "fail" else (Fault("drop"), (1,))
+        fake = {"fake": FakeTransport(lambda index: fault if index in numbers else None)}
         config = replace(CONFIG, chunk_bytes=65536, frame_timeout_seconds=0.3)
         async with pair(config, blocks=512, transports=(fake, fake)) as world:
             raw(world.source).random_(0, 256)
@@ -244,8 +327,14 @@ def test_a_lost_link_is_dialled_again_and_no_request_on_it_fails(kind: str) -> N
                 world.compute((f"r{number}", 1), blocks_of(count, number * size))
             for number in range(3):
                 await settled(world, (f"r{number}", 1))
+            stuck = [("r0", 1)] if kind == "drop" else []
+            assert list(world.ends.export_failed) == list(world.ends.import_failed) == stuck
+            assert all(code is Code.LINK for code, _ in world.ends.export_failed.values())
+            for number in range(len(stuck), 3):
                 check_equal(world, (f"r{number}", 1), blocks_of(count, number * size), count)
             assert world.exporter.epoch(RECEIVER[1]) > 1
+            assert not world.sending.leaked
+            assert not world.receiving.leaked
 
     run(test)
 
@@ -305,12 +394,17 @@ def test_another_prompt_under_the_same_name_is_refused_before_any_allocation() -
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"layers": 4}, "layout.layers: 4 here, 3 there"), ({"dtype": "bfloat16"}, "layout.dtype"), ({}, "checksum")],
+    [
+        ({"layers": 4}, "layout.layers: 4 here, 3 there"),
+        ({"kv_heads": 1, "tp_size": 2}, "layout.tp_size: 2 here, 1 there"),
+        ({"dtype": "bfloat16"}, "layout.dtype: bfloat16 here, float32 there; transfer.convert_dtype is off"),
+        ({}, "checksum"),
+    ],
 )
 def test_workers_that_differ_are_refused_with_the_field(change: dict[str, object], field: str) -> None:
     async def test() -> None:
         layout = replace(LAYOUT, **change)  # type: ignore[arg-type]  # the fields named by the parameters
-        receiver = replace(CONFIG, checksum=bool(change))
+        receiver = replace(CONFIG, checksum=bool(change), convert_dtype=False)
         async with pair(CONFIG, receiver_layout=layout, receiver_config=receiver) as world:
             world.announce(("r", 1), tokens(20))
             world.compute(("r", 1), blocks_of(20))

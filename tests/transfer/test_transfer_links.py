@@ -2,14 +2,17 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
-from kvrelay.transfer.fake import FakeTransport, Fault
-from kvrelay.transfer.links import LinkManager, LinkSpec
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Pending
+from kvrelay.transfer import links
+from kvrelay.transfer.fake import FakeLink, FakeTransport, Fault
+from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
+from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Pending, Rendezvous
 
 WAIT = 10.0
 
@@ -80,10 +83,10 @@ class Ends:
         def tell(entry: str, value: bytes) -> None:
             self.loop.call_soon_threadsafe(other.meet, peer, epoch, entry, value)
 
-        def on_end(epoch: int, reason: str) -> None:
-            manager.ended(peer, epoch)
+        def on_end(end: LinkEnd) -> None:
+            manager.ended(peer, end.epoch)
             if rank == SENDER:
-                self.ended.append((peer, epoch))
+                self.ended.append((peer, end.epoch))
 
         idle = lambda: peer not in self.busy  # noqa: E731  # one of the spec's callables
         return LinkSpec(peer, epoch, self.transport, rank, 64, self.timeout, tell, on_end, idle)
@@ -192,3 +195,63 @@ def test_two_hundred_links_up_and_down_leave_no_thread() -> None:
         assert len(ends.sender._ending) <= 2
 
     run(test)
+
+
+class StuckTransport(FakeTransport):
+    """Links whose close never ends by itself, as a group's destructor that waits for a lost peer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+        self.closing = 0
+
+    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+        link = super().connect(meeting, rank, timeout)
+        if isinstance(link, FakeLink):
+            link.close = self._close  # type: ignore[method-assign]  # the fault that this transport is for
+        return link
+
+    def _close(self) -> None:
+        self.closing += 1
+        self.let_go.wait(WAIT)
+
+
+def test_a_close_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "CLOSE_SECONDS", 0.3)
+    transport = StuckTransport()
+    before = threading.active_count()
+
+    async def test() -> None:
+        ends = Ends(transport)
+        for epoch in (1, 2):
+            ends.open("a", epoch)
+            ends.sender.submit("a", epoch, Sending(epoch, ends.news))
+            ends.receiver.submit("a", epoch, Receiving(ends.news))
+            await ends.until(lambda epoch=epoch: f"received {epoch}" in ends.news)
+        started = time.monotonic()
+        await ends.close()
+        assert time.monotonic() - started < 3
+        # Two ends of two links, each left to a thread of its own that the process's end doesn't wait for.
+        await ends.until(lambda: transport.closing == 4)
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("reaper")]
+        assert len(left) == 4
+        assert all(thread.daemon for thread in left)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("link ")]
+        transport.let_go.set()
+        await ends.until(lambda: threading.active_count() <= before)
+
+    asyncio.run(test())
+
+
+def test_a_close_that_fails_is_told_and_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    class FailingTransport(StuckTransport):
+        def _close(self) -> None:
+            raise RuntimeError("no")
+
+    async def test() -> None:
+        ends = Ends(FailingTransport())
+        ends.open("a", 1)
+        await ends.close()
+
+    run(test)
+    assert "closing a link failed" in caplog.text

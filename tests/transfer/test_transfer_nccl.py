@@ -1,29 +1,144 @@
-"""The NCCL transport where there is no GPU: it imports, it is not offered, and asking for it is a clear mistake."""
+"""The NCCL transport without a GPU: its options, its watchdog, its refusals; links between GPUs where there are two."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from kvrelay.transfer.nccl import NcclTransport, nccl_is_available
-from kvrelay.transfer.transports import available_transports
+from kvrelay.transfer.nccl import (
+    MAX_CHANNELS,
+    NcclLink,
+    NcclTransport,
+    Watchdog,
+    configure,
+    environment,
+    nccl_missing,
+)
+from kvrelay.transfer.transport import RECEIVER, SENDER, LinkError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+WAIT = 5.0
 
 
 @no_gpu
-def test_without_a_gpu_it_is_not_offered() -> None:
-    assert not nccl_is_available()
-    assert list(available_transports("127.0.0.1")) == ["gloo"]
-    assert list(available_transports("127.0.0.1", gpu=True)) == ["gloo"]
-
-
-@no_gpu
-def test_asking_for_it_without_a_gpu_names_the_option() -> None:
-    with pytest.raises(ValueError, match=r"transfer\.transport is 'nccl'.*no GPU"):
-        available_transports("127.0.0.1", wanted="nccl")
-    with pytest.raises(ValueError, match="no GPU"):
+def test_without_a_gpu_it_says_why_it_is_missing() -> None:
+    assert nccl_missing() == "no CUDA device"
+    with pytest.raises(ValueError, match=r"transfer\.transport is 'nccl'.*no CUDA device"):
         NcclTransport()
 
 
-def test_a_host_that_cannot_be_bound_is_named() -> None:
-    with pytest.raises(OSError, match=r"host 203\.0\.113\.1"):
-        available_transports("203.0.113.1")
+@pytest.mark.parametrize(("version", "offered"), [((2, 26, 1), False), ((2, 26, 2), True), ((2, 30, 3), True)])
+def test_an_nccl_without_a_dependable_abort_is_not_offered(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], offered: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert nccl_missing() == (None if offered else "NCCL is 2.26.1; allowed: 2.26.2 or newer")
+
+
+def test_two_ranks_may_share_a_gpu_only_where_nccl_lets_them() -> None:
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in environment((2, 29, 9))
+    assert environment((2, 30, 0))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert environment((2, 30, 0))["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_communicators_are_non_blocking_and_capped() -> None:
+    options = SimpleNamespace(config=SimpleNamespace(blocking=1, max_ctas=0))
+    configure(options, 3.0)
+    assert options.config.blocking == 0
+    assert options.config.max_ctas == MAX_CHANNELS
+    assert options._timeout.total_seconds() == 3.0
+
+
+class GroupTwin:
+    """A process group whose operations end when they are told to; aborting ends them all, and may block."""
+
+    def __init__(self, call_seconds: float = 0.0, abort_blocks: bool = False) -> None:
+        self.aborted = threading.Event()
+        self.aborts = 0
+        self.let_go = threading.Event()
+        self.ended: set[str] = set()
+        self._call_seconds = call_seconds
+        self._abort_blocks = abort_blocks
+
+    def _begin(self, what: str) -> Any:
+        # An operation's begin makes the communicator, which waits for the other rank until it is aborted.
+        if self._call_seconds and self.aborted.wait(self._call_seconds):
+            raise RuntimeError("the communicator was aborted")
+        return SimpleNamespace(
+            is_completed=lambda: what in self.ended or self.aborted.is_set(), wait=lambda: None, what=what
+        )
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        assert peer == RECEIVER
+        return self._begin("send")
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._begin("recv")
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.aborted.set()
+        if self._abort_blocks:
+            self.let_go.wait(WAIT)
+
+
+def link_on(group: GroupTwin, timeout: float = 0.2) -> NcclLink:
+    return NcclLink(group, SENDER, torch.device("cpu"), Watchdog(), timeout)
+
+
+def test_an_operation_that_ends_is_waited_for() -> None:
+    group = GroupTwin()
+    link = link_on(group)
+    pending = link.send(link.buffer(8))
+    threading.Timer(0.05, group.ended.add, ("send",)).start()
+    pending.wait(WAIT)
+    assert not group.aborted.is_set()
+
+
+def test_an_operation_that_does_not_end_is_aborted_at_its_timeout() -> None:
+    group = GroupTwin()
+    link = link_on(group)
+    with pytest.raises(LinkError, match=r"no end within 0\.1 s"):
+        link.send(link.buffer(8)).wait(0.1)
+    assert group.aborted.wait(WAIT)
+
+
+def test_a_rank_that_never_comes_is_aborted_by_the_watchdog() -> None:
+    group = GroupTwin(call_seconds=WAIT)
+    started = time.monotonic()
+    with pytest.raises(LinkError, match="aborted"):
+        link_on(group, timeout=0.2).send(torch.zeros(8, dtype=torch.uint8))
+    assert 0.15 < time.monotonic() - started < 2
+
+
+def test_abort_never_blocks_and_ends_a_wait_as_an_error() -> None:
+    group = GroupTwin(abort_blocks=True)
+    link = link_on(group)
+    pending = link.recv(link.buffer(8))
+    threading.Timer(0.05, link.abort).start()
+    with pytest.raises(LinkError, match="closed"):
+        pending.wait(WAIT)
+    started = time.monotonic()
+    link.abort()
+    assert time.monotonic() - started < 0.5
+    with pytest.raises(LinkError, match="closed"):
+        link.send(link.buffer(8))
+    group.let_go.set()
+    link.close()
+    assert group.aborts == 1, "a communicator is aborted once"
+
+
+def test_an_abort_that_blocks_holds_up_no_other_link() -> None:
+    watchdog = Watchdog()
+    stuck, other = GroupTwin(call_seconds=WAIT, abort_blocks=True), GroupTwin(call_seconds=WAIT)
+    links = [NcclLink(group, SENDER, torch.device("cpu"), watchdog, 0.1) for group in (stuck, other)]
+    for link in links:
+        with pytest.raises(LinkError):
+            link.send(torch.zeros(8, dtype=torch.uint8))
+    assert other.aborts == 1
+    stuck.let_go.set()

@@ -19,6 +19,7 @@ from kvrelay.transfer.wire import (
     Code,
     Grant,
     Hello,
+    Meet,
     Message,
     Nack,
     Offer,
@@ -27,6 +28,7 @@ from kvrelay.transfer.wire import (
     WireError,
     decode,
     encode,
+    in_frames,
 )
 
 REQUESTS = st.text(min_size=1, max_size=128)
@@ -181,7 +183,7 @@ def test_strictness(frame: bytes, reason: str) -> None:
     ("message", "field"),
     [
         (Offer("", 1, 10, b"0" * 16), "Offer.request"),
-        (Push("r", 1, 1, 0, 0, 16, MAX_CHUNK_BYTES + 1, 0), "Push.nbytes"),
+        (Push("r", 1, 1, 0, 0, 16, MAX_CHUNK_BYTES + 1, 0, 1), "Push.nbytes"),
         (Grant("r", 1, 0, 0, 0), "Grant.epoch"),
         (Renew((("r", 1),) * 1025), "Renew.keys"),
         (Nack("r", 1, Code.CORRUPT, "x" * 513), "Nack.message"),
@@ -195,7 +197,7 @@ def test_what_could_not_be_read_is_not_written(message: Message, field: str) -> 
 
 def test_a_layout_that_cannot_be_is_refused() -> None:
     layout = KVLayout(2, 2, 8, 16, "float32")
-    frame = encode([Hello(1, "p", "i", "j", "f", layout, True, 65536)])
+    frame = encode([Hello(1, "p", "i", "j", "f", layout, True, False, 65536)])
     plain = msgpack.unpackb(frame)
     for field, value in (("layers", 0), ("dtype", "int8"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
         changed = [plain[0] | {"layout": plain[0]["layout"] | {field: value}}]
@@ -214,3 +216,16 @@ def test_a_bad_frame_costs_less_than_a_millisecond() -> None:
                 decode(frame)
             best = min(best, time.process_time() - started)
         assert best < 1e-3
+
+
+def test_what_does_not_fit_into_one_frame_leaves_in_as_many_as_it_takes() -> None:
+    key = ("r" * 128, 1)
+    meets = [Meet(1, "entry", bytes([number]) * 4096) for number in range(wire.MAX_MESSAGES)] * 2
+    renewals = [Renew((key,) * wire.MAX_KEYS) for _ in range(9)]
+    short = [Ack("r", number, 1) for number in range(1, 3 * wire.MAX_MESSAGES)]
+    messages: list[Message] = [*meets, *renewals, *short]
+    frames = list(in_frames(messages))
+    assert [message for frame in frames for message in decode(frame)] == messages
+    assert len(frames) < 20
+    with pytest.raises(WireError, match="one frame"):
+        encode(renewals)

@@ -1,0 +1,67 @@
+"""A peer of a real importer whose every byte the test writes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import Local
+from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.wire import Message, decode, encode
+from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
+
+CONFIG = TransferConfig(frame_timeout_seconds=0.5)
+PATIENCE_SECONDS = 10.0
+HELLO = Local(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
+Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+
+
+class RawPeer:
+    """A control stream whose every byte the test writes."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    async def say(self, *messages: Message) -> None:
+        await self.call.write(ControlRequest(frame=encode(messages)))
+
+    async def hear(self, kind: type[Message]) -> Message:
+        """The next message of this kind; AssertionError if the stream ends first."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (response := await self.call.read()) is not grpc.aio.EOF:
+                for message in decode(response.frame):
+                    if isinstance(message, kind):
+                        return message
+        raise AssertionError(f"the stream ended without {kind.__name__}")
+
+
+@asynccontextmanager
+async def stranger(world: Pair) -> AsyncIterator[RawPeer]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
+        call = HandoffServiceStub(channel).Control()
+        yield RawPeer(call)
+        call.cancel()
+
+
+@asynccontextmanager
+async def fake_pair() -> AsyncIterator[Pair]:
+    fake = {"fake": FakeTransport()}
+    async with pair(CONFIG, transports=(fake, fake)) as world:
+        yield world
+
+
+async def still_works(world: Pair) -> None:
+    """A hand-off arrives, in its second attempt if this peer has used up an epoch."""
+    ends = world.ends
+    for attempt in (1, 2):
+        key = ("still works", attempt)
+        world.announce(key, list(range(20)))
+        world.compute(key, [0, 1])
+        await ends.until(lambda key=key: key in ends.exported or key in ends.export_failed)
+        if key in ends.exported:
+            return
+    raise AssertionError(f"no hand-off works any more: {ends.export_failed}")

@@ -1,0 +1,45 @@
+"""The tables in the docstring of `kvrelay.transfer.protocol`, read as data."""
+
+import re
+import typing
+
+from kvrelay.transfer import events, protocol, wire
+from kvrelay.transfer.events import State
+
+Transition = tuple[str, str, str, str]
+"""(machine, state, event, next state), states as in `State`'s values."""
+
+EVENTS = {kind.__name__ for kind in typing.get_args(events.SenderEvent | events.ReceiverEvent)} | {"Deadline"}
+ACTIONS = {kind.__name__ for kind in typing.get_args(events.SenderAction | events.ReceiverAction) + wire._Form.KINDS}
+
+
+def _words(cell: str) -> set[str]:
+    return set(re.findall("[A-Za-z]+", cell))
+
+
+def specified() -> dict[Transition, set[str]]:
+    """What each transition may ask for. Transitions that aren't here change nothing and ask for nothing."""
+    transitions: dict[Transition, set[str]] = {}
+    machine = ""
+    states: list[State] = []
+    live: list[State] = []
+    for line in (protocol.__doc__ or "").splitlines():
+        if line.count("|") != 3 or line.startswith("--"):
+            continue
+        left, told, becomes, asks = line.split("|")
+        if told.strip() == "told":
+            machine, live = left.strip().lower(), []
+            continue
+        if left.startswith("any of these"):
+            states = live
+        elif left.startswith("once over"):
+            states = [state for state in State if state.over]
+        elif left[0] != " ":
+            states = [State[left.split()[0]]]
+            live = live + states
+        for state in states:
+            after = state if becomes.strip() == "same" else State[becomes.strip()]
+            for event in EVENTS & _words(told):
+                asked = transitions.setdefault((machine, state.value, event, after.value), set())
+                asked |= ACTIONS & _words(asks)
+    return transitions

@@ -1,0 +1,443 @@
+"""Wrong manifests: a typed error, at once, before anything is allocated; and both workers go on serving.
+
+`KVRELAY_SEED=n` runs the one mutation n.
+"""
+
+import asyncio
+import os
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import msgpack
+import psutil
+import pytest
+import test_transfer_processes as processes
+
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import (
+    HandoffServiceServicer,
+    HandoffServiceStub,
+    add_HandoffServiceServicer_to_server,
+)
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.control import Local
+from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.frames import tokens_digest
+from kvrelay.transfer.wire import (
+    MAX_FRAME_BYTES,
+    MAX_KEYS,
+    MAX_MESSAGES,
+    Abort,
+    Ack,
+    CloseLink,
+    Code,
+    Dial,
+    Finish,
+    Grant,
+    Meet,
+    Message,
+    Nack,
+    Offer,
+    Push,
+    Refuse,
+    Renew,
+    Wait,
+    WireError,
+    decode,
+    encode,
+)
+from support.decode_process import decode_process, digest
+from support.handoff import LAYOUT, RECEIVER, SENDER, content, pair
+from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, still_works, stranger
+
+MUTATIONS = 12_000
+ON_THE_WIRE = 300
+SEED = os.environ.get("KVRELAY_SEED")
+TOKENS = list(range(20))
+CPU_SECONDS = 1e-3
+PEAK_BYTES = 2 * 2**20
+"""Of memory, to refuse a frame: a small multiple of the longest there can be, whatever lengths it claims."""
+
+OFFER = {"type": "Offer", "request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
+PLAIN_HELLO = msgpack.unpackb(encode([HELLO]))[0]
+GIGABYTE = (1 << 30).to_bytes(4, "big")
+
+
+def packed(*plain: object) -> bytes:
+    return bytes(msgpack.packb(list(plain)))
+
+
+def offer(**changes: object) -> bytes:
+    return packed(OFFER | changes)
+
+
+def hello(**layout: object) -> bytes:
+    return packed(PLAIN_HELLO | {"layout": PLAIN_HELLO["layout"] | layout})
+
+
+def spliced(value: bytes) -> bytes:
+    """An offer whose last value is these bytes."""
+    whole = packed({key: OFFER[key] for key in OFFER if key != "digest"} | {"digest": 0})
+    return whole[:-1] + value
+
+
+WRONG: dict[str, bytes] = {
+    "empty": b"",
+    "tokens: text": offer(tokens="20"),
+    "tokens: negative": offer(tokens=-1),
+    "tokens: a float": offer(tokens=20.0),
+    "tokens: NaN": offer(tokens=float("nan")),
+    "tokens: infinite": offer(tokens=float("inf")),
+    "tokens: 2**63": offer(tokens=2**63),
+    "tokens: 2**64 - 1": offer(tokens=2**64 - 1),
+    "tokens: true": offer(tokens=True),
+    "tokens: a block table": offer(tokens=[0, 1, 2]),
+    "block table beside": offer(blocks=[0, 1, 2]),
+    "attempt: 0": offer(attempt=0),
+    "attempt: 2**32": offer(attempt=2**32),
+    "digest: short": offer(digest=b"0123"),
+    "digest: long": offer(digest=b"0" * 2**18),
+    "request: bytes": offer(request=b"r"),
+    "request: long": offer(request="r" * 2**18),
+    "request: no UTF-8": offer().replace(b"\xa7request\xa1r", b"\xa7request\xa1\xff"),
+    "a field missing": packed({key: OFFER[key] for key in OFFER if key != "tokens"}),
+    "another type": offer(type="Order"),
+    "a type that is a list": offer(type=["Offer"]),
+    "layers: 0": hello(layers=0),
+    "layers: 2**40": hello(layers=2**40),
+    "layers: a float": hello(layers=3.0),
+    "dtype: int8": hello(dtype="int8"),
+    "dtype: a number": hello(dtype=4),
+    "order: DHN": hello(order="DHN"),
+    "block size: 0": hello(block_size=0),
+    "a layout that is a list": packed(PLAIN_HELLO | {"layout": [1, 2, 3]}),
+    "duplicate key": b"\x91\x82\xa4type\xa5Offer\xa4type\xa5Offer",
+    "a key that is a number": packed({1: "Offer"}),
+    "extension": offer(tokens=msgpack.ExtType(4, b"abcd")),
+    "timestamp": offer(tokens=msgpack.Timestamp(1, 2)),
+    "bytes of 1 GB": spliced(b"\xc6" + GIGABYTE),
+    "text of 1 GB": spliced(b"\xdb" + GIGABYTE),
+    "a list of 1 G": spliced(b"\xdd" + GIGABYTE),
+    "a map of 1 G": spliced(b"\xdf" + GIGABYTE),
+    "an extension of 1 GB": spliced(b"\xc9" + GIGABYTE + b"\x04"),
+    "a frame of 1 G messages": b"\xdd" + GIGABYTE,
+    "nesting": b"\x91" * 5000,
+    "nesting to the end": b"\x91" * MAX_FRAME_BYTES,
+    "nested maps": b"\x91" + b"\x81\xa1a" * 5000,
+    "trailing": offer() + b"\x00",
+    "another frame behind": offer() * 2,
+    "no array": bytes(msgpack.packb(OFFER)),
+    "no messages": packed(),
+    "too many messages": packed(*[{"type": "Ack"}] * (MAX_MESSAGES + 1)),
+    "the longest of nothing": b"\xc0" * MAX_FRAME_BYTES,
+    "too long": b"\x90" * (MAX_FRAME_BYTES + 1),
+    "many small lists": packed(*[[[]] * MAX_KEYS] * MAX_MESSAGES),
+    "many small maps": packed(*[{"type": "Renew", "keys": [{"a": 1}] * MAX_KEYS}] * MAX_MESSAGES),
+    "many keys, the last one wrong": packed(*[{"type": "Renew", "keys": [["r", 1]] * MAX_KEYS}] * MAX_MESSAGES, 0),
+    "all but the last message right": packed(*[OFFER] * (MAX_MESSAGES - 1), OFFER | {"tokens": -1}),
+    "a long list of long texts": packed({"type": "Renew", "keys": [["r" * 1000, 1]] * MAX_KEYS}),
+} | {f"truncated to {length}": offer()[:length] for length in range(1, len(offer()))}
+
+
+def cpu_seconds(frame: bytes) -> float:
+    """Of this thread, to refuse `frame`; the median of a few times."""
+    times = []
+    for _ in range(9):
+        started = time.thread_time()
+        with pytest.raises(WireError):
+            decode(frame)
+        times.append(time.thread_time() - started)
+    return statistics.median(times)
+
+
+def test_every_wrong_frame_is_a_wire_error_in_no_time() -> None:
+    costs = {name: cpu_seconds(frame) for name, frame in WRONG.items()}
+    worst = max(costs, key=costs.__getitem__)
+    print(
+        f"{len(costs)} frames: median {statistics.median(costs.values()) * 1e6:.0f} us of CPU, at most"
+        f" {costs[worst] * 1e6:.0f} us ({worst})"
+    )
+    assert costs[worst] < CPU_SECONDS, worst
+
+
+def test_nothing_is_allocated_for_what_a_frame_claims() -> None:
+    tracemalloc.start()
+    try:
+        for name, frame in WRONG.items():
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            with pytest.raises(WireError):
+                decode(frame)
+            peak = tracemalloc.get_traced_memory()[1] - before
+            assert peak < PEAK_BYTES, f"{name}: {peak} bytes"
+    finally:
+        tracemalloc.stop()
+
+
+VALID: list[list[Message]] = [
+    [HELLO],
+    [Dial(1, "fake"), Meet(1, "wire", b"0123"), Offer("r", 1, 20, b"0123456789abcdef")],
+    [Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers)] * 3 + [Finish("r", 1, 1, 7, 3, 20)],
+    [Renew((("r", 1), ("s", 2)))],
+    [Abort("r", 1, Code.CANCELLED, "cancelled by the sender"), CloseLink(1, "")],
+    [Wait("r", 1), Grant("r", 1, 1, 0, 20), Ack("r", 1, 1), Nack("r", 1, Code.NO_ROOM, "full")],
+    [Refuse(Code.INCOMPATIBLE, "layout.layers: 4 here, 3 there")],
+]
+
+
+def mutated(number: int) -> bytes:
+    """A valid frame with a few bytes changed, left out, doubled or moved."""
+    rng = random.Random(number)
+    frame = bytearray(encode(VALID[number % len(VALID)]))
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        at = rng.randrange(len(frame))
+        match rng.randrange(6):
+            case 0:
+                frame[at] = rng.randrange(256)
+            case 1:
+                frame[at] ^= 1 << rng.randrange(8)
+            case 2:
+                del frame[at : at + rng.randrange(1, 9)]
+            case 3:
+                frame[at:at] = frame[at : at + rng.randrange(1, 9)]
+            case 4:
+                frame[at:at] = rng.randbytes(rng.randrange(1, 6))
+            case 5:
+                frame[at:at] = rng.choice((b"\xdd", b"\xc6", b"\xdb", b"\xdf")) + GIGABYTE
+        if not frame:
+            break
+    return bytes(frame)
+
+
+def test_mutated_frames_are_messages_or_wire_errors_in_no_time() -> None:
+    times, refused = [], 0
+    for number in range(MUTATIONS) if SEED is None else [int(SEED)]:
+        frame = mutated(number)
+        started = time.thread_time()
+        try:
+            messages = decode(frame)
+        except WireError:
+            times.append(time.thread_time() - started)
+            refused += 1
+            continue
+        except BaseException as error:
+            error.add_note(f"KVRELAY_SEED={number}: {frame!r}")
+            raise
+        assert decode(encode(messages)) == messages, f"KVRELAY_SEED={number}"
+    if SEED is None:
+        median, most = statistics.median(times), max(times)
+        print(f"{refused} refused: median {median * 1e6:.0f} us of CPU, at most {most * 1e6:.0f} us")
+        assert refused > MUTATIONS // 2
+        assert median < CPU_SECONDS / 4
+        # One of thousands may meet a collection of garbage.
+        assert statistics.quantiles(times, n=1000)[-1] < CPU_SECONDS
+
+
+# To a decode worker.
+
+
+async def refused_by(peer: RawPeer, *frames: bytes) -> Refuse:
+    """What a decode worker answers to these frames."""
+    for frame in frames:
+        await peer.call.write(ControlRequest(frame=frame))
+    refusal = await peer.hear(Refuse)
+    assert isinstance(refusal, Refuse)
+    return refusal
+
+
+def test_a_decode_worker_refuses_each_wrong_frame_and_goes_on() -> None:
+    async def test() -> None:
+        async with fake_pair() as world:
+            key = ("r", 1)
+            world.expect(key, TOKENS)
+            for name, frame in WRONG.items():
+                async with stranger(world) as peer:
+                    refusal = await refused_by(peer, encode([HELLO]), frame)
+                    assert refusal.code is Code.PROTOCOL, name
+                assert not world.receiving.reservations, name
+            await still_works(world)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        ({"layout": replace(LAYOUT, layers=LAYOUT.layers + 1)}, Code.INCOMPATIBLE, "layers"),
+        ({"layout": replace(LAYOUT, head_dim=LAYOUT.head_dim * 2)}, Code.INCOMPATIBLE, "head_dim"),
+        ({"layout": replace(LAYOUT, kv_heads=LAYOUT.kv_heads * 2)}, Code.INCOMPATIBLE, "kv_heads"),
+        ({"fingerprint": "another model"}, Code.INCOMPATIBLE, "fingerprint"),
+        ({"version": 2**31}, Code.INCOMPATIBLE, "version"),
+        ({"checksum": False}, Code.INCOMPATIBLE, "checksum"),
+        ({"incarnation": "another"}, Code.UNKNOWN_PEER, "not a member"),
+        ({"peer_incarnation": "another"}, Code.UNKNOWN_PEER, "incarnation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_worker_that_differs_is_refused_with_the_field(change: dict[str, object], code: Code, field: str) -> None:
+    async def test() -> None:
+        async with fake_pair() as world:
+            async with stranger(world) as peer:
+                refusal = await refused_by(peer, encode([replace(HELLO, **change)]))  # type: ignore[arg-type]  # as named
+                assert refusal.code is code
+                assert field in refusal.message
+            await still_works(world)
+
+    asyncio.run(test())
+
+
+MANIFESTS: dict[str, tuple[list[Message], str]] = {
+    "more tokens than announced": ([Offer("r", 1, 21, b"d" * 16)], "tokens: 20 announced here, 21 offered"),
+    "2 G of tokens": ([Offer("r", 1, 2**31, b"d" * 16)], "tokens: 20 announced here"),
+    "other tokens": ([Offer("r", 1, 20, b"d" * 16)], "digest"),
+}
+BLOCK = LAYOUT.block_size
+PUSHES: dict[str, Push] = {
+    "past the end": Push("r", 1, 1, 0, 16, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
+    "2 G of tokens": Push("r", 1, 1, 0, 0, 2**31, LAYOUT.block_bytes, 0, LAYOUT.layers),
+    "from token 2 G on": Push("r", 1, 1, 0, 2**31, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
+    "half a block": Push("r", 1, 1, 0, 0, 7, 7 * LAYOUT.token_bytes, 0, LAYOUT.layers),
+    "other bytes than tokens": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes + 1, 0, LAYOUT.layers),
+    "a layer too many": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers + 1),
+    "a layer past the last": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3, LAYOUT.layers, 1),
+    "2 G layers on": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3, 2**31, 1),
+    "2**20 layers": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, 2**20),
+    "the second frame first": Push("r", 1, 1, 1, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
+    "frame 2 G": Push("r", 1, 1, 2**31, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
+}
+FINISHES: dict[str, Finish] = {
+    "no frames": Finish("r", 1, 1, 7, 0, 20 * LAYOUT.token_bytes),
+    "2 G frames": Finish("r", 1, 1, 7, 2**31, 20 * LAYOUT.token_bytes),
+    "no bytes": Finish("r", 1, 1, 7, 0, 0),
+    "2**53 bytes": Finish("r", 1, 1, 7, 2, 2**53),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_was_not_announced_is_refused_before_any_allocation(name: str) -> None:
+    messages, reason = MANIFESTS[name]
+
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            world.expect(("r", 1), TOKENS)
+            await peer.say(HELLO, Dial(1, "fake"), *messages)
+            nack = await peer.hear(Nack)
+            assert isinstance(nack, Nack)
+            assert nack.code is Code.MANIFEST
+            assert reason in nack.message
+            assert not world.receiving.reservations
+            await world.ends.until(lambda: ("r", 1) in world.ends.import_failed)
+            peer.call.cancel()
+            await still_works(world)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("said", [*PUSHES.values(), *FINISHES.values()], ids=[*PUSHES, *FINISHES])
+def test_a_frame_that_cannot_be_is_refused_and_the_room_given_back(said: Push | Finish) -> None:
+    async def test() -> None:
+        async with fake_pair() as world, stranger(world) as peer:
+            world.expect(("r", 1), TOKENS)
+            await peer.say(HELLO, Dial(1, "fake"), Offer("r", 1, 20, tokens_digest(TOKENS)))
+            await peer.hear(Grant)
+            await peer.say(said)
+            nack = await peer.hear(Nack)
+            assert isinstance(nack, Nack)
+            assert nack.code is Code.PROTOCOL
+            await world.ends.until(lambda: not world.receiving.leaked)
+            assert not world.ends.imported
+            peer.call.cancel()
+            await still_works(world)
+
+    asyncio.run(test())
+
+
+def test_mutated_frames_end_no_decode_process() -> None:
+    """A process of its own: nothing that it is told ends it, and afterwards it takes what is right."""
+
+    async def say_all(address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            refused = set[grpc.StatusCode]()
+            for number in range(ON_THE_WIRE):
+                call = HandoffServiceStub(channel).Control()
+                peer = RawPeer(call)
+                await peer.say(HELLO)
+                await call.write(ControlRequest(frame=mutated(number)))
+                await call.done_writing()
+                async with asyncio.timeout(20):
+                    try:
+                        while await call.read() is not grpc.aio.EOF:
+                            pass
+                    except grpc.aio.AioRpcError as error:
+                        refused.add(error.code())
+            assert refused <= {grpc.StatusCode.INVALID_ARGUMENT}
+
+    async def test(decode: processes.DecodeProcess) -> None:
+        memory = psutil.Process(decode.process.pid).memory_info
+        before = memory().rss
+        await say_all(decode.peer.address)
+        assert memory().rss - before < 64 * 2**20
+        prefill = processes.Prefill(decode)
+        prefill.begin(processes.KEY)
+        prefill.exporter.finished(processes.KEY, 7, prefill.side.hold(processes.BLOCKS))
+        await prefill.ends.until(lambda: processes.KEY in prefill.news())
+        assert decode.news[processes.KEY] == digest(content(prefill.pool, processes.BLOCKS, processes.COUNT))
+        await prefill.exporter.close()
+
+    with decode_process(processes.CONFIG) as decode:
+        asyncio.run(test(decode))
+
+
+# To a prefill worker.
+
+
+class Liar(HandoffServiceServicer):
+    """A decode worker that answers an offer with bytes that aren't a message."""
+
+    def __init__(self, frame: bytes) -> None:
+        self.frame = frame
+
+    async def Control(
+        self,
+        request_iterator: AsyncIterator[ControlRequest],
+        context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
+    ) -> None:
+        await context.write(
+            ControlResponse(frame=encode([Local(*RECEIVER, LAYOUT, "fingerprint").hello(SENDER[1], CONFIG)]))
+        )
+        await context.write(ControlResponse(frame=self.frame))
+        async for _ in request_iterator:
+            pass
+
+
+def test_a_prefill_worker_gives_up_who_answers_nonsense_and_goes_on() -> None:
+    async def test() -> None:
+        fake = {"fake": FakeTransport()}
+        patient = TransferConfig(frame_timeout_seconds=10.0)
+        async with pair(patient, transports=(fake, fake)) as world:
+            server = grpc.aio.server()
+            liar = Liar(b"")
+            add_HandoffServiceServicer_to_server(liar, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            honest = list(world.sender_peers)
+            frames = {name: frame for name, frame in WRONG.items() if not name.startswith("truncated")}
+            for number, (name, frame) in enumerate(frames.items()):
+                liar.frame = frame
+                world.sender_peers.update([replace(honest[0], address=f"127.0.0.1:{port}")])
+                key = (f"r{number}", 1)
+                world.exporter.begin(key, RECEIVER, TOKENS)
+                world.compute(key, [0, 1])
+                await world.ends.until(lambda key=key: key in world.ends.export_failed)
+                assert world.ends.export_failed[key][0] is Code.PROTOCOL, name
+                await world.ends.until(lambda: not world.sending.leaked)
+            await server.stop(None)
+            world.sender_peers.update(honest)
+            await still_works(world)
+
+    asyncio.run(test())

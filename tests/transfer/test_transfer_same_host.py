@@ -1,0 +1,158 @@
+"""Links within one machine: who may join, what may be mapped, and that nothing outlives the link."""
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.transfer.cuda_ipc import HANDLE_BYTES, CudaMemory
+from kvrelay.transfer.packing import pack
+from kvrelay.transfer.same_host import SameHostLink, SameHostTransport
+from kvrelay.transfer.shm import SharedMemory
+from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from support.device_twin import DriverTwin
+from support.link_process import beside, filled, meetings, pattern
+
+WAIT = 10.0
+
+
+def shm() -> SameHostTransport:
+    return SameHostTransport("shm", "here", SharedMemory())
+
+
+def refusal(*news: object, descriptor: int | None = None) -> str:
+    """What a receiver says to a peer's `news`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = SameHostLink("shm", ours, SharedMemory(), WAIT)
+    try:
+        socket.send_fds(theirs, [pack(list(news))], [] if descriptor is None else [descriptor])
+        with pytest.raises(LinkError) as refused:
+            link.recv(link.buffer(64)).wait(WAIT)
+        return str(refused.value)
+    finally:
+        link.close()
+        theirs.close()
+
+
+@contextmanager
+def memory_file(nbytes: int) -> Iterator[int]:
+    """A memory file that its owner can still shrink."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, nbytes)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_a_stranger_who_finds_the_socket_gets_no_link() -> None:
+    told: dict[str, bytes] = {}
+    listening = threading.Event()
+
+    def tell(entry: str, value: bytes) -> None:
+        told[entry] = value
+        if entry == "token":
+            listening.set()
+
+    meeting = Rendezvous(tell, WAIT)
+
+    def listen() -> None:
+        with pytest.raises(LinkError, match="a stranger dialled"):
+            shm().connect(meeting, SENDER, WAIT)
+
+    listener = beside(listen)
+    assert listening.wait(WAIT)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(told["address"])
+        stranger.sendall(pack(["token", bytes(16)]))
+        meeting.put("answer", b"")
+        listener()
+
+
+def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
+    with memory_file(4096) as descriptor:
+        assert "another size, or may still change it" in refusal("buffer", 0, 4096, b"", descriptor=descriptor)
+    assert "without the file" in refusal("buffer", 0, 4096, b"")
+
+
+@pytest.mark.parametrize(
+    ("news", "says"),
+    [
+        (("frame", 1, 0, 0, 64), "outside the buffers"),
+        (("taken", 1), "0 were sent"),
+        (("frame", 1, 0, 0), "allowed: token, buffer, frame, taken"),
+        (("frame", -1, 0, 0, 64), "allowed: an integer from 1"),
+        (("buffer", 0, 2**40, b""), "allowed: an integer from 1 to"),
+        (("token", bytes(16)), "token is not for now"),
+        (("anything",), "allowed: token, buffer, frame, taken"),
+    ],
+)
+def test_news_that_cannot_be_is_a_clear_error(news: tuple[object, ...], says: str) -> None:
+    assert says in refusal(*news)
+
+
+def test_a_descriptor_that_nobody_asked_for_is_not_kept() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with memory_file(64) as descriptor:
+        assert "file descriptor came with taken" in refusal("taken", 1, descriptor=descriptor)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def exchange(transport: SameHostTransport) -> None:
+    """One frame over a link of its own."""
+    meeting = meetings(WAIT)
+    received = threading.Event()
+
+    def receive() -> None:
+        link: Link = transport.connect(meeting[RECEIVER], RECEIVER, WAIT)
+        into = link.buffer(4097)
+        link.recv(into).wait(WAIT)
+        assert torch.equal(into, pattern(4097))
+        received.set()
+        link.close()
+
+    other = beside(receive)
+    link = transport.connect(meeting[SENDER], SENDER, WAIT)
+    link.send(filled(link, 4097)).wait(WAIT)
+    assert received.wait(WAIT)
+    link.close()
+    other()
+
+
+def test_shared_memory_has_no_name_and_is_unmapped_with_the_link() -> None:
+    def mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:kvrelay")
+
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    before = mapped()
+    for _ in range(3):
+        exchange(shm())
+    assert mapped() == before
+    assert (os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []) == names
+
+
+def test_device_memory_is_freed_and_unmapped_with_the_link() -> None:
+    driver = DriverTwin()
+    transport = SameHostTransport("cuda_ipc", "here", CudaMemory(driver))
+    for _ in range(3):
+        exchange(transport)
+    gc.collect()
+    assert driver.in_use == 0
+    assert driver.synchronized >= 6, "the sender before it tells of a frame, the receiver before it gives it back"
+
+
+def test_a_handle_that_is_none_is_refused() -> None:
+    memory = CudaMemory(DriverTwin())
+    with pytest.raises(LinkError, match=f"allowed: {HANDLE_BYTES}"):
+        memory.open(64, b"short", None)
+    with pytest.raises(LinkError, match="no such handle"):
+        memory.open(64, bytes(HANDLE_BYTES), None)

@@ -1,0 +1,107 @@
+"""Which transport a pair uses: the best that both can do, and where there is none, a refusal that one can act on."""
+
+import pytest
+import torch
+
+from kvrelay.transfer import transports
+from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.same_host import SameHostTransport
+from kvrelay.transfer.shm import SharedMemory, shm_missing
+from kvrelay.transfer.transport import RECEIVER, SENDER, LinkError
+from kvrelay.transfer.transports import available_transports, choose, entries
+from support.link_process import beside, meetings
+
+HOST = "127.0.0.1"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def test_the_best_transport_that_both_can_do_is_chosen() -> None:
+    assert choose("auto", ["nccl", "gloo"], ["nccl", "gloo"]) == "nccl"
+    assert choose("auto", ["nccl", "gloo"], ["gloo"]) == "gloo"
+    assert choose("gloo", ["nccl", "gloo"], ["nccl", "gloo"]) == "gloo"
+
+
+def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
+    assert choose("auto", ["shm@a", "gloo"], ["shm@a", "gloo"]) == "shm"
+    assert choose("auto", ["shm@a", "gloo"], ["shm@b", "gloo"]) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "there", "says"),
+    [
+        ("nccl", ["gloo"], ["gloo"], r"transfer\.transport = nccl.*this worker can do gloo, the other gloo"),
+        ("auto", ["nccl"], ["gloo"], "this worker can do nccl, the other gloo"),
+        ("auto", ["gloo"], [], "the other none"),
+        ("auto", ["shm@a"], ["shm@b"], "shm not between these two: they don't share a machine"),
+    ],
+)
+def test_no_common_transport_is_an_error_that_says_what_either_can_do(
+    wanted: str, here: list[str], there: list[str], says: str
+) -> None:
+    with pytest.raises(LinkError, match=says):
+        choose(wanted, here, there)
+
+
+@no_gpu
+def test_a_refusal_says_why_this_end_can_do_no_more() -> None:
+    with pytest.raises(LinkError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
+        choose("auto", ["gloo"], ["nccl"])
+
+
+@no_gpu
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_asking_for_what_this_worker_cannot_do_says_why_and_what_it_can(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"transfer\.transport is '{name}'.*no CUDA device; allowed: auto, .*gloo"):
+        available_transports(HOST, wanted=name)
+
+
+def test_a_pool_in_host_memory_is_offered_no_transport_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(transports._MISSING, "nccl", lambda: None)
+    assert "nccl" not in available_transports(HOST)
+    with pytest.raises(ValueError, match="the KV pool is not on a GPU"):
+        available_transports(HOST, wanted="nccl")
+
+
+def test_what_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(transports._MISSING, "shm", lambda: "not today")
+    assert "shm" not in available_transports(HOST)
+    with pytest.raises(ValueError, match="can't do: not today"):
+        available_transports(HOST, wanted="shm")
+
+
+def test_only_the_wanted_one_is_offered() -> None:
+    assert list(available_transports(HOST, wanted="gloo")) == ["gloo"]
+
+
+@pytest.mark.skipif(shm_missing() is not None, reason=f"shm: {shm_missing()}")
+def test_workers_of_one_machine_use_its_memory() -> None:
+    offered = entries(available_transports(HOST))
+    assert choose("auto", offered, offered) == "shm"
+    assert choose("auto", offered, [entry for entry in offered if not entry.startswith("shm")]) != "shm"
+
+
+def test_an_entry_names_the_scope_only_where_there_is_one() -> None:
+    assert entries({"fake": FakeTransport(), "shm": SameHostTransport("shm", "a1", SharedMemory())}) == [
+        "fake",
+        "shm@a1",
+    ]
+
+
+def test_a_host_that_cannot_be_bound_is_named() -> None:
+    with pytest.raises(OSError, match=r"host 203\.0\.113\.1"):
+        available_transports("203.0.113.1")
+
+
+def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
+    """Whatever the membership said: both ends say which scopes they are of."""
+    here, there = (SameHostTransport("shm", scope, SharedMemory()) for scope in ("machine-a", "machine-b"))
+    meeting = meetings(5.0)
+
+    def receive() -> None:
+        with pytest.raises(LinkError, match="this is machine-b, the sender's machine-a"):
+            there.connect(meeting[RECEIVER], RECEIVER, 5.0)
+
+    other = beside(receive)
+    with pytest.raises(LinkError, match=r"refused.*machine-b"):
+        here.connect(meeting[SENDER], SENDER, 5.0)
+    other()
