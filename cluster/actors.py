@@ -139,8 +139,8 @@ class WorkerActor(ServerActor):
     def make(self) -> Server:
         from kvrelay.cluster.metrics import WorkerMetrics
 
-        if ray.get_gpu_ids():
-            logger.warning("the engine computes on the CPU; the GPUs reserved for this worker stay idle")
+        if ray.get_gpu_ids() and self._config.engine.device == "cpu":
+            logger.warning("engine.device is cpu; the GPUs reserved for this worker stay idle")
         observer = WorkerMetrics(self._config.name, self._config.role)
         if self._config.role == "prefill":
             from kvrelay.prefill_worker.server import prefill_server
@@ -169,7 +169,8 @@ class RouterActor(ServerActor):
         from kvrelay.cluster.metrics import RouterMetrics
         from kvrelay.router.server import RouterServer
 
-        return RouterServer(self._config, RouterMetrics(self._config.name))
+        metrics = RouterMetrics(self._config.name)
+        return RouterServer(self._config, metrics, load_observer=metrics.observe_load)
 
 
 class SupervisorActor(ServerActor):

@@ -97,6 +97,12 @@ class RouterSection(Section):
     max_requests: int = _ROUTER.max_requests
     """Requests in flight at once; one more is refused with RESOURCE_EXHAUSTED."""
 
+    max_queue: int = _ROUTER.max_queue
+    """Requests that may wait for room on a decode worker; one more is refused with RESOURCE_EXHAUSTED."""
+
+    backlog_share: float = _ROUTER.backlog_share
+    """How much of the prefill workers' KV memory computed prompts may keep while they wait for room; 0 to 1."""
+
     max_message_bytes: int = _ROUTER.max_message_bytes
     """Size of a request at most."""
 

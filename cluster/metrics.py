@@ -14,7 +14,7 @@ TOKEN_SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 
 
 class RouterMetrics:
-    """A router's observer of requests that are over."""
+    """A router's observer of requests that are over, and of its load."""
 
     def __init__(self, router: str) -> None:
         self._requests = Counter("kvrelay_router_requests", "Requests that are over.", ("router", "outcome"))
@@ -25,6 +25,7 @@ class RouterMetrics:
                 ("ttft_seconds", "kvrelay_router_ttft_seconds", "Received to first token sent."),
                 ("tpot_seconds", "kvrelay_router_tpot_seconds", "Between two tokens of a request after its first."),
                 ("total_seconds", "kvrelay_router_request_seconds", "Received to last message."),
+                ("router_queue_seconds", "kvrelay_router_queue_seconds", "Waited for room on a decode worker."),
                 ("queue_seconds", "kvrelay_prefill_queue_seconds", "Submitted to first scheduled."),
                 ("prefill_seconds", "kvrelay_prefill_compute_seconds", "First scheduled to first token sampled."),
                 ("transfer_seconds", "kvrelay_transfer_push_seconds", "First chunk pushed to all acknowledged."),
@@ -41,7 +42,12 @@ class RouterMetrics:
                 ("completion_tokens", "kvrelay_router_completion_tokens", "Tokens generated."),
             )
         }
+        self._queue = Gauge("kvrelay_router_queue_requests", "Requests that wait for room on decode.", ("router",))
         self._tags = {"router": router}
+
+    def observe_load(self, load: Load) -> None:
+        """Takes what waits and runs here now."""
+        self._queue.set(load.requests.waiting, self._tags)
 
     def __call__(self, record: RequestRecord) -> None:
         self._requests.inc(1, {**self._tags, "outcome": record.outcome})

@@ -19,7 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.options import channel_options
 
 TIMEOUT_SECONDS = 5.0
-NOT_RUNNING: dict[str, Any] = {"ready": False, "router": None, "workers": []}
+NOT_RUNNING: dict[str, Any] = {"ready": False, "router": None, "routers": [], "workers": []}
 
 
 def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
@@ -48,6 +48,7 @@ def as_json(status: GetStatusResponse) -> dict[str, Any]:
     return {
         "ready": status.ready,
         "router": _router(status),
+        "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
     }
 
@@ -76,6 +77,18 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             member.incarnation[:8],
         )
     return table
+
+
+def _router_entry(entry: MemberStatus) -> dict[str, Any]:
+    member, requests = entry.member, entry.load.requests
+    return {
+        "name": member.name,
+        "address": member.address,
+        "pid": member.pid,
+        "incarnation": member.incarnation,
+        "state": _state(member.state),
+        "requests": {"queued": requests.waiting, "running": requests.running},
+    }
 
 
 def _worker(entry: MemberStatus) -> dict[str, Any]:

@@ -198,9 +198,13 @@ class Attempt:
         return self._decode is not None and self._decode.delivered and self._prefill.open
 
     async def wait(self) -> None:
-        """Returns when there is something new; one waiter only."""
+        """Returns when there is something new, or when woken; one waiter only."""
         await self._wake.wait()
         self._wake.clear()
+
+    def wake(self) -> None:
+        """Ends a wait."""
+        self._wake.set()
 
     def take(self) -> tuple[list[int], Finish | None]:
         """New tokens in order, and the end if they are the last. The finish is given once its tokens are complete."""

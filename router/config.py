@@ -28,6 +28,14 @@ class RouterConfig:
     max_requests: int = 1024
     """Requests in flight at once; one more is refused with RESOURCE_EXHAUSTED."""
 
+    max_queue: int = 512
+    """Requests that may wait at the router for room on a decode worker; one more is refused with RESOURCE_EXHAUSTED."""
+
+    backlog_share: float = 0.25
+    """How much of the prefill workers' KV memory computed prompts may keep while they wait for room on a decode
+    worker; 0 to 1. With 0 a prompt is sent only where there is room for it now, so that decode waits for the next one's
+    prefill whenever a request ends; with much, prefill's memory may be full of finished prompts."""
+
     max_message_bytes: int = 4 * 2**20
     """Size of a request at most."""
 
@@ -44,6 +52,8 @@ class RouterConfig:
         for name, low, high in (
             ("grpc_port", 0, 65535),
             ("max_requests", 1, 1_000_000),
+            ("max_queue", 0, 1_000_000),
+            ("backlog_share", 0.0, 1.0),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
             ("idle_timeout_seconds", 0.1, 86400),

@@ -12,11 +12,12 @@ import grpc
 from google.protobuf.message import Message
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.alarm import Alarm
 from kvrelay.router.completion import Finish
 from kvrelay.router.errors import Exhausted, InternalError, InvalidPayload, RequestError, SlowReader, Unavailable
 from kvrelay.router.payload import BadPayload, Parser
 from kvrelay.router.records import Journal, Observer, Outcome, RequestRecord
-from kvrelay.router.session import RETRY_DELAY_SECONDS, Dispatch, Session, Write
+from kvrelay.router.session import RETRY_DELAY_SECONDS, Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
 from kvrelay.v1 import inference_pb2
@@ -41,6 +42,48 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 OUTCOMES: dict[Finish, Outcome] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
+class Writer:
+    """Writes one request's messages, with a limit: a client that reads no more blocks a write for ever."""
+
+    def __init__(self, context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]", limit: float) -> None:
+        """`limit`: seconds that a write may take."""
+        self._context = context
+        self._limit = limit
+        self._alarm = Alarm(self._give_up)
+        self._writing: asyncio.Task[None] | None = None
+        self._late = False
+
+    async def write(self, message: GenerateResponse) -> None:
+        """
+        Raises:
+            SlowReader: it took longer than the limit.
+            asyncio.CancelledError: the client is gone.
+        """
+        self._writing = asyncio.current_task()
+        self._alarm.set(time.monotonic() + self._limit)
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            # Its own cancellation, unless somebody else's came too.
+            if self._late and self._writing is not None and not self._writing.uncancel():
+                raise SlowReader(f"no message was read for {self._limit:g} s") from None
+            raise
+        except grpc.aio.BaseError as error:
+            # A client that dies during a write shows as this, not as a cancellation.
+            raise asyncio.CancelledError from error
+        finally:
+            self._alarm.set(math.inf)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._alarm.close()
+
+    def _give_up(self) -> None:
+        if self._writing is not None:
+            self._late = True
+            self._writing.cancel()
+
+
 class InferenceFace:
     """Answers the public calls. A mistake of the client's is a status; nothing that it sends ends the router."""
 
@@ -49,6 +92,11 @@ class InferenceFace:
         self._tokenizer = tokenizer
         self._observer = observer
         self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that have come and are not over."""
+        return self._running
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods, with parsers that return what they can't parse."""
@@ -87,13 +135,15 @@ class InferenceFace:
         name = request.request_id if isinstance(request, GenerateRequest) else ""
         checked: CheckedRequest | None = None
         session: Session | None = None
+        writer: Writer | None = None
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
         self._running += 1
         try:
             checked = await self._check(request)
             session = Session(checked, self._dispatch, journal, deadline)
-            finish = await session.run(self._writer(context))
+            writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
+            finish = await session.run(writer.write)
             outcome = OUTCOMES[finish]
         except RequestError as error:
             failure, outcome = error, error.outcome
@@ -105,6 +155,8 @@ class InferenceFace:
             failure, outcome = InternalError("a defect in the router"), "internal"
         finally:
             self._running -= 1
+            if writer is not None:
+                writer.close()
             record = journal.record(
                 name if checked is None else checked.request_id,
                 outcome,
@@ -123,22 +175,6 @@ class InferenceFace:
         if self._running > limit:
             raise Exhausted(f"{limit} requests are in flight, the router's max_requests", RETRY_DELAY_SECONDS)
         return await check(request, self._model(), self._tokenizer)
-
-    def _writer(self, context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]") -> Write:
-        """Writes with a limit: a client that reads no more blocks a write for ever."""
-        limit = self._dispatch.config.idle_timeout_seconds
-
-        async def write(message: GenerateResponse) -> None:
-            try:
-                async with asyncio.timeout(limit):
-                    await context.write(message)
-            except TimeoutError:
-                raise SlowReader(f"no message was read for {limit:g} s") from None
-            except grpc.aio.BaseError as error:
-                # A client that dies during a write shows as this, not as a cancellation.
-                raise asyncio.CancelledError from error
-
-        return write
 
     def _note(self, record: RequestRecord, checked: CheckedRequest | None, failure: RequestError | None) -> None:
         fields: dict[str, object] = {

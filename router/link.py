@@ -3,12 +3,14 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import grpc
 
 from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_DECODE,
     Cancel,
     Load,
     ModelInfo,
@@ -44,8 +46,15 @@ class WorkerLink:
     that nobody listens to any more are dropped.
     """
 
-    def __init__(self, key: WorkerKey, address: str, hello: RouterHello, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when the link comes up and when it is lost."""
+    def __init__(
+        self,
+        key: WorkerKey,
+        address: str,
+        hello: RouterHello,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called when the link comes up and when it is lost, `on_load` at each report of its load."""
         self.key = key
         self.model: ModelInfo | None = None
         """What the worker serves, once the link is up."""
@@ -53,11 +62,17 @@ class WorkerLink:
         """Why the link is gone; None while it is not."""
         self.outstanding_tokens = 0
         """Tokens that this router's live attempts have given it to compute; kept by them."""
+        self.room: Load | None = None
+        """As the worker last reported it, however long ago: it tells whenever it has more room."""
+        self._submits = 0
+        self._unseen: deque[tuple[int, int]] = deque()
+        """Decode submits that no load knows of yet: their number, and the tokens of the KV that they will get."""
         self._load = Load()
         self._load_time = -math.inf
         self._address = address
         self._hello = hello
         self._on_change = on_change
+        self._on_load = on_load
         self._listeners: dict[tuple[str, int], Listener] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -71,9 +86,17 @@ class WorkerLink:
         """As the worker last reported it; nothing if that was too long ago, for an idle worker doesn't report."""
         return self._load if time.monotonic() - self._load_time < FRESH_SECONDS else Load()
 
+    @property
+    def unseen(self) -> Iterable[int]:
+        """Tokens of each prompt that was announced to a decode worker after its last report."""
+        return (tokens for _, tokens in self._unseen)
+
     def submit(self, submit: Submit, listener: Listener) -> None:
         """Sends a request's part; `listener` is told of its events until `forget` or `cancel`."""
         self._listeners[submit.request_id, submit.attempt] = listener
+        self._submits += 1
+        if submit.phase == PHASE_DECODE:
+            self._unseen.append((self._submits, len(submit.token_ids)))
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
     def forget(self, key: tuple[str, int]) -> None:
@@ -122,7 +145,9 @@ class WorkerLink:
                         if met != self.key:
                             return f"{self._address} is {met.name!r} {met.incarnation!r}"
                         self.model = response.hello.model
+                        self._deliver(response)
                         self._on_change()
+                        continue
                     self._deliver(response)
             return "the worker ended the stream"
         finally:
@@ -141,8 +166,11 @@ class WorkerLink:
 
     def _deliver(self, response: RelayResponse) -> None:
         if response.HasField("load"):
-            self._load = response.load
+            self.room = self._load = response.load
             self._load_time = time.monotonic()
+            while self._unseen and self._unseen[0][0] <= response.submits_seen:
+                self._unseen.popleft()
+            self._on_load()
         for event in response.events:
             listener = self._listeners.get((event.request_id, event.attempt))
             if listener is not None:

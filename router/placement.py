@@ -1,5 +1,6 @@
 """Which workers take a request. Policies decide from values alone, so that a simulator can run the very same ones."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -15,6 +16,34 @@ class WorkerKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Where a decode worker's KV memory stands: as it last said, and with what this router has sent it since."""
+
+    block_size: int
+    """Tokens of a block."""
+    total: int
+    """Blocks of its pool."""
+    free: int
+    """Blocks that a reservation may take; those that only a prefix cache keeps among them."""
+    seats: int
+    """How many more requests it would give blocks to."""
+    promised_requests: int = 0
+    """Requests on their way to it that have no blocks there yet: of all routers."""
+    promised_blocks: int = 0
+    """Blocks that those will need."""
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a prompt of `tokens` needs to begin to decode; no more than there are."""
+        return min(self.total, -(-(tokens + 1) // self.block_size))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether it has room for such a prompt behind all that is promised."""
+        within = self.promised_blocks + self.blocks_for(tokens) <= self.free and self.promised_requests < self.seats
+        # Nothing more will come free on one that has nothing: it must take what comes, or refuse it by itself.
+        return within or (self.free == self.total and not self.promised_requests)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """What a policy knows of a worker."""
 
@@ -26,6 +55,10 @@ class WorkerView:
     """Tokens that this router has given it to compute and that are not known to be done."""
     pending_tokens: int = 0
     """As the worker itself reports, for all routers."""
+    kv_tokens: int = 0
+    """Tokens that its KV pool holds; 0 where it has not said yet."""
+    room: Room | None = None
+    """Of a decode worker; None where it has not said yet."""
 
     @property
     def load(self) -> int:
@@ -57,32 +90,44 @@ class Placement:
         return frozenset((self.prefill,) if self.decode is None else (self.prefill, self.decode))
 
 
-class Policy(Protocol):
-    """Decides where a request goes."""
+class NoPlace(enum.Enum):
+    """Why a request is not placed now."""
 
-    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | None:
-        """None: the ready workers can't serve a request."""
+    NO_WORKERS = "no workers"
+    """The ready workers can't serve a request."""
+    NO_ROOM = "no room"
+    """They can, but no decode worker would have room by the end of the prompt's prefill: the request is to wait."""
+
+
+class Policy(Protocol):
+    """Decides where a request goes, and whether it goes yet."""
+
+    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace: ...
 
 
 class LeastLoaded:
     """The prefill and the decode worker with the least work ahead, or a co-located one where that has less than both.
 
-    Equally loaded workers are taken in turn.
+    Equally loaded workers are taken in turn. A decode worker is taken only where it has room, or where what waits for
+    room there leaves most of prefill's memory to prompts that are being computed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backlog_share: float = 0.0) -> None:
+        """`backlog_share`: how much of prefill's KV memory computed prompts may keep while they wait for room."""
+        self._backlog_share = backlog_share
         self._turn = 0
         self._taken: dict[WorkerKey, int] = {}
 
-    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | None:
+    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
         ready = [worker for worker in workers if worker.ready]
+        open_ = [worker for worker in ready if worker.role != "decode" or self._takes(demand, worker, ready)]
         options = [
             option
-            for option in (self._pair(demand, ready), self._alone(demand, "colocated", ready))
+            for option in (self._pair(demand, open_), self._alone(demand, "colocated", open_))
             if option is not None
         ]
         if not options:
-            return None
+            return NoPlace.NO_WORKERS if self._pair(demand, ready) is None else NoPlace.NO_ROOM
         chosen = min(options, key=lambda option: self._cost(demand, option))
         self._turn += 1
         self._taken = {worker.key: self._taken[worker.key] for worker in workers if worker.key in self._taken}
@@ -96,6 +141,16 @@ class LeastLoaded:
             return prefill
         decode = self._alone(demand, "decode", ready)
         return None if decode is None else prefill + decode
+
+    def _takes(self, demand: Demand, decode: WorkerView, ready: Sequence[WorkerView]) -> bool:
+        """Whether the KV of such a prompt may be sent on its way to `decode`."""
+        room = decode.room
+        if room is None or room.fits(demand.prompt_tokens):
+            return True
+        decodes = sum(worker.role == "decode" for worker in ready)
+        memory = sum(worker.kv_tokens for worker in ready if worker.role == "prefill") / decodes
+        waiting = (room.promised_blocks + room.blocks_for(demand.prompt_tokens)) * room.block_size
+        return waiting <= self._backlog_share * memory
 
     def _alone(self, demand: Demand, role: WorkerRole, ready: Sequence[WorkerView]) -> tuple[WorkerView, ...] | None:
         candidates = [worker for worker in ready if worker.role == role]

@@ -18,7 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, RouterHello
 from kvrelay.router.link import WorkerLink
-from kvrelay.router.placement import WorkerKey, WorkerRole, WorkerView, complete
+from kvrelay.router.placement import Room, WorkerKey, WorkerRole, WorkerView, complete
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,14 @@ class WorkerPool:
     The first worker reached says which model the cluster serves; one that differs is not used.
     """
 
-    def __init__(self, name: str, incarnation: str, on_change: Callable[[], None]) -> None:
-        """`on_change` is called whenever `view`, `complete` or `model` may have changed."""
+    def __init__(
+        self, name: str, incarnation: str, on_change: Callable[[], None], on_room: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_change` is called whenever `complete` or `model` may have changed, `on_room` when `view` may have."""
         self._name = name
         self._incarnation = incarnation
         self._on_change = on_change
+        self._on_room = on_room
         self._workers: dict[WorkerKey, _Worker] = {}
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
@@ -124,7 +127,7 @@ class WorkerPool:
                 router_incarnation=self._incarnation,
                 worker_incarnation=worker.key.incarnation,
             )
-            worker.link = link = WorkerLink(worker.key, worker.address, hello, self._on_link)
+            worker.link = link = WorkerLink(worker.key, worker.address, hello, self._on_link, self._on_room)
             await link.run()
             failures = 0 if link.model is not None else failures + 1
             if failures <= 1:
@@ -177,12 +180,34 @@ class WorkerPool:
             ready=worker.state == MEMBER_STATE_READY and link.up and same,
             outstanding_tokens=link.outstanding_tokens,
             pending_tokens=link.load.pending_tokens,
+            kv_tokens=0 if link.room is None else link.room.blocks.total * link.room.blocks.size,
+            room=_room(link) if worker.role == "decode" else None,
         )
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+        self._on_room()
+
+
+def _room(link: WorkerLink) -> Room | None:
+    """What the worker has said, and what was sent to it since."""
+    load = link.room
+    if load is None or not load.blocks.size:
+        return None
+    size = load.blocks.size
+    unseen = [-(-(tokens + 1) // size) for tokens in link.unseen]
+    # Its scheduler keeps a block back for each sequence that runs.
+    free = load.blocks.free + load.blocks.cached - load.requests.running
+    return Room(
+        block_size=size,
+        total=load.blocks.total,
+        free=max(0, free),
+        seats=load.requests.seats,
+        promised_requests=load.promised.requests + len(unseen),
+        promised_blocks=load.promised.blocks + sum(unseen),
+    )
 
 
 def _fields(worker: _Worker) -> dict[str, object]:

@@ -26,6 +26,8 @@ class RequestRecord:
     """Between two tokens, on average after the first."""
     total_seconds: float = 0.0
     route_seconds: float = 0.0
+    router_queue_seconds: float = 0.0
+    """Of `route_seconds`, waited for room on a decode worker."""
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     transfer_seconds: float | None = None
@@ -45,6 +47,7 @@ class Journal:
     """Timestamps on the router's monotonic clock, and the workers' reports, as a request goes on."""
 
     received: float
+    router_queue_seconds: float = 0.0
     submitted: float | None = None
     first_sent: float | None = None
     last_sent: float | None = None
@@ -109,6 +112,7 @@ class Journal:
             tpot_seconds=tpot,
             total_seconds=now - self.received,
             route_seconds=(now if self.submitted is None else self.submitted) - self.received,
+            router_queue_seconds=self.router_queue_seconds,
             queue_seconds=None if self.prefill is None else self.prefill.queue_seconds,
             prefill_seconds=None if self.prefill is None else self.prefill.prefill_seconds,
             transfer_seconds=None if transfer is None else transfer.transfer_seconds,

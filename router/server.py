@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,13 +18,14 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.placement import LeastLoaded, Policy
 from kvrelay.router.pool import WorkerPool
+from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.records import Observer
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
@@ -40,20 +42,30 @@ class RouterServer:
     Its health, for the whole server and for the service, is SERVING while a request can be placed.
     """
 
-    def __init__(self, config: RouterConfig, observer: Observer | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        observer: Observer | None = None,
+        policy: Policy | None = None,
+        load_observer: Callable[[Load], None] | None = None,
+    ) -> None:
         """
         Args:
             observer: is given the record of every request when it is over, on the event loop; must not raise or block.
             policy: decides which workers take a request; the least loaded if None.
+            load_observer: is given the requests that wait and run here at every heartbeat.
         """
         self.config = config
         self.incarnation = uuid.uuid4().hex
         self._observer = observer
-        self._policy = LeastLoaded() if policy is None else policy
+        self._load_observer = load_observer
+        self._policy = LeastLoaded(config.backlog_share) if policy is None else policy
         self._state: MemberState = MEMBER_STATE_STARTING
         self._port = 0
         self._tokenizer: Tokenizer | None = None
         self._pool: WorkerPool | None = None
+        self._queue: PlacementQueue | None = None
+        self._face: InferenceFace | None = None
         self._attendance: Attendance | None = None
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
@@ -73,6 +85,11 @@ class RouterServer:
             raise RuntimeError("the router has not started")
         return self._pool
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue for room on a decode worker."""
+        return 0 if self._queue is None else len(self._queue)
+
     async def start(self) -> int:
         """Reads the tokenizer, binds, attends the supervisor; returns the port.
 
@@ -83,10 +100,12 @@ class RouterServer:
         self._failure = asyncio.get_running_loop().create_future()
         folder = resolve(self.config.model)
         self._tokenizer = tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        self._pool = pool = WorkerPool(self.config.name, self.incarnation, self._on_change)
-        dispatch = Dispatch(self.config, pool, self._policy, RetryBudget(), tokenizer.token_bytes)
+        self._pool = pool = WorkerPool(self.config.name, self.incarnation, self._on_change, self._on_room)
+        self._queue = queue = PlacementQueue(self._policy, pool.view, self.config.max_queue)
+        dispatch = Dispatch(self.config, pool, queue, RetryBudget(), tokenizer.token_bytes)
+        self._face = face = InferenceFace(dispatch, tokenizer, self._observer)
         self._server = server = grpc.aio.server(options=server_options(self.config.max_message_bytes))
-        server.add_generic_rpc_handlers((InferenceFace(dispatch, tokenizer, self._observer).handler(),))
+        server.add_generic_rpc_handlers((face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
@@ -121,7 +140,7 @@ class RouterServer:
             raise RuntimeError("the router has not started")
         return await self._failure
 
-    def _describe(self) -> tuple[Member, Load | None]:
+    def _describe(self) -> tuple[Member, Load]:
         member = Member(
             name=self.config.name,
             role=ROLE_ROUTER,
@@ -130,7 +149,15 @@ class RouterServer:
             pid=os.getpid(),
             state=self._state,
         )
-        return member, None
+        running = 0 if self._face is None else self._face.running - self.waiting
+        load = Load(requests=Requests(waiting=self.waiting, running=max(0, running)))
+        if self._load_observer is not None:
+            self._load_observer(load)
+        return member, load
+
+    def _on_room(self) -> None:
+        if self._queue is not None:
+            self._queue.room_changed()
 
     def _on_fenced(self) -> None:
         if self._failure is not None and not self._failure.done():

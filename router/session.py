@@ -1,12 +1,13 @@
 """The life of one request: placed, followed, placed anew where a worker fails it, ended everywhere at once.
 
-    place -> follow the attempt's tokens -> finish
-      ^           | a worker lost, or gives the request back
-      +-----------+ prompt + tokens so far, other workers preferred
+    wait for room -> place -> follow the attempt's tokens -> finish
+      ^                             | a worker lost, or gives the request back
+      +-----------------------------+ prompt + tokens so far, other workers preferred; first in the queue
 
 However it ends (finish, stop string, error, the client gone), whatever a worker still has of it is cancelled. Who waits
 for what, and for how long at most:
 
+    room on decode  first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
     first token     first_token_timeout, from receipt                        DEADLINE_EXCEEDED
     next token      idle_timeout, from the last one                          another attempt
     a worker        idle_timeout, where an attempt had failed before         UNAVAILABLE
@@ -21,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.alarm import Alarm
 from kvrelay.router.attempt import Attempt, AttemptFailure
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Finish, Piece
@@ -34,8 +36,9 @@ from kvrelay.router.errors import (
     RequestError,
     Unavailable,
 )
-from kvrelay.router.placement import Demand, Placement, Policy, WorkerKey
+from kvrelay.router.placement import Demand, NoPlace, Placement, WorkerKey
 from kvrelay.router.pool import WorkerPool
+from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.records import Journal
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import (
@@ -74,7 +77,7 @@ class Dispatch:
 
     config: RouterConfig
     pool: WorkerPool
-    policy: Policy
+    queue: PlacementQueue
     budget: RetryBudget
     token_bytes: TokenBytes
 
@@ -96,6 +99,8 @@ class Session:
         self._attempts = 0
         self._avoid: frozenset[WorkerKey] = frozenset()
         self._tried: frozenset[WorkerKey] = frozenset()
+        self._alarm = Alarm(self._time_is_up)
+        self._following: Attempt | None = None
         self._progress = journal.received
         """When the client last got a token, or an attempt began."""
 
@@ -110,12 +115,7 @@ class Session:
             RequestError: it ended without a completion; nothing of it is left on any worker.
         """
         self._dispatch.budget.request()
-        placement = self._choose()
-        if placement is None:
-            raise Unavailable(
-                "no worker can take the request now: it needs a prefill and a decode worker that are ready"
-            )
-        attempt = self._start(placement)
+        attempt = await self._first()
         try:
             while True:
                 finish = await self._follow(attempt, write)
@@ -123,14 +123,44 @@ class Session:
                     return finish
                 attempt = await self._again(attempt)
         finally:
+            self._alarm.close()
             attempt.close()
+
+    def _time_is_up(self) -> None:
+        """A limit may have passed; who waits looks at it."""
+        if self._following is not None:
+            self._following.wake()
 
     # One attempt.
 
-    def _choose(self) -> Placement | None:
+    async def _first(self) -> Attempt:
+        """Places the request, once there is room for it.
+
+        Raises:
+            RequestError: there are no workers, too many wait already, or its time is up.
+        """
+        queue = self._dispatch.queue
+        asked = time.monotonic()
+        try:
+            attempt = await queue.place(self._demand(), min(self._token_limit(), self._deadline), self._start)
+        except QueueFull:
+            full = f"{len(queue)} requests wait for room on a decode worker, the router's max_queue"
+            raise Exhausted(full, RETRY_DELAY_SECONDS) from None
+        finally:
+            self._journal.router_queue_seconds = time.monotonic() - asked
+        if attempt is NoPlace.NO_ROOM:
+            self._check_deadline()
+            raise self._no_first_token("; it waited for room on a decode worker")
+        if attempt is NoPlace.NO_WORKERS:
+            raise Unavailable(
+                "no worker can take the request now: it needs a prefill and a decode worker that are ready"
+            )
+        return attempt
+
+    def _demand(self) -> Demand:
         left = self._request.sampling.max_tokens - self.completion_tokens
         work = len(self._request.tokens) + self.completion_tokens
-        return self._dispatch.policy.place(Demand(work, left - 1, self._avoid), self._dispatch.pool.view())
+        return Demand(work, left - 1, self._avoid)
 
     def _start(self, placement: Placement) -> Attempt:
         self._attempts += 1
@@ -172,18 +202,18 @@ class Session:
                 await self._wait(attempt)
 
     async def _wait(self, attempt: Attempt) -> None:
-        """Waits for the attempt's next event, or for the first of the limits to pass."""
+        """Waits for the attempt's next event, or until the first of the limits; acts on one that has passed."""
         token_limit = self._token_limit()
         decide_by = math.inf if attempt.decide_by is None else attempt.decide_by
         first = min(token_limit, decide_by, self._deadline)
-        try:
-            async with asyncio.timeout(first - time.monotonic()):
-                await attempt.wait()
+        if time.monotonic() < first:
+            self._following = attempt
+            self._alarm.set(first)
+            await attempt.wait()
             return
-        except TimeoutError:
-            self._check_deadline()
-            if first == token_limit and not self._completion.tokens:
-                raise self._no_first_token() from None
+        self._check_deadline()
+        if first == token_limit and not self._completion.tokens:
+            raise self._no_first_token()
         if first == decide_by:
             attempt.decide()
         else:
@@ -275,19 +305,26 @@ class Session:
             self._check_deadline()
             if not failed.lost_worker and not self._dispatch.budget.take():
                 raise self._given_up(failure, "the router's retry budget is spent")
-        return self._start(await self._choose_again(failure))
+        return await self._place_again(failure)
 
-    async def _choose_again(self, failure: AttemptFailure) -> Placement:
+    async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers where there are none: the lost one's replacement may be on its way."""
-        limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds)
+        limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
+
+        def start(placement: Placement) -> Attempt:
+            if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
+                raise self._given_up(failure, "no other worker to try")
+            return self._start(placement)
+
         while True:
-            placement = self._choose()
-            if placement is not None:
-                if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
-                    raise self._given_up(failure, "no other worker to try")
-                return placement
+            attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
+            if attempt is NoPlace.NO_ROOM:
+                self._check_deadline()
+                raise self._given_up(failure, "no room on a decode worker")
+            if attempt is not NoPlace.NO_WORKERS:
+                return attempt
             try:
-                async with asyncio.timeout(min(limit, self._deadline) - time.monotonic()):
+                async with asyncio.timeout(limit - time.monotonic()):
                     await self._dispatch.pool.changed()
             except TimeoutError:
                 self._check_deadline()
@@ -297,9 +334,9 @@ class Session:
         if time.monotonic() >= self._deadline:
             raise DeadlineExceeded("the client's deadline has passed")
 
-    def _no_first_token(self) -> RequestError:
+    def _no_first_token(self, why: str = "") -> RequestError:
         limit = self._dispatch.config.first_token_timeout_seconds
-        return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}")
+        return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
         if failure.code == Failure.CODE_FULL:

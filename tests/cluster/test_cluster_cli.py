@@ -131,7 +131,10 @@ def test_nothing_is_running() -> None:
     status = call("status")
     assert (status.exit_code, status.stdout) == (1, "no cluster is running\n")
     status = call("status", "--json")
-    assert (status.exit_code, json.loads(status.stdout)) == (1, {"ready": False, "router": None, "workers": []})
+    assert (status.exit_code, json.loads(status.stdout)) == (
+        1,
+        {"ready": False, "router": None, "routers": [], "workers": []},
+    )
     down = call("down")
     assert (down.exit_code, down.stdout) == (0, "no cluster is running\n")
 

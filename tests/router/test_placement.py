@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
-from kvrelay.router.placement import Demand, LeastLoaded, WorkerKey, WorkerRole, WorkerView, complete
+from kvrelay.router.placement import (
+    Demand,
+    LeastLoaded,
+    NoPlace,
+    Placement,
+    Room,
+    WorkerKey,
+    WorkerRole,
+    WorkerView,
+    complete,
+)
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
@@ -48,7 +58,8 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
         options += [[first, second] for first in of["prefill"] for second in of["decode"]]
     else:
         options += [[worker] for worker in of["prefill"]]
-    if placement is None:
+    if isinstance(placement, NoPlace):
+        assert placement is NoPlace.NO_WORKERS
         assert not options
         return
     chosen = [by_key[key] for key in placement.workers]
@@ -74,7 +85,7 @@ def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated:
     taken: Counter[str] = Counter()
     for _ in range(rounds * prefills * decodes * (colocated + 1) * 2):
         placement = policy.place(Demand(10, 5), workers)
-        assert placement is not None
+        assert isinstance(placement, Placement)
         taken.update(key.name for key in placement.workers)
     for role in ROLES:
         counts = [taken[worker.key.name] for worker in workers if worker.role == role]
@@ -85,8 +96,58 @@ def test_what_a_worker_took_last_is_forgotten_with_it() -> None:
     policy = LeastLoaded()
     for life in range(50):
         worker = WorkerView(WorkerKey("colocated-0", str(life)), "colocated", ready=True)
-        assert policy.place(Demand(1, 1), [worker]) is not None
+        assert isinstance(policy.place(Demand(1, 1), [worker]), Placement)
     assert len(policy._taken) == 1
+
+
+@st.composite
+def rooms(draw: st.DrawFn) -> Room:
+    total = draw(st.integers(1, 40))
+    return Room(
+        block_size=4,
+        total=total,
+        free=draw(st.integers(0, total)),
+        seats=draw(st.integers(0, 4)),
+        promised_requests=draw(st.integers(0, 4)),
+        promised_blocks=draw(st.integers(0, 20)),
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(rooms(), min_size=1, max_size=4), st.integers(1, 80), st.floats(0, 1), st.integers(0, 80))
+def test_a_prompt_goes_only_where_it_has_room_or_where_prefill_can_keep_it(
+    rooms: list[Room], tokens: int, share: float, prefill_blocks: int
+) -> None:
+    prefill = WorkerView(WorkerKey("p", "i"), "prefill", ready=True, kv_tokens=4 * prefill_blocks)
+    decodes = [
+        WorkerView(WorkerKey(f"d{index}", "i"), "decode", ready=True, room=room) for index, room in enumerate(rooms)
+    ]
+    need = -(-(tokens + 1) // 4)
+
+    def may(room: Room) -> bool:
+        wanted = room.promised_blocks + min(need, room.total)
+        idle = room.free == room.total and room.promised_requests == 0
+        kept = share * (4 * prefill_blocks / len(rooms))
+        return idle or (wanted <= room.free and room.promised_requests < room.seats) or 4 * wanted <= kept
+
+    placed = LeastLoaded(share).place(Demand(tokens, 1), [prefill, *decodes])
+    if isinstance(placed, NoPlace):
+        assert placed is NoPlace.NO_ROOM
+        assert not any(may(room) for room in rooms)
+    else:
+        assert placed.decode is not None
+        assert may(rooms[int(placed.decode.name[1:])])
+
+
+def test_what_decodes_nothing_needs_no_room_on_decode() -> None:
+    full = Room(block_size=4, total=8, free=0, seats=0, promised_requests=3, promised_blocks=9)
+    workers = [
+        WorkerView(WorkerKey("p", "i"), "prefill", ready=True, kv_tokens=32),
+        WorkerView(WorkerKey("d", "i"), "decode", ready=True, room=full),
+    ]
+    assert isinstance(LeastLoaded().place(Demand(5, 0), workers), Placement)
+    assert LeastLoaded().place(Demand(5, 1), workers) is NoPlace.NO_ROOM
+    assert LeastLoaded().place(Demand(5, 1), workers[1:]) is NoPlace.NO_WORKERS
 
 
 @settings(max_examples=200, deadline=None)

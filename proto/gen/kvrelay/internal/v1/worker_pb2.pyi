@@ -108,14 +108,16 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RelayResponse(_message.Message):
-    __slots__ = ("hello", "events", "load")
+    __slots__ = ("hello", "events", "load", "submits_seen")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_SEEN_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
     load: Load
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    submits_seen: int
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_seen: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("name", "incarnation", "model")
@@ -216,33 +218,47 @@ class RequestEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
 
 class Blocks(_message.Message):
-    __slots__ = ("total", "free", "cached", "held")
+    __slots__ = ("total", "free", "cached", "held", "size")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     cached: int
     held: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ...) -> None: ...
+    size: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Requests(_message.Message):
-    __slots__ = ("waiting", "running")
+    __slots__ = ("waiting", "running", "seats")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+    seats: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., seats: _Optional[int] = ...) -> None: ...
+
+class Promised(_message.Message):
+    __slots__ = ("requests", "blocks")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    blocks: int
+    def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
     computed_tokens: int
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    promised: Promised
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,142 @@
+"""A full decode worker holds prompts back at the router, and prefill's memory stays free for prompts that compute."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import ChunkStream, Client
+from support.hash_runner import VOCAB_SIZE, expected_tokens
+from support.hash_worker import MODULE, STEP_SECONDS, WORKER_LAYOUT
+from support.processes import ProcessCluster, process_cluster, wait_until
+
+REQUESTS = 48
+OUT = 24
+LONG = 250
+"""With its prompt, nearly all that decode has room for, and five seconds of steps."""
+HOLDERS = 12
+"""Of the smallest prompts, 9 blocks, more than decode has room for and than may wait for it in prefill's memory."""
+PREFILL_BLOCKS = 512
+DECODE_BLOCKS = 48
+SHARE = 0.1
+
+
+@contextmanager
+def pressed_cluster(folder: Path, decode_blocks: int = DECODE_BLOCKS, **router: int) -> Iterator[ProcessCluster]:
+    """One worker of each role on the hash model; decode has room for three or four of the prompts.
+
+    A step takes so long that what holds decode's room holds it through several heartbeats, which bring the status.
+    """
+
+    def engine(blocks: int) -> dict[str, dict[str, int]]:
+        size = blocks * WORKER_LAYOUT.block_bytes
+        return {"engine": {"block_size": 8, "max_batch_tokens": 128, "kv_memory_bytes": size, "threads": 1}}
+
+    with process_cluster(
+        folder,
+        "pico",
+        roles={"prefill": engine(PREFILL_BLOCKS), "decode": engine(decode_blocks)},
+        router={"backlog_share": SHARE, **router},
+        modules={"prefill": MODULE, "decode": MODULE},
+        variables={STEP_SECONDS: "0.02"},
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with pressed_cluster(tmp_path_factory.mktemp("pressed")) as cluster:
+        yield cluster
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(VOCAB_SIZE), k=rng.randrange(70, 110)) for _ in range(count)]
+
+
+class Watch:
+    """The most that was held on prefill and that waited at the router, as the status showed it."""
+
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self._cluster = cluster
+        self._over = threading.Event()
+        self.held = self.waited = 0
+
+    def __enter__(self) -> "Watch":
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.01):
+            loads = {status.member.name: status.load for status in self._cluster.status().members}
+            self.held = max(self.held, loads["prefill-0"].blocks.held)
+            self.waited = max(self.waited, loads["router-0"].requests.waiting)
+
+
+def test_the_crowd_waits_at_the_router_and_not_in_prefills_memory(cluster: ProcessCluster) -> None:
+    """Without it, prefill computes everything at once: 48 prompts of about 12 blocks each are more than its 512."""
+    crowd = prompts(0, REQUESTS)
+    with Watch(cluster) as watch, Client(cluster.router) as client, ThreadPoolExecutor(REQUESTS) as pool:
+
+        def ask(prompt: list[int]) -> tuple[int, ...]:
+            return client.complete(prompt, max_tokens=OUT, temperature=0, ignore_eos=True, timeout=60).token_ids
+
+        for prompt, tokens in zip(crowd, pool.map(ask, crowd), strict=True):
+            assert list(tokens) == expected_tokens(prompt, OUT, WORKER_LAYOUT)
+    # What may wait for room, what is on its way into room that there is, and a prompt that computes.
+    assert watch.held <= SHARE * PREFILL_BLOCKS + DECODE_BLOCKS + 2 * 14
+    assert watch.waited >= REQUESTS // 2
+    cluster.wait_idle()
+
+
+def test_a_cancel_in_the_queue_is_over_at_once_and_lets_others_on(cluster: ProcessCluster) -> None:
+    crowd = prompts(1, HOLDERS + 10)
+    with Client(cluster.router) as client:
+
+        def waiting() -> int:
+            return cluster.member("router-0").load.requests.waiting
+
+        def generate(some: list[list[int]], tokens: int) -> list[ChunkStream]:
+            return [
+                client.generate(prompt, max_tokens=tokens, temperature=0, ignore_eos=True, timeout=60)
+                for prompt in some
+            ]
+
+        # Calls reach the router in any order: short ones that came before the long ones would find room, and be over.
+        holders = generate(crowd[:HOLDERS], LONG)
+        wait_until(lambda: waiting() >= 1, lambda: f"long ones wait at the router: {cluster.status()}")
+        others = generate(crowd[HOLDERS:], 4)
+        wait_until(lambda: waiting() >= len(others), lambda: f"the others wait behind them: {cluster.status()}")
+        before = time.monotonic()
+        for stream in holders:
+            stream.close()
+        for prompt, stream in zip(crowd[HOLDERS:], others, strict=True):
+            tokens = [token for chunk in stream for token in chunk.token_ids]
+            assert tokens == expected_tokens(prompt, 4, WORKER_LAYOUT)
+        wait_until(lambda: waiting() == 0, "nobody waits")
+        assert time.monotonic() - before < 20
+    cluster.wait_idle()
+
+
+def test_where_decode_has_room_nobody_waits(tmp_path: Path) -> None:
+    """A request that would have to wait is refused by a router at which none may."""
+    crowd = prompts(2, 24)
+    with pressed_cluster(tmp_path, PREFILL_BLOCKS, max_queue=0) as cluster, Client(cluster.router) as client:
+
+        def ask(prompt: list[int]) -> tuple[int, ...]:
+            return client.complete(prompt, max_tokens=4, temperature=0, ignore_eos=True, timeout=60).token_ids
+
+        with ThreadPoolExecutor(len(crowd)) as pool:
+            for prompt, tokens in zip(crowd, pool.map(ask, crowd), strict=True):
+                assert list(tokens) == expected_tokens(prompt, 4, WORKER_LAYOUT)
+        cluster.wait_idle()

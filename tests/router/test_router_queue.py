@@ -1,0 +1,153 @@
+"""A router whose decode worker is full: requests wait there, in order, and no prefill is begun for them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, Unavailable
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
+from support.router_fakes import FakeCluster, fake_cluster, pair, run, until
+
+TOTAL = 4
+BLOCKS = 100
+PROMPT = [40] * 20
+"""Six blocks of four tokens, the first one to be generated included."""
+
+
+def token_at(index: int) -> int:
+    return 40 + index
+
+
+def load(free: int, seats: int = 10, promised: int = 0) -> Load:
+    return Load(
+        blocks=Blocks(total=BLOCKS, free=free, held=BLOCKS - free, size=4),
+        requests=Requests(running=0, seats=seats),
+        promised=Promised(requests=promised, blocks=6 * promised),
+    )
+
+
+@asynccontextmanager
+async def full_cluster(folder: Path, **config: object) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
+    """Decode has said that it has no room."""
+    async with (
+        fake_cluster(folder, *pair(token_at), **config) as cluster,
+        AsyncClient(cluster.router.address, timeout=10) as client,
+    ):
+        await tell(cluster, load(free=2))
+        yield cluster, client
+
+
+async def tell(cluster: FakeCluster, news: Load) -> None:
+    """Decode reports, and the router has heard it."""
+    cluster.workers["decode-0"].tell_load(news)
+
+    def heard() -> bool:
+        room = next(view.room for view in cluster.router.pool.view() if view.role == "decode")
+        return room is not None and (room.free, room.seats) == (news.blocks.free, news.requests.seats)
+
+    await until(heard, "the router heard of the load")
+
+
+def waiting(cluster: FakeCluster) -> int:
+    return cluster.router.waiting
+
+
+def ask(client: AsyncClient, **options: object) -> "asyncio.Task[tuple[int, ...]]":
+    async def complete() -> tuple[int, ...]:
+        completion = await client.complete(PROMPT, max_tokens=TOTAL, **options)  # type: ignore[arg-type]  # options
+        return completion.token_ids
+
+    return asyncio.create_task(complete())
+
+
+def test_what_has_no_room_waits_before_its_prefill_and_goes_when_there_is(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path) as (cluster, client):
+            tasks = [ask(client) for _ in range(3)]
+            await until(lambda: waiting(cluster) == 3, "three wait")
+            assert cluster.workers["prefill-0"].jobs == []
+            # Room for one: the second is held back by what is promised to the first, until decode says otherwise.
+            await tell(cluster, load(free=6))
+            await cluster.job("decode-0")
+            assert waiting(cluster) == 2
+            await tell(cluster, load(free=7, promised=1))
+            assert waiting(cluster) == 2
+            await tell(cluster, load(free=90))
+            for task in tasks:
+                assert await task == tuple(token_at(index) for index in range(TOTAL))
+            assert waiting(cluster) == 0
+            assert [record.outcome for record in cluster.records] == ["length"] * 3
+            assert min(record.router_queue_seconds for record in cluster.records) > 0
+
+    run(test)
+
+
+def test_seats_count_as_blocks_do(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path) as (cluster, client):
+            await tell(cluster, load(free=90, seats=0))
+            task = ask(client)
+            await until(lambda: waiting(cluster) == 1, "it waits")
+            await tell(cluster, load(free=90, seats=1))
+            await task
+
+    run(test)
+
+
+def test_a_cancel_in_the_queue_leaves_nothing_anywhere(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path) as (cluster, client):
+            task = ask(client)
+            await until(lambda: waiting(cluster) == 1, "it waits")
+            started = time.monotonic()
+            task.cancel()
+            await until(lambda: waiting(cluster) == 0, "it waits no more")
+            assert time.monotonic() - started < 0.5
+            await until(lambda: cluster.records, "it is over")
+            assert cluster.records[0].outcome == "cancelled"
+            assert cluster.workers["prefill-0"].jobs == cluster.workers["decode-0"].jobs == []
+
+    run(test)
+
+
+def test_the_clients_deadline_and_the_routers_limit_hold_in_the_queue(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path, first_token_timeout_seconds=0.5) as (cluster, client):
+            with pytest.raises(DeadlineExceeded):
+                await ask(client, timeout=0.2)
+            with pytest.raises(DeadlineExceeded, match="waited for room on a decode worker"):
+                await ask(client)
+            await until(lambda: waiting(cluster) == 0, "nobody waits")
+
+    run(test)
+
+
+def test_one_more_than_may_wait_is_told_when_to_come_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path, max_queue=2) as (cluster, client):
+            tasks = [ask(client) for _ in range(2)]
+            await until(lambda: waiting(cluster) == 2, "two wait")
+            with pytest.raises(Exhausted, match="max_queue") as refused:
+                await ask(client)
+            assert refused.value.retry_after == 1.0
+            await tell(cluster, load(free=90))
+            await asyncio.gather(*tasks)
+
+    run(test)
+
+
+def test_what_waits_is_refused_when_no_worker_is_left_to_wait_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with full_cluster(tmp_path) as (cluster, client):
+            task = ask(client)
+            await until(lambda: waiting(cluster) == 1, "it waits")
+            cluster.tell(decode_0=MEMBER_STATE_DEAD)
+            with pytest.raises(Unavailable, match="no worker can take the request"):
+                await task
+
+    run(test)
