@@ -1,0 +1,127 @@
+"""A client that goes away, in each state of its hand-off: both sides are free at once, by notice.
+
+The leases and limits are a minute, so nothing but a notice can free a block in time. Where a state needs a full
+decode worker, or one without a row to spare, another request makes it so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvrelay.client import InvalidRequest
+from support.chaos import CLEAR, Weather
+from support.faults import PROMPT, TRANSFER, Scene, held, scene, until
+from support.hash_worker import WORKER_LAYOUT
+from support.processes import wait_until
+
+FREE_SECONDS = 0.5
+MINUTE = dict.fromkeys(
+    ("lease_seconds", "grant_timeout_seconds", "prefill_timeout_seconds", "transfer_timeout_seconds"), 60.0
+)
+DECODE_BLOCKS = 66
+LARGE = 420
+"""Tokens of a prompt that leaves no room for another on the decode worker."""
+LONG = 480
+"""Tokens of a prompt that takes eight steps to compute."""
+
+
+@pytest.fixture(scope="module", params=["gloo", "tcp"])
+def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene(
+        tmp_path_factory.mktemp("cancels"),
+        prefill=1,
+        decode=1,
+        chaos=True,
+        step_seconds=0.05,
+        beat_seconds=0.02,
+        transfer={**TRANSFER, **MINUTE, "frame_timeout_seconds": 5.0, "transport": request.param},
+        decode_engine={"kv_memory_bytes": DECODE_BLOCKS * WORKER_LAYOUT.block_bytes, "max_sequences": 1},
+    ) as it:
+        it.ask("the first one, which makes the link", count=2)
+        it.settle(3)
+        yield it
+
+
+@contextmanager
+def decoding(it: Scene, name: str, length: int) -> Iterator[int]:
+    """A request that decodes meanwhile, in the only row; yields the blocks that it holds there at most."""
+    request = it.begin(name, length, 90)
+    wait_until(lambda: request.tokens >= 3 and held(it, "prefill-0") == 0, f"{name} decodes", seconds=5)
+    yield WORKER_LAYOUT.blocks_for(length + 90) + 1
+    request.cancel()
+    it.settle(3)
+
+
+def free_after_cancel(
+    it: Scene, name: str, length: int, reached: Callable[[int, int, int], bool], beside: int = 0
+) -> float:
+    """Asks, goes away once `reached` (tokens here, blocks held on prefill, on decode), and returns how many seconds
+    it took both sides to be free, but for `beside` blocks of another request on decode."""
+    request = it.begin(name, length)
+    wait_until(
+        lambda: reached(request.tokens, held(it, "prefill-0"), held(it, "decode-0")),
+        lambda: f"its state; {request.tokens} tokens, {held(it, 'prefill-0')} and {held(it, 'decode-0')} blocks",
+        seconds=5,
+        every=0.002,
+    )
+    request.cancel()
+    return until(lambda: held(it, "prefill-0") == 0 and held(it, "decode-0") <= beside, "both are free")
+
+
+def test_admitted_while_decode_has_no_room(it: Scene) -> None:
+    with decoding(it, "beside admitted", LARGE) as beside:
+        took = free_after_cancel(it, "admitted", LONG, lambda tokens, here, there: here > 0 and tokens == 0, beside)
+    assert took < FREE_SECONDS
+
+
+def test_prefilling(it: Scene) -> None:
+    link = it.link()
+    before = link.passed[0]
+
+    def reached(tokens: int, here: int, there: int) -> bool:
+        return tokens == 0 and here > 0 and there > 0 and link.passed[0] > before
+
+    assert free_after_cancel(it, "prefilling", LONG, reached) < FREE_SECONDS
+    it.settle(3)
+
+
+def test_exported_while_decode_has_no_room(it: Scene) -> None:
+    with decoding(it, "beside exported", LARGE) as beside:
+        took = free_after_cancel(it, "exported", PROMPT, lambda tokens, here, there: tokens == 1 and here > 0, beside)
+    assert took < FREE_SECONDS
+
+
+def test_transferring_over_a_slow_link(it: Scene) -> None:
+    link = it.link()
+    link.set(forward=Weather(rate=0.3e6))
+
+    def reached(tokens: int, here: int, there: int) -> bool:
+        return tokens == 1 and here > 0 and there > 0
+
+    assert free_after_cancel(it, "transferring", PROMPT, reached) < FREE_SECONDS
+    link.set(forward=CLEAR)
+    it.settle(3)
+
+
+def test_committed_while_decode_has_no_row(it: Scene) -> None:
+    with decoding(it, "beside committed", 40) as beside:
+        whole = WORKER_LAYOUT.blocks_for(PROMPT)
+
+        def reached(tokens: int, here: int, there: int) -> bool:
+            return tokens == 1 and here == 0 and there >= whole
+
+        took = free_after_cancel(it, "committed", PROMPT, reached, beside)
+    assert took < FREE_SECONDS
+
+
+def test_decoding(it: Scene) -> None:
+    assert free_after_cancel(it, "decoding", PROMPT, lambda tokens, here, there: tokens >= 3) < FREE_SECONDS
+    it.settle(3)
+
+
+def test_a_prompt_too_large_for_decode_is_refused_with_the_numbers(it: Scene) -> None:
+    it.may_fail.add("too large")
+    with pytest.raises(InvalidRequest, match=f"holds {DECODE_BLOCKS * WORKER_LAYOUT.block_size}"):
+        it.ask("too large", DECODE_BLOCKS * WORKER_LAYOUT.block_size)
+    it.settle(3)

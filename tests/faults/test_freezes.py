@@ -1,0 +1,83 @@
+"""A worker that stands still for ten seconds in a hand-off (SIGSTOP) and then goes on, with the options' defaults.
+
+What is measured, from the signal on:
+    suspected    the supervisor takes it out of what new requests are placed on
+    given up     the router has heard that the hand-off under way is lost, and places the request anew
+    dead         the supervisor has fenced that incarnation
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_SUSPECT
+from support.chaos import CLEAR, Weather
+from support.faults import Scene, replace, scene, until
+from support.hash_worker import WORKER_LAYOUT
+from support.processes import wait_until
+
+FROZEN_SECONDS = 10.0
+DETECT_SECONDS = 3.0
+SLACK_SECONDS = 0.5
+"""For what comes after the detection: the supervisor's tick, and this process's own polls."""
+SLOW = Weather(rate=60e3)
+"""Lets a transfer take some four seconds, so that the signal surely falls into it."""
+
+
+@pytest.fixture(scope="module")
+def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    transfer = {"transport": "gloo", "chunk_bytes": 64 * WORKER_LAYOUT.token_bytes}
+    with scene(tmp_path_factory.mktemp("freezes"), chaos=True, losses=True, transfer=transfer) as it:
+        yield it
+
+
+def dial_every_pair(it: Scene) -> None:
+    """Asks until each pair has its link."""
+
+    def dialled() -> bool:
+        it.ask_all([f"dial {time.monotonic()} {number}" for number in range(8)], count=2)
+        return all(it.moved(prefill, decode) for prefill in it.prefills for decode in it.decodes)
+
+    wait_until(dialled, "every pair has a link", seconds=20)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_frozen_for_ten_seconds(it: Scene, role: str) -> None:
+    dial_every_pair(it)
+    for proxy in it.chaos.proxies("link"):
+        proxy.set(forward=SLOW)
+    before = {(p, d): it.moved(p, d) for p in it.prefills for d in it.decodes}
+    request = it.begin(f"frozen {role}")
+
+    def moving() -> list[tuple[str, str]]:
+        return [pair for pair, nbytes in before.items() if it.moved(*pair) > nbytes + 20_000]
+
+    (pair,) = wait_until(moving, "its transfer is under way", seconds=5)
+    frozen = pair[0] if role == "prefill" else pair[1]
+    it.signal(frozen, signal.SIGSTOP)
+    stopped = time.monotonic()
+    suspected = until(lambda: it.cluster.member(frozen).member.state in (MEMBER_STATE_SUSPECT, MEMBER_STATE_DEAD), "x")
+    until(lambda: any(line["at"] > stopped for line in it.failures()), "the hand-off was given up", 8)
+    given_up = next(line["at"] for line in it.failures() if line["at"] > stopped) - stopped
+    until(lambda: it.cluster.member(frozen).member.state == MEMBER_STATE_DEAD, "declared dead", 5)
+    dead = time.monotonic() - stopped
+    for proxy in it.chaos.proxies("link"):
+        proxy.set(forward=CLEAR)
+    done = request.result()
+    print(f"{frozen}: suspected {suspected:.2f} s, given up {given_up:.2f} s, dead {dead:.2f} s after the signal")
+    assert done.timeline.retries == 1
+    assert frozen not in (done.timeline.prefill_worker, done.timeline.decode_worker)
+    it.cluster.wait_idle(3, but=[frozen])
+    time.sleep(max(0.0, stopped + FROZEN_SECONDS - time.monotonic()))
+    it.signal(frozen, signal.SIGCONT)
+    # What the zombie has queued up must change nothing of what runs meanwhile.
+    for number in range(4):
+        it.ask_in_company(f"while {frozen} wakes {number}")
+    wait_until(lambda: it.workers_in("Z") == [frozen], "the fenced incarnation has ended", seconds=10)
+    it.settle(3, but=[frozen])
+    replace(it, frozen)
+    assert suspected < DETECT_SECONDS
+    assert given_up < DETECT_SECONDS + SLACK_SECONDS
+    assert dead < DETECT_SECONDS + SLACK_SECONDS

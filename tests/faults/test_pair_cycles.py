@@ -1,0 +1,102 @@
+"""Pairs that come and go leave nothing behind: threads, sockets, memory stay as they were."""
+
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.transports import available_transports
+from support.handoff import LAYOUT, RECEIVER, Pair, pair
+
+TESTS = Path(__file__).parent.parent
+CYCLES = 1000
+SETTLED = 300
+"""Cycles after which nothing may grow any more."""
+TOKENS = list(range(40))
+BLOCKS = list(range(LAYOUT.blocks_for(len(TOKENS))))
+CYCLE_SECONDS = 5.0
+GROWTH_BYTES = 4 * 2**20
+"""About 6 KiB a cycle would be the smallest leak of a link's parts: a thread's stack, a socket's buffers, a group."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a process has."""
+
+    threads: int
+    files: int
+    memory: int
+
+
+def size() -> Size:
+    gc.collect()
+    process = psutil.Process()
+    return Size(threading.active_count(), process.num_fds(), process.memory_info().rss)
+
+
+async def cycle(world: Pair, number: int) -> None:
+    """The pair meets, hands one prompt over, and parts for good, as far as both ends know."""
+    key = (f"cycle {number}", 1)
+    world.announce(key, TOKENS)
+    world.compute(key, BLOCKS)
+    await world.ends.until(lambda: key in world.ends.exported and key in world.ends.imported, CYCLE_SECONDS)
+    reservation, _, _ = world.ends.imported.pop(key)
+    world.receiving.free += reservation.hold.blocks
+    del world.ends.exported[key], world.receiving.reservations[key]
+    world.sending.holds.clear()
+    peers = list(world.sender_peers)
+    world.sender_peers.update(())
+    world.exporter.peers_changed()
+    await world.ends.until(lambda: world.exporter.epoch(RECEIVER[1]) == 0, CYCLE_SECONDS)
+    world.sender_peers.update(peers)
+
+
+async def cycles(transport: str, count: int) -> list[Size]:
+    """Sizes after each 100 cycles, and after the end of all."""
+    config = TransferConfig(transport=transport, frame_timeout_seconds=2.0)  # type: ignore[arg-type]  # from argv
+    here, there = (available_transports("127.0.0.1", transport) for _ in range(2))
+    sizes = [size()]
+    async with pair(config, transports=(here, there)) as world:
+        for number in range(count):
+            await cycle(world, number)
+            if number % 100 == 99:
+                await world.ends.until(lambda: threading.active_count() <= sizes[0].threads + 8, CYCLE_SECONDS)
+                sizes.append(size())
+    return [*sizes, size()]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
+def test_a_thousand_pairs_leave_nothing_behind(transport: str) -> None:
+    """In a process of its own, whose memory nobody else moves."""
+    run = subprocess.run(
+        [sys.executable, __file__, transport, str(CYCLES)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    sizes = [Size(**fields) for fields in json.loads(run.stdout)]
+    print("\n".join(map(str, sizes)))
+    settled, later = sizes[1 : SETTLED // 100 + 1], sizes[-3:]
+    assert min(each.threads for each in later) <= max(each.threads for each in settled)
+    assert min(each.files for each in later) <= max(each.files for each in settled)
+    assert min(each.memory for each in later) - settled[-1].memory < GROWTH_BYTES
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    measured = asyncio.run(cycles(sys.argv[1], int(sys.argv[2])))
+    print(json.dumps([vars(each) for each in measured]))
+    print(f"{time.monotonic() - started:.1f} s", file=sys.stderr)

@@ -1,0 +1,115 @@
+"""Blocks are read and written late, when what they were held for has long ended: they are never another's by then.
+
+Leases last 50 ms, pools are small and churned, reads of the sending link are delayed by 2 s, links hold back what they
+carry in the middle of a frame, clients go away meanwhile, and decode's event loop stands still now and then for longer
+than a lease. Were a block given away while a link is at it, another request's KV would be sent from it, or be written
+over; the hash model would show either in the next token.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.chaos import HELD, Weather
+from support.faults import Scene, scene
+from support.hash_worker import WORKER_LAYOUT
+
+LEASE_SECONDS = 0.05
+READ_SECONDS = 2.0
+BLOCKS = 24
+REQUESTS = 1000
+AT_ONCE = 12
+COUNT = 6
+TRANSFER = {
+    "chunk_bytes": 2**16,
+    "lease_seconds": LEASE_SECONDS,
+    "frame_timeout_seconds": 3.0,
+    "grant_timeout_seconds": 10.0,
+    "transfer_timeout_seconds": 10.0,
+}
+STALLS = ("decode.before_commit,share=0.04:sleep(0.15)", "decode.after_reserve,share=0.02:sleep(0.15)")
+
+
+@contextmanager
+def gusts(it: Scene, seed: int) -> Iterator[None]:
+    """Meanwhile each link holds back what it carries, a fifth of a second at a time, and is slow in between."""
+    over = threading.Event()
+    chance = random.Random(seed)
+
+    def blow() -> None:
+        links = [it.link(prefill, decode) for prefill in it.prefills for decode in it.decodes]
+        while not over.wait(0.05):
+            link = chance.choice(links)
+            link.set(forward=HELD)
+            over.wait(0.2)
+            link.set(forward=Weather(rate=0.5e6))
+        it.chaos.clear()
+
+    thread = threading.Thread(target=blow, name="gusts")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
+    """Requests of all lengths, a quarter of which are cancelled; how many finished, were cancelled, and failed."""
+    chance = random.Random(seed)
+    asked = [(f"{seed} {number}", chance.randrange(9, 60), chance.random() < 0.25) for number in range(requests)]
+
+    def one(name: str, length: int, cancel: bool) -> str:
+        if cancel:
+            request = it.begin(name, length, COUNT)
+            it.may_fail.add(name)
+            time.sleep(random.Random(name).random() * 0.3)
+            request.cancel()
+            return "cancelled"
+        return "finished" if it.try_(name, length, COUNT) else "failed"
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        ends = list(pool.map(lambda call: one(*call), asked))
+    return ends.count("finished"), ends.count("cancelled"), ends.count("failed")
+
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "share"),
+    [
+        ("tcp", 0.02),
+        pytest.param("gloo", 0.02, marks=SLOW),
+        pytest.param("tcp", 1.0, marks=SLOW),
+        pytest.param("gloo", 1.0, marks=SLOW),
+    ],
+)
+def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> None:
+    """`share` of the frames is read late; with all of them late, a hand-off takes two seconds and waits its turn."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rules = [f"transfer.read,share={share},seed={seed}:sleep({READ_SECONDS})", *STALLS]
+    memory = {"kv_memory_bytes": BLOCKS * WORKER_LAYOUT.block_bytes, "max_context": 128}
+    with scene(
+        tmp_path,
+        rules,
+        chaos=True,
+        losses=True,  # so many hand-offs fail that clients may see it; what they got must be right
+        step_seconds=0.0,
+        engine=memory,
+        transfer={**TRANSFER, "transport": transport},
+    ) as it:
+        with gusts(it, seed):
+            finished, cancelled, failed = churn(it, seed, REQUESTS)
+        late = len(it.failures())
+        print(f"{finished} finished, {cancelled} cancelled, {failed} failed; {late} attempts failed")
+        it.settle(READ_SECONDS + 10)
+        assert finished > REQUESTS / 4, "whole streams were judged"
+        assert late > 10, "leases ended while blocks were waiting to be read"
