@@ -1,13 +1,14 @@
 """The KV hand-off: GB/s by size beside a bare Gloo send of the same bytes, and what of it prefill doesn't hide.
 
-    python benchmarks/transfer.py [--sizes 65536 ...] [--repeats 7] [--model FOLDER] [--out FILE]
+    python benchmarks/transfer.py [--sizes 65536 ...] [--transports shm tcp ...] [--model FOLDER] [--out FILE]
 
 One JSON line a cell, the limit asked for beside it.
 
     throughput   the real Exporter and Importer, two processes on loopback, the offer granted before the clock starts;
                  all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
                  Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
-                 hand-off (checksums on, off) and the bare send take turns, repeat by repeat.
+                 hand-off (checksums on, off) and the bare send take turns, repeat by repeat. CPU seconds are both
+                 processes', all of their threads', for each GB.
     exposed      the public road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
                  from the end of prefill to the decode worker's acknowledged commit. Left out without --model, a
                  checkpoint in bfloat16.
@@ -46,9 +47,9 @@ from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.control import Local, TransferStats
 from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.gloo import GlooTransport
 from kvrelay.transfer.importer import Importer
 from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.transports import available_transports, entries
 from kvrelay.transfer.wire import Code, Key
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
@@ -122,20 +123,21 @@ def bare_group(store: str, rank: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(FileStore(store, 2), rank, 2, options)
 
 
-def receiver(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig]) -> None:
+def receiver(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
     """The process of the decode side, and of the bare group's rank 1."""
     torch.set_num_threads(1)
-    asyncio.run(_receive(there, store, largest, configs))
+    asyncio.run(_receive(there, store, largest, configs, device))
 
 
-async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig]) -> None:
-    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
+async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
+    gpu = device != "cpu"
+    pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
     peers = PeerTable([Peer(*PREFILL, address="")])
-    local = Local(*DECODE, LAYOUT, "-")
+    local = Local(*DECODE, LAYOUT, "-", gpu)
     host = Receiving(there, pool.num_blocks)
     importers, servers, ports = [], [], []
     for config in configs:
-        importers.append(Importer(local, pool, peers, config, {"gloo": GlooTransport(HOST)}, host))
+        importers.append(Importer(local, pool, peers, config, available_transports(HOST, config.transport, gpu), host))
         servers.append(grpc.aio.server(options=server_options()))
         add_HandoffServiceServicer_to_server(importers[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
@@ -161,10 +163,17 @@ class Sender:
     """The prefill side, in this process."""
 
     def __init__(
-        self, here: Connection, store: str, largest: int, configs: Sequence[TransferConfig], ports: list[int]
+        self,
+        here: Connection,
+        store: str,
+        largest: int,
+        configs: Sequence[TransferConfig],
+        ports: list[int],
+        device: str,
     ) -> None:
         self._here = here
-        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes))
+        gpu = device != "cpu"
+        self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
         self._pool.tensor.view(torch.uint8).random_(0, 256)
         self._blocks = random.Random(2).sample(range(self._pool.num_blocks), self._pool.num_blocks)
         self._group = bare_group(store, 0)
@@ -174,10 +183,10 @@ class Sender:
         self._count = 0
         self._exporters = []
         for config, port in zip(configs, ports, strict=True):
-            peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", ("gloo",))])
-            transports = {"gloo": GlooTransport(HOST)}
+            transports = available_transports(HOST, config.transport, gpu)
+            peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
             self._exporters.append(
-                Exporter(Local(*PREFILL, LAYOUT, "-"), self._pool, peers, config, transports, self._host)
+                Exporter(Local(*PREFILL, LAYOUT, "-", gpu), self._pool, peers, config, transports, self._host)
             )
             self._exporters[-1].start()
 
@@ -225,7 +234,18 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     return {name: round(value, digits) for name, value in cells.items()} | {"n": len(values)}
 
 
-async def measure(sender: Sender, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """User and system time of processes so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    sender: Sender, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
+) -> list[dict[str, Any]]:
     cells = []
     for size in sizes:
         kinds: dict[str, Callable[[], Any]] = {
@@ -234,18 +254,26 @@ async def measure(sender: Sender, sizes: Sequence[int], repeats: int) -> list[di
             "checksums off": lambda size=size: sender.handoff(1, size),
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        cpu = dict.fromkeys(kinds, 0.0)
         for repeat in range(repeats + 2):
             # Others use the machine too: each kind goes first in turn, so that none always meets the same neighbour.
             names = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
             for kind in names:
+                before = cpu_seconds(pids)
                 took = await kinds[kind]()
                 if repeat >= 2:
                     seconds[kind].append(took)
+                    cpu[kind] += cpu_seconds(pids) - before
         bare = statistics.median(seconds["bare"])
         asked = ASKED_RATIO if size >= ASKED_FROM_BYTES else None
         for kind, times in seconds.items():
-            cell: dict[str, Any] = {"part": "throughput", "bytes": size, "kind": kind}
+            cell: dict[str, Any] = {"part": "throughput", "transport": transport, "bytes": size, "kind": kind}
+            if kind == "bare":
+                cell["transport"] = "gloo, bare"
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
+            if size >= ASKED_FROM_BYTES:
+                # The clock of /proc ticks every 10 ms, and the exchange around a send counts too.
+                cell["cpu_seconds_per_GB"] = round(cpu[kind] / len(times) / (size / 1e9), 2)
             if kind != "bare":
                 cell["of_bare"] = round(bare / statistics.median(times), 3)
                 cell["of_bare_by_repeat"] = spread(
@@ -257,21 +285,23 @@ async def measure(sender: Sender, sizes: Sequence[int], repeats: int) -> list[di
     return cells
 
 
-def throughput(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict[str, Any]]:
+def throughput(
+    sizes: Sequence[int], repeats: int, chunk_bytes: int, transport: str, device: str = "cpu"
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    on = TransferConfig(chunk_bytes=chunk_bytes)
+    on = TransferConfig(chunk_bytes=chunk_bytes, transport=transport)
     configs = [on, replace(on, checksum=False)]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder:
         store = str(Path(folder) / "store")
-        process = context.Process(target=receiver, args=(there, store, max(sizes), configs), daemon=True)
+        process = context.Process(target=receiver, args=(there, store, max(sizes), configs, device), daemon=True)
         process.start()
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = Sender(here, store, max(sizes), configs, here.recv())
-            cells = await measure(sender, sizes, repeats)
+            sender = Sender(here, store, max(sizes), configs, here.recv(), device)
+            cells = await measure(sender, transport, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
 
@@ -326,13 +356,21 @@ def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str,
     return cells
 
 
-def gpu_parts() -> list[dict[str, Any]]:
-    """What this script does not measure, and why."""
-    found = torch.cuda.device_count()
-    note = "no GPU" if found == 0 else f"{found} GPU found; this script measures CPU links only"
-    cells = [{"part": part, "skipped": note} for part in ("nccl", "cuda_ipc")]
-    for cell in cells:
-        print(json.dumps(cell))
+def gpu_parts(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict[str, Any]]:
+    """The throughput of links between two KV pools on the first GPU; where there is none, or a link can't be, why."""
+    cells = []
+    for transport in ("cuda_ipc", "nccl"):
+        reason = None if torch.cuda.is_available() else "no GPU"
+        if reason is None:
+            try:
+                available_transports(HOST, transport, gpu=True)
+            except ValueError as error:
+                reason = str(error)
+        if reason is None:
+            cells += throughput(sizes, repeats, chunk_bytes, transport, "cuda:0")
+        else:
+            cells.append({"part": transport, "skipped": reason})
+            print(json.dumps(cells[-1]))
     return cells
 
 
@@ -346,6 +384,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().chunk_bytes)
+    parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--out", type=Path)
@@ -353,9 +392,11 @@ def main() -> None:
     wrong = [size for size in args.sizes if size < 1 or size % LAYOUT.token_bytes]
     if wrong:
         parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
-    cells = throughput(args.sizes, args.repeats, args.chunk_bytes) if args.sizes else []
+    cells = []
+    for transport in args.transports if args.sizes else ():
+        cells += throughput(args.sizes, args.repeats, args.chunk_bytes, transport)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
-    cells += gpu_parts()
+    cells += gpu_parts(args.sizes or SIZES, args.repeats, args.chunk_bytes)
     if args.out is not None:
         results = {
             "date": datetime.now(UTC).date().isoformat(),

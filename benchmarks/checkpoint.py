@@ -1,0 +1,63 @@
+"""Write a Hugging Face checkpoint of random bfloat16 weights in the shape of a well-known model, with a tokenizer.
+
+    python benchmarks/checkpoint.py OUT [--shape 135m]
+
+Its text is noise; it takes as long to compute as the real one.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
+    "135m": (576, 30, 9, 3, 1536, 49152),
+    "600m": (1024, 28, 16, 8, 3072, 65536),
+    "1b": (2048, 16, 32, 8, 8192, 65536),
+}
+TOKENS = 8192
+"""Of the tokenizer; the rest of the vocabulary has no text."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[args.shape]
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(args.out)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENS,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(args.out)
+    print(f"{args.out}: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} million parameters")
+
+
+if __name__ == "__main__":
+    main()

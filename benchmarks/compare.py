@@ -1,0 +1,81 @@
+"""kvrelay's engine and others on the same checkpoint and the same grid, in turn; medians, spread and ratios.
+
+    python benchmarks/checkpoint.py MODEL --shape 135m
+    benchmarks/peers/setup.sh PEERS
+    python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json --markdown
+
+Each engine runs in a process of its own, with as many threads, in bfloat16: `benchmarks/offline.py` has the grid. Rates
+are tokens a second.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, summary
+
+HERE = Path(__file__).parent
+
+
+def engines(model: Path, peers: Path, gguf: Path, threads: int) -> dict[str, Engine]:
+    """Every engine that can be measured."""
+    other, vllm = peers / "other" / "bin" / "python", peers / "vllm" / "bin" / "python"
+    rest = ("--threads", str(threads))
+
+    def peer(name: str, python: Path, source: Path, *distributions: str) -> Engine:
+        return Engine(
+            (str(python), str(HERE / "peers" / "offline.py"), name, str(source), *rest), python, distributions
+        )
+
+    own = Path(sys.executable)
+    return {
+        OWN: Engine((str(own), str(HERE / "offline.py"), str(model), *rest), own, ("kvrelay", "torch")),
+        "vllm": peer("vllm", vllm, model, "vllm", "torch"),
+        "llama_cpp": peer("llama_cpp", other, gguf, "llama-cpp-python"),
+        "transformers": peer("transformers", other, model, "transformers", "torch"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--peers", type=Path, required=True, help="folder that peers/setup.sh made")
+    parser.add_argument("--gguf", type=Path, help="the checkpoint as peers/gguf_file.py converts it; made if not given")
+    parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp,transformers")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--under", default="", help="command that each engine's process is run under")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--markdown", action="store_true", help="print a table")
+    args = parser.parse_args()
+    end_on_signal()
+    with tempfile.TemporaryDirectory(prefix="kvrelay-compare-") as scratch:
+        gguf = args.gguf or Path(scratch) / "model.gguf"
+        every = engines(args.model, args.peers, gguf, args.threads)
+        names = args.engines.split(",")
+        if unknown := sorted(set(names) - set(every)):
+            parser.error(f"--engines has {', '.join(unknown)}; allowed: {', '.join(every)}")
+        chosen = {name: every[name] for name in names}
+        if "llama_cpp" in chosen and args.gguf is None:
+            convert = [
+                str(chosen["llama_cpp"].python),
+                str(HERE / "peers" / "gguf_file.py"),
+                str(args.model),
+                str(gguf),
+            ]
+            subprocess.run(convert, check=True, timeout=600)
+        result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}
+        runs = in_turn(chosen, "tokens_per_s", args.repeats, shlex.split(args.under), args.timeout)
+        result["cells"] = summary(runs, larger_is_better=True)
+    if args.out is not None:
+        save(args.out, result)
+    if args.markdown:
+        print(markdown(result["cells"], "tokens/s", 0))
+
+
+if __name__ == "__main__":
+    main()

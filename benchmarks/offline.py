@@ -1,0 +1,140 @@
+"""Time kvrelay's engine alone (scheduler, runner, sampler; no router, no hand-off); prints one JSON line per cell.
+
+    python benchmarks/offline.py MODEL [--dtype bfloat16] [--threads 2] [--cells prefill_512,decode_1]
+
+Rates are tokens/s. The grid is what other engines are commonly timed on: prefill of one request; decode of a batch with
+128 tokens in and 64 out, greedy, end of sequence ignored, over the decode steps alone.
+
+    outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
+                      runner, sampler
+    bandwidth         bytes of weights a second that decode reads, as a share of what this machine can read
+    resident_peak     peak resident bytes of the load, as a multiple of the checkpoint's size
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner import ModelRunner
+
+PREFILLS = (512, 2048)
+BATCHES = (1, 8, 32)
+PROMPT = 128
+OUT = 64
+
+
+class Timed:
+    """Calls through to a function, and adds up the CPU seconds of the thread that calls."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any) -> Tensor:
+        start = time.thread_time()
+        result = self._function(*args)
+        self.seconds += time.thread_time() - start
+        return result
+
+
+class Bench:
+    def __init__(self, engine: Engine, runner: ModelRunner) -> None:
+        self._engine = engine
+        self._random = random.Random(0)
+        self._requests = 0
+        self._vocabulary = runner.spec.vocab_size
+        self._timed = [Timed(runner.model.forward), Timed(runner.model.logits)]
+        runner.model.forward, runner.model.logits = self._timed  # type: ignore[method-assign]  # timing is the purpose
+
+    def seconds(self, batch: int, length: int, out: int) -> tuple[float, float, float]:
+        """A batch of requests, from first to last step: wall time, CPU time of the stepping thread, and how much of
+        that was the forward pass. CPU time is what neighbours disturb least."""
+        sampling = SamplingParams(max_tokens=out, temperature=0.0)
+        for _ in range(batch):
+            self._requests += 1
+            tokens = tuple(self._random.choices(range(2, self._vocabulary), k=length))
+            self._engine.scheduler.add(Request(str(self._requests), 0, tokens, length, sampling))
+        before = sum(timed.seconds for timed in self._timed)
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        while self._engine.has_work:
+            self._engine.step()
+        wall, cpu = time.perf_counter() - start, time.thread_time() - start_cpu
+        return wall, cpu, sum(timed.seconds for timed in self._timed) - before
+
+    def prefill(self, length: int) -> dict[str, float]:
+        return {"tokens_per_s": length / min(self.seconds(1, length, 1)[0] for _ in range(3))}
+
+    def decode(self, batch: int) -> dict[str, float]:
+        whole = min(self.seconds(batch, PROMPT, OUT + 1) for _ in range(2))
+        first = min(self.seconds(batch, PROMPT, 1) for _ in range(2))
+        wall, cpu, forward = (a - b for a, b in zip(whole, first, strict=True))
+        return {
+            "tokens_per_s": batch * OUT / wall,
+            "outside_forward": 1 - forward / cpu,
+            "steps_per_s": OUT / wall,
+        }
+
+
+def readable_bytes_per_second() -> float:
+    """What the configured threads can read from memory, at best of several passes over more than any cache holds."""
+    block = torch.ones(2**28, dtype=torch.int32)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        block.max()
+        times.append(time.perf_counter() - start)
+    return block.nbytes / min(times)
+
+
+def resident_bytes(field: str) -> int:
+    """`VmRSS`, what is resident, or `VmHWM`, the most that was since the last reset."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    grid = [f"prefill_{length}" for length in PREFILLS] + [f"decode_{batch}" for batch in BATCHES]
+    parser.add_argument("--cells", default=",".join(grid), help="which of " + ", ".join(grid))
+    args = parser.parse_args()
+    config = EngineConfig(threads=args.threads, kv_memory_bytes=2**30, prefix_cache=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident_bytes("VmRSS")
+    start = time.perf_counter()
+    engine, runner = build_engine(args.model, args.dtype, config)
+    load = time.perf_counter() - start
+    size = sum(file.stat().st_size for file in args.model.glob("*.safetensors"))
+    peak = (resident_bytes("VmHWM") - before - runner.pool.tensor.nbytes) / size
+    print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2), "resident_peak": round(peak, 2)}), flush=True)
+    runner.warm_up()
+    bench = Bench(engine, runner)
+    bench.seconds(1, 64, 4)
+    bandwidth = 0.0
+    for cell in args.cells.split(","):
+        kind, count = cell.split("_")
+        if kind == "prefill":
+            figures = bench.prefill(int(count))
+        else:
+            figures = bench.decode(int(count))
+            bandwidth = bandwidth or readable_bytes_per_second()
+            figures["bandwidth"] = figures.pop("steps_per_s") * size / bandwidth
+        rounded = {name: round(value, 1 if name == "tokens_per_s" else 3) for name, value in figures.items()}
+        print(json.dumps({"engine": "kvrelay", "cell": cell} | rounded), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Convert a checkpoint of `benchmarks/checkpoint.py` to GGUF (bfloat16), which llama.cpp reads.
+
+    DIR/other/bin/python benchmarks/peers/gguf_file.py MODEL OUT.gguf
+
+For timing only: queries and keys aren't permuted as llama.cpp's rotation wants them, so its text is another.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+
+TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    config = json.loads((args.model / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(args.out), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    add_tokenizer(writer, json.loads((args.model / "tokenizer.json").read_text())["model"], config["vocab_size"])
+    with safe_open(args.model / "model.safetensors", "pt") as weights:
+        for key in weights.keys():  # noqa: SIM118  # not a mapping
+            add_tensor(writer, key, weights.get_tensor(key))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, bpe: dict, vocabulary: int) -> None:
+    tokens = [f"<unused{index}>" for index in range(vocabulary)]
+    for token, index in bpe["vocab"].items():
+        tokens[index] = token
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * vocabulary)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def add_tensor(writer: gguf.GGUFWriter, key: str, tensor: torch.Tensor) -> None:
+    parts = key.split(".")
+    name = TOP.get(key) or f"blk.{parts[2]}.{LAYER['.'.join(parts[3:-1])]}.weight"
+    if tensor.ndim == 1:
+        writer.add_tensor(name, tensor.float().numpy())
+    else:
+        raw = tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+if __name__ == "__main__":
+    main()

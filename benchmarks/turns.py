@@ -1,0 +1,172 @@
+"""Engines measured in turn on a machine that others may use too: medians, spread, ratios, and on what machine."""
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+OWN = "kvrelay"
+FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
+"""Of the CPU: those that engines choose their kernels by."""
+
+Runs = dict[str, dict[str, list[float]]]
+"""By cell, then by engine: the figure of each repeat."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One that is measured."""
+
+    command: Sequence[str]
+    """Prints one JSON object per line, each with `cell` and the measured figure."""
+    python: Path
+    """Of its environment."""
+    distributions: Sequence[str]
+    """Whose versions belong to the figures."""
+
+
+def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Sequence[str], timeout: float) -> Runs:
+    """Runs every engine once, then every engine again, and so on.
+
+    Args:
+        figure: the key of the measured figure in an engine's lines.
+        under: a command that each engine is run under, e.g. `nice`, `-n`, `-5`.
+        timeout: of one engine's run, in seconds.
+
+    Raises:
+        RuntimeError: an engine failed or took too long.
+    """
+    runs: Runs = {}
+    for repeat in range(repeats):
+        for name, engine in engines.items():
+            print(f"{name}, {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+            output = run([*under, *engine.command], timeout)
+            for line in output.splitlines():
+                if line.startswith("{") and "cell" in (fields := json.loads(line)):
+                    runs.setdefault(fields["cell"], {}).setdefault(name, []).append(fields[figure])
+                    print(f"  {fields['cell']}: {fields[figure]}", file=sys.stderr, flush=True)
+    return runs
+
+
+def run(command: Sequence[str], timeout: float) -> str:
+    """What a command prints. Its whole process group ends with it: engines start processes of their own.
+
+    Raises:
+        RuntimeError: it failed or took too long; the text has the end of what it said.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{shlex.join(command)} took more than {timeout} s") from None
+        finally:
+            _end(process)
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"{shlex.join(command)} failed ({process.returncode}): {errors.read()[-2000:]}")
+    return output
+
+
+def end_on_signal() -> None:
+    """Makes SIGTERM an exit that ends what was started, as Ctrl-C is."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process group, if it still runs: it is asked first, because it may have started others in their own."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def summary(runs: Runs, larger_is_better: bool) -> dict[str, Any]:
+    """By cell: each engine's median and spread, and kvrelay's median over that of each other engine and of the best."""
+    cells: dict[str, Any] = {}
+    for cell, engines in runs.items():
+        medians = {name: statistics.median(values) for name, values in engines.items()}
+        peers = {name: value for name, value in medians.items() if name != OWN}
+        row: dict[str, Any] = {
+            "engines": {
+                name: {"median": medians[name], "min": min(values), "max": max(values), "runs": values}
+                for name, values in engines.items()
+            }
+        }
+        if OWN in medians and peers:
+            row["best_peer"] = (max if larger_is_better else min)(peers, key=peers.__getitem__)
+            row["ratios"] = {name: round(medians[OWN] / value, 3) for name, value in peers.items()}
+        cells[cell] = row
+    return cells
+
+
+def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """When, on what machine, and with which versions."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "versions": {name: versions(engine) for name, engine in engines.items()},
+    }
+
+
+def machine() -> dict[str, Any]:
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    return {
+        "cpu": fields.get("model name", "unknown"),
+        "family, model, stepping": [fields.get(key, "?") for key in ("cpu family", "model", "stepping")],
+        "flags": [flag for flag in FLAGS if flag in flags],
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(engine: Engine) -> dict[str, str]:
+    script = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
+    command = [str(engine.python), "-c", script, *engine.distributions]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    return dict(zip(engine.distributions, found, strict=True))
+
+
+def markdown(cells: Mapping[str, Any], unit: str, digits: int) -> str:
+    """A table with a row per cell: medians with their range, then the ratio to the best other engine."""
+    names = list(dict.fromkeys(name for row in cells.values() for name in row["engines"]))
+    lines = [
+        f"| {unit} | " + " | ".join(names) + " | against the best other |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for cell, row in cells.items():
+        columns = []
+        for name in names:
+            found = row["engines"].get(name)
+            columns.append(
+                "-" if found is None else "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(d=digits, **found)
+            )
+        best = row.get("best_peer")
+        columns.append("-" if best is None else f"{row['ratios'][best]:.2f}x {best}")
+        lines.append(f"| {cell} | " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
