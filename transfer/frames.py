@@ -286,21 +286,23 @@ class SendJob(FrameJob):
             self._close(Outcome.LOST)
             return None
 
+        # A frame may be begun before the one ahead of it is waited for, so what is announced here is in its place here.
+        times = 1
+        if fault is not None:
+            times = 2
+            self._announce(push)
+        if stream is None:
+            return Several([link.send(data) for _ in range(times)])
+
         # Bytes of a stream move while they are waited for, after those of the frames before this one.
         def send(deadline: float) -> None:
-            if stream is None or runs is None:
-                link.send(data).wait(deadline - time.monotonic())
-            else:
-                self._stream(stream, runs, deadline)
+            for _ in range(times):
+                if runs is None:
+                    stream.write([memoryview(data.numpy().data)], deadline)
+                else:
+                    self._stream(stream, runs, deadline)
 
-        def send_twice(deadline: float) -> None:
-            send(deadline)
-            self._announce(push)
-            send(deadline)
-
-        if fault is not None:
-            return Streamed(send_twice)
-        return link.send(data) if stream is None else Streamed(send)
+        return Streamed(send)
 
     def done(self, buffer: Tensor) -> None:
         if self.on_sent is not None:
@@ -451,6 +453,18 @@ def _receive_all(link: Link, into: Tensor) -> Pending:
     if stream is None:
         return link.recv(into)
     return Streamed(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
+
+
+class Several:
+    """Operations of a link, waited for as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for part in self._parts:
+            part.wait(deadline - time.monotonic())
 
 
 class Streamed:

@@ -1,10 +1,11 @@
 """The judge of histories accepts a right one, and rejects each kind of wrong one."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from support.history import MAX_RETRIES, History, Pool, violations
+from support.history import CANCEL_SECONDS, MAX_RETRIES, History, Pool, violations
 
 WHOLE = Pool("decode-0", total=8, free=5, cached=3, held=0, requests=0)
 
@@ -23,6 +24,7 @@ def right() -> History:
     history.retry("a")
     history.token("a", 1, 4)
     history.cancel("b")
+    history.retry("b", "failed while the cancel was under way")
     history.token("a", 2, 5)
     history.finish("a", 3, retries=1)
     history.quiet([WHOLE])
@@ -51,6 +53,10 @@ WRONG: dict[str, tuple[Callable[[History], None], str]] = {
     "no end": (lambda h: None, "ended 0 times"),
     "two ends": (lambda h: (h.cancel("a"), h.error("a", "late"))[0], "ended 2 times: ['cancel', 'error']"),
     "a token after the end": (lambda h: (h.cancel("a"), h.token("a", 1, 4))[0], "token after its end"),
+    "a retry long after a cancel": (
+        lambda h: (h.cancel("a"), h.retry("a", at=time.monotonic() + 2 * CANCEL_SECONDS))[0],
+        "retry after its end",
+    ),
     "an early end": (lambda h: h.finish("a", 1, 0), "finished with 1 tokens, says 1; asked were 3"),
     "another count": (
         lambda h: ([h.token("a", at, 3 + at) for at in (1, 2)], h.finish("a", 2, 0))[1],

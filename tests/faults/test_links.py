@@ -143,7 +143,7 @@ def test_a_frame_too_large_for_half_a_megabyte_a_second_is_given_up(tmp_path: Pa
         for decode in it.decodes:
             it.link("prefill-0", decode).set(forward=Weather(rate=5e5))
         before = moved(it)
-        request = it.begin("large", tokens, 2)
+        request = it.begin("large", tokens, 4)
         until(lambda: moved(it) != before, "it is under way")
         started = time.monotonic()
         (slow,) = [decode for decode, now in moved(it).items() if now > before[decode]]

@@ -23,6 +23,8 @@ MAX_RETRIES = 3
 RETRY_SHARE, RETRIES_AT_LEAST = 0.2, 3
 """The router's budget: so many retries to one request of the last ten seconds, or so many in any case."""
 WINDOW_SECONDS = 10.0
+CANCEL_SECONDS = 0.5
+"""How long a router may not know yet that a client has gone away; until then an attempt that fails is a retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str
     ends = [position for position, kind in enumerate(kinds) if kind in ENDS]
     if len(ends) != 1:
         found.append(f"ended {len(ends)} times: {[kinds[position] for position in ends]}")
-    found += [f"{kind} after its end" for kind in kinds[ends[0] + 1 if ends else len(kinds) :]]
+    for end in ends[:1]:
+        found += [f"{event.kind} after its end" for event in events[end + 1 :] if not _unaware(events[end], event)]
     asked = events[0]
     tokens = [event for event in events if event.kind == "token"]
     indices = [event.index for event in tokens]
@@ -158,6 +161,11 @@ def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str
         if event.kind == "error" and not may_fail:
             found.append(f"failed: {event.text}")
     return found
+
+
+def _unaware(end: Event, later: Event) -> bool:
+    """Whether the router may well have tried again because the word of the cancel was still under way."""
+    return end.kind == "cancel" and later.kind == "retry" and later.at - end.at < CANCEL_SECONDS
 
 
 def _over_budget(events: Sequence[Event]) -> list[str]:

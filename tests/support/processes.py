@@ -115,7 +115,7 @@ class ProcessCluster:
         return process
 
     def replace(self, name: str) -> None:
-        """Starts a new incarnation of a worker that has ended, and waits until it is ready and the router reaches it."""
+        """Starts a new incarnation of a worker that has ended; waits until it is ready and the router reaches it."""
         old = self.processes[name]
         old.popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self.started[name]).address()
