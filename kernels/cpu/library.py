@@ -37,7 +37,9 @@ BUILD_SECONDS = 120.0
 def library() -> ctypes.CDLL | None:
     """The kernels, built if they aren't yet; None, with a warning that says why, where they can't be had."""
     try:
-        return ctypes.CDLL(str(build()))
+        kernels = ctypes.CDLL(str(build()))
+        kernels.kvrelay_use_tiles(1)
+        return kernels
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels, torch's are used, which are slower: %s", error)
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvrelay.kernels.cpu.library import library
 from support.triton_compile import Compiler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,3 +30,18 @@ def gpu() -> torch.device:
 def compiler() -> Iterator[Compiler]:
     with Compiler() as compiler:
         yield compiler
+
+
+@pytest.fixture(scope="module", params=["vectors", "tiles"])
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the native CPU kernels multiply bfloat16 with; both where the CPU has both."""
+    kernels = library()
+    wanted = request.param == "tiles"
+    used = kernels is not None and bool(kernels.kvrelay_use_tiles(int(wanted)))
+    try:
+        if used != wanted:
+            pytest.skip("this CPU, or its kernel, has no AMX")
+        yield
+    finally:
+        if kernels is not None:
+            kernels.kvrelay_use_tiles(1)

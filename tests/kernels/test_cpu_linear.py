@@ -26,7 +26,10 @@ from kvrelay.kernels.cpu.packed import (
 )
 from kvrelay.kernels.cpu.program import Program, Team
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no native kernels here"),
+    pytest.mark.usefixtures("products"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6

@@ -12,7 +12,9 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "attention_tiles.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace {
 
@@ -22,6 +24,7 @@ constexpr int64_t FEW_QUERIES = 8;
 // Costs of items, in about the same unit: keys times what one takes.
 constexpr double DECODE_KEY = 35.0;     // for each HEADS query heads
 constexpr double PREFILL_KEY = 220.0;   // for each panel
+constexpr double TILED_KEY = 50.0;      // the same by AMX
 
 // Memory of a thread, kept and grown.
 float* scratch(int64_t count) {
@@ -79,8 +82,9 @@ void write_all(const AttentionArgs& args, int thread, int threads) {
     for (int64_t i = share.begin; i < share.end; i++) write<T>(args, i / heads, i % heads);
 }
 
-template <typename T>
+template <typename T, typename P>
 void attend_all(const AttentionArgs& args, int thread, int threads) {
+    [[maybe_unused]] typename P::Registers registers;
     const AttentionShape& shape = args.step->shape;
     Worklist& list = args.step->worklists[args.worklist];
     float* room = scratch(std::max(Tile(shape, tile_tokens(shape), nullptr).size, decode_scratch(shape)));
@@ -90,7 +94,7 @@ void attend_all(const AttentionArgs& args, int thread, int threads) {
             if (items[i].decode) {
                 decode<T>(args, list, items[i], i + 1 < items.size() ? &items[i + 1] : nullptr, room);
             } else {
-                prefill<T>(args, list, items[i], room);
+                prefill<T, P>(args, list, items[i], room);
             }
         }
     }
@@ -103,6 +107,7 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
     int64_t next_part = 0;
     std::vector<std::pair<double, Item>> made;
     const int64_t group = shape.group();
+    const double key_cost = shape.kv_bf16 && tiles::used ? TILED_KEY : PREFILL_KEY;
     auto first_seen = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
 
     // Fewer, larger items read memory in longer runs; they must still be enough to go round.
@@ -136,7 +141,7 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
             const int64_t queries = std::min(tile_tokens(shape), row.tokens - query);
             const int64_t first = first_seen(row.start + query), last = row.start + query + queries;
             for (int32_t head = 0; head < shape.kv_heads; head++) {
-                const double cost = PREFILL_KEY * (last - first) * ((queries * group + PANEL - 1) / PANEL);
+                const double cost = key_cost * (last - first) * ((queries * group + PANEL - 1) / PANEL);
                 made.push_back({cost, {r, head, 1, query, queries, first, last, -1, 0, false}});
             }
         }
@@ -205,5 +210,13 @@ void kvrelay_rope_kv_write(const void* args, int thread, int threads) {
 
 void kvrelay_attention(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    a.step->shape.kv_bf16 ? attend_all<bf16>(a, thread, threads) : attend_all<float>(a, thread, threads);
+    if (!a.step->shape.kv_bf16) {
+        attend_all<float, VectorProducts>(a, thread, threads);
+#ifdef KVRELAY_TILES
+    } else if (tiles::used) {
+        attend_all<bf16, TileProducts>(a, thread, threads);
+#endif
+    } else {
+        attend_all<bf16, VectorProducts>(a, thread, threads);
+    }
 }

@@ -26,12 +26,12 @@ inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 struct Tile {
     int64_t rows;     // D, rounded up to whole vectors
     int64_t panels;
-    float* query;     // [panels, rows, PANEL], scaled
-    float* sums;      // the same shape
+    float* query;     // [panels, rows, PANEL], scaled; or as P has it
+    float* sums;      // [panels, rows, PANEL]
     float* largest;   // [panels, PANEL]
     float* weights;   // [panels, PANEL]
-    float* keys;      // [BLOCK, rows]
-    float* values;    // [BLOCK, rows]
+    float* keys;      // [BLOCK, rows], or as P has it
+    float* values;    // [BLOCK, rows], or as P has it
     float* scores;    // [BLOCK, PANEL]
     int32_t* first;   // [panels, PANEL] positions of the first and the last key that each column sees
     int32_t* last;
@@ -137,19 +137,13 @@ inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count
     for (int n = 0; n < N; n++) store(weights + n * W, total[n]);
 }
 
-// One panel of N vectors against `count` keys from position `begin` on, which are in tile.keys and tile.values.
-template <int N>
+// One panel of N vectors against `count` keys from position `begin` on, which P has taken.
+template <typename P, int N>
 inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, int64_t count, bool all) {
-    const float* query = tile.query + panel * tile.rows * PANEL;
-    float* sums = tile.sums + panel * tile.rows * PANEL;
-    for (int64_t k = 0; k < count; k += ROWS) {
-        multiply<N>(tile.keys + k * tile.rows, tile.rows, 1, query, dim, tile.scores + k * PANEL, nullptr);
-    }
+    P::template score<N>(tile, panel, dim, count);
     vf scale[N];
     soften<N>(tile, panel, begin, count, all, scale);
-    for (int64_t d = 0; d < dim; d += ROWS) {
-        multiply<N>(tile.values + d, 1, tile.rows, tile.scores, count, sums + d * PANEL, scale);
-    }
+    P::template add<N>(tile, panel, dim, count, scale);
 }
 
 // Copies keys or values to to [count, rows], with zeros beyond `dim`.
@@ -162,6 +156,46 @@ inline void copy(const T* from, int64_t stride, int64_t count, int64_t dim, floa
     }
 }
 
+struct VectorProducts {
+    struct Registers {};
+
+    // Takes over the `count` keys of these segments and their values.
+    template <typename T>
+    static void take(
+        const Tile& tile, const Segment<T>* segments, int64_t found, int64_t stride, int64_t count, int64_t dim
+    ) {
+        int64_t at = 0;
+        for (int64_t i = 0; i < found; at += segments[i++].count) {
+            const Segment<T>& segment = segments[i];
+            copy(segment.keys, stride, segment.count, dim, tile.keys + at * tile.rows, tile.rows);
+            copy(segment.values, stride, segment.count, dim, tile.values + at * tile.rows, tile.rows);
+        }
+        std::fill(tile.keys + count * tile.rows, tile.keys + round_up(count, ROWS) * tile.rows, 0.0f);
+    }
+
+    // Dimensions d to d + W of queries c to c + W.
+    static void put_query(const Tile& tile, int64_t c, int64_t d, const vf* x) {
+        float* to = tile.query + c / PANEL * tile.rows * PANEL + c % PANEL;
+        for (int i = 0; i < W; i++) store(to + (d + i) * PANEL, x[i]);
+    }
+
+    template <int N>
+    static void score(const Tile& tile, int64_t panel, int64_t dim, int64_t count) {
+        const float* query = tile.query + panel * tile.rows * PANEL;
+        for (int64_t k = 0; k < count; k += ROWS) {
+            multiply<N>(tile.keys + k * tile.rows, tile.rows, 1, query, dim, tile.scores + k * PANEL, nullptr);
+        }
+    }
+
+    template <int N>
+    static void add(const Tile& tile, int64_t panel, int64_t dim, int64_t count, const vf* scale) {
+        float* sums = tile.sums + panel * tile.rows * PANEL;
+        for (int64_t d = 0; d < dim; d += ROWS) {
+            multiply<N>(tile.values + d, 1, tile.rows, tile.scores, count, sums + d * PANEL, scale);
+        }
+    }
+};
+
 // Where column c of a tile is in queries or out: token c / G of the tile, head c % G of the group.
 struct Columns {
     float* first;
@@ -171,9 +205,9 @@ struct Columns {
 };
 
 // Fills tile.query from `count` columns.
+template <typename P>
 inline void take_queries(const Tile& tile, Columns from, int64_t count, float scale) {
     for (int64_t c = 0; c < tile.panels * PANEL; c += W) {
-        float* to = tile.query + c / PANEL * tile.rows * PANEL + c % PANEL;
         for (int64_t d = 0; d < tile.rows; d += W) {
             vf x[W] = {};
             for (int i = 0; i < W && c + i < count; i++) {
@@ -181,7 +215,7 @@ inline void take_queries(const Tile& tile, Columns from, int64_t count, float sc
                 x[i] = (d + W <= from.dim ? load(query) : load(query, from.dim - d)) * scale;
             }
             transpose(x);
-            for (int i = 0; i < W; i++) store(to + (d + i) * PANEL, x[i]);
+            P::put_query(tile, c, d, x);
         }
     }
 }
@@ -207,7 +241,7 @@ inline void put_sums(const Tile& tile, Columns to, int64_t count) {
     }
 }
 
-template <typename T>
+template <typename T, typename P>
 inline void prefill(const AttentionArgs& args, const Worklist& list, const Item& item, float* scratch) {
     const AttentionShape& shape = args.step->shape;
     const Row& row = args.step->rows[item.row];
@@ -215,7 +249,7 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
     const int64_t token = row.token + item.query, offset = item.head * group * dim;
     const Tile tile(shape, item.queries, scratch);
     const Columns queries{args.qkv + token * args.qkv_stride + offset, args.qkv_stride, group, dim};
-    take_queries(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
+    take_queries<P>(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
     std::fill_n(tile.sums, tile.panels * tile.rows * PANEL, 0.0f);
     std::fill_n(tile.largest, tile.panels * PANEL, UNSEEN);
     std::fill_n(tile.weights, tile.panels * PANEL, 0.0f);
@@ -232,13 +266,7 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
         const int64_t count = std::min(BLOCK, item.key_last - begin), end = begin + count;
         const int64_t found =
             find(shape, static_cast<const T*>(args.pool), row.blocks, item.head, begin, end, segments);
-        int64_t at = 0;
-        for (int64_t i = 0; i < found; at += segments[i++].count) {
-            const Segment<T>& segment = segments[i];
-            copy(segment.keys, shape.token_stride(), segment.count, dim, tile.keys + at * tile.rows, tile.rows);
-            copy(segment.values, shape.token_stride(), segment.count, dim, tile.values + at * tile.rows, tile.rows);
-        }
-        std::fill(tile.keys + count * tile.rows, tile.keys + round_up(count, ROWS) * tile.rows, 0.0f);
+        P::take(tile, segments, found, shape.token_stride(), count, dim);
         for (int64_t panel = 0; panel < tile.panels; panel++) {
             const int64_t head = panel * PANEL, tail = head + PANEL - 1;
             if (begin > tile.last[tail] || end <= tile.first[head]) continue;
@@ -246,11 +274,11 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
             const bool all = begin + seen - 1 <= tile.last[head] && begin >= tile.first[tail];
             const int64_t vectors = round_up(std::min(PANEL, columns - head), W) / W;
             if (vectors == VECTORS) {
-                attend<VECTORS>(tile, panel, dim, begin, seen, all);
+                attend<P, VECTORS>(tile, panel, dim, begin, seen, all);
             } else if (vectors == 2) {
-                attend<2>(tile, panel, dim, begin, seen, all);
+                attend<P, 2>(tile, panel, dim, begin, seen, all);
             } else {
-                attend<1>(tile, panel, dim, begin, seen, all);
+                attend<P, 1>(tile, panel, dim, begin, seen, all);
             }
         }
     }

@@ -1,25 +1,25 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
 #include "simd.h"
 #include "team.h"
+#include "tiles.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-// A tile is up to TALLEST rows by two blocks; its sums stay in registers. Of 32 these are 24, beside two weights and an
-// input.
-constexpr int TALLEST = W == 16 ? 12 : 6;
-
 // Rows that are taken through all of a thread's blocks before the next ones: they stay in the second-level cache.
-int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(TALLEST, (1 << 17) / inputs / TALLEST * TALLEST); }
+int64_t rows_at_once(int64_t inputs, int64_t tallest) {
+    return std::max(tallest, (1 << 17) / inputs / tallest * tallest);
+}
 
-// Rows lie so far apart that they don't fall into the same sets of the cache.
+// Rows lie so far apart that they don't fall into the same sets of the cache; there is room for whole tiles of inputs.
 int64_t padded(int64_t inputs) { return (inputs + 15) / 16 * 16 + 16; }
 
 // What a weight is multiplied with: bfloat16 where the CPU has the dot product, else float32.
@@ -91,51 +91,141 @@ inline void write(float* out, vf y, int64_t count, bool add) {
     for (int64_t i = 0; i < count; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-// M rows from `row` on, prepared at `a`, by blocks `b0` and `b1`. Each row's products are added in the same order whatever
-// M is, so that what a row yields doesn't depend, to the last bit, on the rows beside it.
-template <class T, int M>
-void tile(const LinearArgs& args, const typename Input<T>::type* a, int64_t stride, int64_t row, int64_t b0, int64_t b1) {
-    const int64_t pairs = (args.inputs + 1) / 2;
-    const T* w0 = static_cast<const T*>(args.weight) + b0 * pairs * 2 * W;
-    const T* w1 = static_cast<const T*>(args.weight) + b1 * pairs * 2 * W;
-    vf sums[M][2];
-    for (auto& sum : sums) sum[0] = sum[1] = vf{};
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        // Ahead by some microseconds of reading, and across pages, where the CPU's own prefetcher stops.
-        constexpr int AHEAD = 2048 / sizeof(T), LINE = 64 / sizeof(T);
-        for (int line = 0; line < 2 * W; line += LINE) {
-            __builtin_prefetch(w0 + AHEAD + line);
-            __builtin_prefetch(w1 + AHEAD + line);
-        }
-        multiply<M>(sums, a, stride, w0, w1);
-        a += 2;
-        w0 += 2 * W;
-        w1 += 2 * W;
+// Puts a row's products with blocks `b0` and `b1` where they belong.
+inline void finish(const LinearArgs& args, int64_t row, int64_t b0, int64_t b1, vf y0, vf y1) {
+    if (args.bias != nullptr) {
+        y0 += load(args.bias + b0 * W);
+        y1 += load(args.bias + b1 * W);
     }
-    for (int m = 0; m < M; m++) {
-        vf y0 = sums[m][0], y1 = sums[m][1];
-        if (args.bias != nullptr) {
-            y0 += load(args.bias + b0 * W);
-            y1 += load(args.bias + b1 * W);
-        }
-        float* out = args.out + (row + m) * args.out_stride;
-        if (args.epilogue == SILU_MUL) {
-            store(out + b0 * W, silu(y0) * y1);
-        } else {
-            const bool add = args.epilogue == ADD;
-            write(out + b0 * W, y0, args.outputs - b0 * W, add);
-            if (b1 != b0) write(out + b1 * W, y1, args.outputs - b1 * W, add);
-        }
+    float* out = args.out + row * args.out_stride;
+    if (args.epilogue == SILU_MUL) {
+        store(out + b0 * W, silu(y0) * y1);
+        return;
     }
+    const bool add = args.epilogue == ADD;
+    write(out + b0 * W, y0, args.outputs - b0 * W, add);
+    if (b1 != b0) write(out + b1 * W, y1, args.outputs - b1 * W, add);
 }
 
+// Products by vectors of T: up to TALLEST rows by two blocks, whose sums stay in registers. Of 32 these are 24, beside two
+// weights and an input.
 template <class T>
-using Tile = void (*)(const LinearArgs&, const typename Input<T>::type*, int64_t, int64_t, int64_t, int64_t);
+struct Vectors {
+    using A = typename Input<T>::type;
+    static constexpr int TALLEST = W == 16 ? 12 : 6;
 
-template <class T, int... M>
-constexpr void fill(Tile<T>* table, std::integer_sequence<int, M...>) {
-    ((table[M] = tile<T, M + 1>), ...);
-}
+    // `rows` of them from `row` on, prepared at `a`, by blocks `b0` and `b1`.
+    static void multiply(
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool
+    ) {
+        static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
+            return std::array{tile<M + 1>...};
+        }(std::make_integer_sequence<int, TALLEST>());
+        tiles[rows - 1](args, a, stride, row, b0, b1);
+    }
+
+    // A part of `count` rows, one of the least number that has to be.
+    static Share part(int64_t count, int64_t index) { return Share(count, index, (count + TALLEST - 1) / TALLEST); }
+
+private:
+    // Each row's products are added in the same order whatever M is, so that what a row yields doesn't depend, to the
+    // last bit, on the rows beside it.
+    template <int M>
+    static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t b0, int64_t b1) {
+        const int64_t pairs = (args.inputs + 1) / 2, block = packed_pairs(args.inputs, args.type) * 2 * W;
+        const T* w0 = static_cast<const T*>(args.weight) + b0 * block;
+        const T* w1 = static_cast<const T*>(args.weight) + b1 * block;
+        vf sums[M][2];
+        for (auto& sum : sums) sum[0] = sum[1] = vf{};
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            // Ahead by some microseconds of reading, and across pages, where the CPU's own prefetcher stops.
+            constexpr int AHEAD = 2048 / sizeof(T), LINE = 64 / sizeof(T);
+            for (int line = 0; line < 2 * W; line += LINE) {
+                __builtin_prefetch(w0 + AHEAD + line);
+                __builtin_prefetch(w1 + AHEAD + line);
+            }
+            ::multiply<M>(sums, a, stride, w0, w1);
+            a += 2;
+            w0 += 2 * W;
+            w1 += 2 * W;
+        }
+        for (int m = 0; m < M; m++) finish(args, row + m, b0, b1, sums[m][0], sums[m][1]);
+    }
+};
+
+#ifdef KVRELAY_TILES
+// Products by AMX: four tiles of sums at a time, of two tiles of rows and two blocks, so that what is loaded is used twice.
+// Fewer rows take the same instructions, with tiles that are partly idle: a decode step waits for the weights anyway, and
+// what a row yields doesn't depend, to the last bit, on the rows beside it.
+struct Tiles {
+    using A = bf16;
+    static constexpr int TALLEST = 2 * tiles::ROWS;
+
+    tiles::Registers registers;
+
+    // `fetch`: the weights aren't in a cache yet.
+    static void multiply(
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool fetch
+    ) {
+        if (rows > tiles::ROWS) {
+            tile<2>(args, a, stride, row, rows, b0, b1, fetch);
+        } else {
+            tile<1>(args, a, stride, row, rows, b0, b1, fetch);
+        }
+    }
+
+    static Share part(int64_t count, int64_t index) {
+        Share all(count, 0, 1);
+        all.begin = index * TALLEST;
+        all.end = std::min(count, all.begin + TALLEST);
+        return all;
+    }
+
+private:
+    template <int M>
+    static void tile(
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool fetch
+    ) {
+        constexpr int TILE = tiles::ROWS * tiles::INPUTS;
+        const int64_t steps = packed_pairs(args.inputs, BFLOAT16) / tiles::PAIRS;
+        const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * steps * TILE;
+        const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * steps * TILE;
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (M == 2) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t step = 0; step < steps; step++, a += tiles::INPUTS, w0 += TILE, w1 += TILE) {
+            if (fetch) {
+                constexpr int AHEAD = 2 * TILE, LINE = 32;
+                for (int line = 0; line < TILE; line += LINE) {
+                    __builtin_prefetch(w0 + AHEAD + line);
+                    __builtin_prefetch(w1 + AHEAD + line);
+                }
+            }
+            _tile_loadd(6, w0, 64);
+            _tile_loadd(7, w1, 64);
+            _tile_loadd(4, a, 2 * stride);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (M == 2) {
+                _tile_loadd(5, a + tiles::ROWS * stride, 2 * stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        alignas(64) float sums[M * tiles::ROWS][2][W];
+        _tile_stored(0, sums[0][0], sizeof sums[0]);
+        _tile_stored(1, sums[0][1], sizeof sums[0]);
+        if constexpr (M == 2) {
+            _tile_stored(2, sums[tiles::ROWS][0], sizeof sums[0]);
+            _tile_stored(3, sums[tiles::ROWS][1], sizeof sums[0]);
+        }
+        for (int64_t m = 0; m < rows; m++) finish(args, row + m, b0, b1, load(sums[m][0]), load(sums[m][1]));
+    }
+};
+#endif
 
 // Row `from`, normed if that is asked for, as the tiles read it.
 template <class A>
@@ -157,7 +247,8 @@ void prepare(const LinearArgs& args, const float* from, A* to) {
         for (int64_t i = 0; i < whole; i += W) store(to + i, load(from + i));
         for (int64_t i = whole; i < inputs; i++) put(to + i, from[i]);
     }
-    if (inputs % 2) put(to + inputs, 0.0f);
+    // What lies behind is multiplied with zeros, and so mustn't be NaN.
+    for (int64_t i = inputs; i < (inputs + 31) / 32 * 32; i++) put(to + i, 0.0f);
 }
 
 // Threads as a grid of row groups by column groups, so that the fullest share is as small as it gets. At equal shares
@@ -177,19 +268,18 @@ int row_groups(int64_t tiles, int64_t blocks, int threads) {
     return best;
 }
 
-template <class T>
+template <class P>
 void run(const LinearArgs& args, int thread, int threads) {
-    using A = typename Input<T>::type;
-    Tile<T> tiles[TALLEST];
-    fill<T>(tiles, std::make_integer_sequence<int, TALLEST>());
+    using A = typename P::A;
+    [[maybe_unused]] P products;
     const int64_t rows = *args.rows;
     const bool gated = args.epilogue == SILU_MUL;
     // Pairs of blocks: two neighbours, or a gate and its up.
     const int64_t blocks = (args.outputs + W - 1) / W, pairs = gated ? blocks / 2 : (blocks + 1) / 2;
-    const int groups = row_groups((rows + TALLEST - 1) / TALLEST, pairs, threads);
+    const int groups = row_groups((rows + P::TALLEST - 1) / P::TALLEST, pairs, threads);
     const Share share(rows, thread % groups, groups), columns(pairs, thread / groups, threads / groups);
     const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
-    const int64_t most = rows_at_once(args.inputs), prepared_stride = padded(args.inputs);
+    const int64_t most = rows_at_once(args.inputs, P::TALLEST), prepared_stride = padded(args.inputs);
     A* prepared = reinterpret_cast<A*>(args.scratch + thread * kvrelay_linear_scratch(args.inputs));
     for (int64_t first = share.begin; first < share.end; first += most) {
         const int64_t count = std::min(most, share.end - first);
@@ -203,12 +293,13 @@ void run(const LinearArgs& args, int thread, int threads) {
                 prepare(args, args.in + (first + i) * args.in_stride, prepared + i * stride);
             }
         }
-        const int64_t tall = (count + TALLEST - 1) / TALLEST;
+        const int64_t parts = (count + P::TALLEST - 1) / P::TALLEST;
         for (int64_t pair = columns.begin; pair < columns.end; pair++) {
             int64_t b0 = gated ? pair : 2 * pair, b1 = gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1);
-            for (int64_t t = 0; t < tall; t++) {
-                Share part(count, t, tall);
-                tiles[part.end - part.begin - 1](args, in + part.begin * stride, stride, first + part.begin, b0, b1);
+            for (int64_t index = 0; index < parts; index++) {
+                const Share part = P::part(count, index);
+                const int64_t height = part.end - part.begin;
+                P::multiply(args, in + part.begin * stride, stride, first + part.begin, height, b0, b1, index == 0);
             }
         }
     }
@@ -216,7 +307,7 @@ void run(const LinearArgs& args, int thread, int threads) {
 
 template <class T>
 void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
-    const int64_t blocks = (outputs + W - 1) / W, pairs = (inputs + 1) / 2;
+    const int64_t blocks = (outputs + W - 1) / W, pairs = packed_pairs(inputs, sizeof(T) == 2 ? BFLOAT16 : FLOAT32);
     for (int64_t block = 0; block < blocks; block++) {
         for (int64_t n = 0; n < W; n++) {
             const int64_t output = block * W + n;
@@ -232,7 +323,7 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
 }  // namespace
 
 int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type) {
-    return (outputs + W - 1) / W * W * ((inputs + 1) / 2 * 2) * (type == BFLOAT16 ? 2 : 4);
+    return (outputs + W - 1) / W * W * packed_pairs(inputs, type) * 2 * (type == BFLOAT16 ? 2 : 4);
 }
 
 void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed) {
@@ -243,13 +334,23 @@ void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t t
     }
 }
 
-int64_t kvrelay_linear_scratch(int64_t inputs) { return rows_at_once(inputs) * padded(inputs); }
+int64_t kvrelay_linear_scratch(int64_t inputs) {
+    int64_t floats = rows_at_once(inputs, Vectors<float>::TALLEST) * padded(inputs);
+#ifdef KVRELAY_TILES
+    floats = std::max(floats, rows_at_once(inputs, Tiles::TALLEST) * padded(inputs) / 2);
+#endif
+    return floats;
+}
 
 void kvrelay_linear(const void* raw, int thread, int threads) {
     const LinearArgs& args = *static_cast<const LinearArgs*>(raw);
-    if (args.type == BFLOAT16) {
-        run<bf16>(args, thread, threads);
+    if (args.type == FLOAT32) {
+        run<Vectors<float>>(args, thread, threads);
+#ifdef KVRELAY_TILES
+    } else if (tiles::used) {
+        run<Tiles>(args, thread, threads);
+#endif
     } else {
-        run<float>(args, thread, threads);
+        run<Vectors<bf16>>(args, thread, threads);
     }
 }

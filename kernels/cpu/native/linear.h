@@ -6,10 +6,13 @@
 //     [block][pair of inputs][input in pair][output in block]        float32
 //
 // so that one load brings W outputs for two inputs: what AVX512_BF16's dot product takes, and what a shift and a mask
-// turn into two vectors of float32 where there is none. Outputs are padded to whole blocks, inputs to whole pairs.
+// turn into two vectors of float32 where there is none; and 16 pairs of 16 outputs are a tile of AMX as it lies.
+// Outputs are padded to whole blocks, inputs to whole tiles (bfloat16) or pairs.
 #pragma once
 
 #include <cstdint>
+
+#include "tiles.h"
 
 enum WeightType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -35,6 +38,12 @@ struct LinearArgs {
     WeightType type;
     Epilogue epilogue;
 };
+
+// Pairs of inputs of a block, with those that it is padded with.
+inline int64_t packed_pairs(int64_t inputs, int32_t type) {
+    const int64_t pairs = (inputs + 1) / 2;
+    return type == BFLOAT16 ? (pairs + tiles::PAIRS - 1) / tiles::PAIRS * tiles::PAIRS : pairs;
+}
 
 extern "C" {
 // Bytes of a packed weight [outputs, inputs].

@@ -14,7 +14,7 @@ void look_up(const EmbedArgs& args, int64_t token, float* out) {
         for (int64_t k = 0; k < args.width; k++) out[k] = number(row[k]);
         return;
     }
-    const int64_t pairs = (args.width + 1) / 2, n = token % W;
+    const int64_t pairs = packed_pairs(args.width, args.type), n = token % W;
     const T* block = static_cast<const T*>(args.weight) + token / W * pairs * 2 * W;
     for (int64_t k = 0; k < args.width; k++) {
         out[k] = number(block[k / 2 * 2 * W + (sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n)]);

@@ -1,0 +1,152 @@
+// The two products of prefill by AMX; keys and values are bfloat16.
+//
+// In a tile's areas, instead of float32:
+//
+//     query    [panels, rows / 2, PANEL, 2]    pairs of dimensions
+//     keys     [BLOCK, rows], whole registers of inputs in a row
+//     values   [rows, BLOCK], so turned that keys are what is added over
+//     scores   weights as [BLOCK / 2, PANEL, 2], pairs of keys, each where the first of its two rows was
+#pragma once
+
+#include <array>
+
+#include "attention_prefill.h"
+#include "tiles.h"
+
+#ifdef KVRELAY_TILES
+
+struct TileProducts {
+    using Registers = tiles::Registers;
+
+    static void take(
+        const Tile& tile, const Segment<bf16>* segments, int64_t found, int64_t stride, int64_t count, int64_t dim
+    ) {
+        const int64_t width = round_up(dim, tiles::INPUTS), whole = round_up(count, tiles::INPUTS);
+        bf16* keys = as_bf16(tile.keys);
+        const bf16* values[BLOCK];
+        int64_t at = 0;
+        for (int64_t i = 0; i < found; i++) {
+            for (int64_t k = 0; k < segments[i].count; k++, at++) {
+                memcpy(keys + at * width, segments[i].keys + k * stride, dim * sizeof(bf16));
+                std::fill_n(keys + at * width + dim, width - dim, bf16{});
+                values[at] = segments[i].values + k * stride;
+            }
+        }
+        // What is behind the last key gets a weight of 0, and mustn't be NaN.
+        std::fill_n(keys + count * width, (whole - count) * width, bf16{});
+        for (int64_t k = 0; k < whole; k += W) {
+            for (int64_t d = 0; d < dim; d += W) {
+                vf x[W] = {};
+                for (int64_t i = 0; i < W && k + i < count; i++) {
+                    x[i] = d + W <= dim ? load(values[k + i] + d) : load(values[k + i] + d, dim - d);
+                }
+                transpose(x);
+                for (int64_t i = 0; i < W; i++) store(as_bf16(tile.values) + (d + i) * BLOCK + k, x[i]);
+            }
+        }
+    }
+
+    static void put_query(const Tile& tile, int64_t c, int64_t d, const vf* x) {
+        float* to = query(tile, c / PANEL) + c % PANEL;
+        for (int i = 0; i < W; i += 2) store(to + (d + i) / 2 * PANEL, pairs(x[i], x[i + 1]));
+        // A register of inputs takes more dimensions than a vector.
+        if (d + W == tile.rows && tile.rows % tiles::INPUTS) {
+            for (int i = 0; i < W; i += 2) store(to + (d + W + i) / 2 * PANEL, vf{});
+        }
+    }
+
+    template <int N>
+    static void score(const Tile& tile, int64_t panel, int64_t dim, int64_t count) {
+        const int64_t width = round_up(dim, tiles::INPUTS);
+        const float* queries = query(tile, panel);
+        for (int64_t k = 0; k < count; k += tiles::ROWS) {
+            clear<N>();
+            for (int64_t d = 0; d < width; d += tiles::INPUTS) {
+                _tile_loadd(3, as_bf16(tile.keys) + k * width + d, width * sizeof(bf16));
+                multiply<N>(queries + d / 2 * PANEL, PANEL * sizeof(float));
+            }
+            put<N>(tile.scores + k * PANEL);
+        }
+    }
+
+    template <int N>
+    static void add(const Tile& tile, int64_t panel, int64_t dim, int64_t count, const vf* scale) {
+        const int64_t whole = round_up(count, tiles::INPUTS);
+        float* scores = tile.scores;
+        for (int64_t k = 0; k < whole; k += 2, scores += 2 * PANEL) {
+            for (int n = 0; n < N; n++) {
+                const vf first = k < count ? load(scores + n * W) : vf{};
+                const vf second = k + 1 < count ? load(scores + PANEL + n * W) : vf{};
+                store(scores + n * W, pairs(first, second));
+            }
+        }
+        float* sums = tile.sums + panel * tile.rows * PANEL;
+        for (int64_t d = 0; d < dim; d += tiles::ROWS, sums += tiles::ROWS * PANEL) {
+            for (int64_t i = 0; i < tiles::ROWS; i++) {
+                float* row = sums + i * PANEL;
+                for (int n = 0; n < N; n++) store(row + n * W, load(row + n * W) * scale[n]);
+            }
+            get<N>(sums);
+            for (int64_t k = 0; k < whole; k += tiles::INPUTS) {
+                _tile_loadd(3, as_bf16(tile.values) + d * BLOCK + k, BLOCK * sizeof(bf16));
+                multiply<N>(tile.scores + k * PANEL, 2 * PANEL * sizeof(float));
+            }
+            put<N>(sums);
+        }
+    }
+
+private:
+    static bf16* as_bf16(float* area) { return reinterpret_cast<bf16*>(area); }
+
+    // Rows of pairs take half the room, so that there is room for the last half of a register.
+    static float* query(const Tile& tile, int64_t panel) { return tile.query + panel * tile.rows * PANEL; }
+
+    // Lane i: a[i] and b[i] as bfloat16, a first.
+    static vf pairs(vf a, vf b) {
+        alignas(64) static constexpr auto order = []() {
+            std::array<int16_t, 2 * W> words{};
+            for (int i = 0; i < 2 * W; i++) words[i] = i / 2 + i % 2 * W;
+            return words;
+        }();
+        const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+        return (vf)_mm512_permutexvar_epi16(_mm512_load_si512(order.data()), halves);
+    }
+
+    // Registers 0 to N are the sums of N vectors of columns, 3 holds what is on the left, 4 to 4 + N what is on the right.
+    template <int N>
+    static void clear() {
+        _tile_zero(0);
+        if constexpr (N > 1) _tile_zero(1);
+        if constexpr (N > 2) _tile_zero(2);
+    }
+
+    template <int N>
+    static void get(const float* from) {
+        _tile_loadd(0, from, PANEL * sizeof(float));
+        if constexpr (N > 1) _tile_loadd(1, from + W, PANEL * sizeof(float));
+        if constexpr (N > 2) _tile_loadd(2, from + 2 * W, PANEL * sizeof(float));
+    }
+
+    template <int N>
+    static void put(float* to) {
+        _tile_stored(0, to, PANEL * sizeof(float));
+        if constexpr (N > 1) _tile_stored(1, to + W, PANEL * sizeof(float));
+        if constexpr (N > 2) _tile_stored(2, to + 2 * W, PANEL * sizeof(float));
+    }
+
+    template <int N>
+    static void multiply(const float* right, int64_t stride) {
+        _tile_loadd(4, right, stride);
+        _tile_dpbf16ps(0, 3, 4);
+        if constexpr (N > 1) {
+            _tile_loadd(5, right + W, stride);
+            _tile_dpbf16ps(1, 3, 5);
+        }
+        if constexpr (N > 2) {
+            _tile_loadd(6, right + 2 * W, stride);
+            _tile_dpbf16ps(2, 3, 6);
+        }
+    }
+};
+
+#endif
