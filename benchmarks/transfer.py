@@ -1,6 +1,6 @@
 """The KV hand-off: GB/s by size beside a bare Gloo send of the same bytes, and what of it prefill doesn't hide.
 
-    python benchmarks/transfer.py [--sizes 65536 ...] [--transports shm tcp ...] [--model FOLDER] [--out FILE]
+    python benchmarks/transfer.py [--sizes 65536 ...] [--transports shm tcp ...] [--pin] [--model FOLDER] [--out FILE]
 
 One JSON line a cell, the limit asked for beside it.
 
@@ -8,7 +8,8 @@ One JSON line a cell, the limit asked for beside it.
                  all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
                  Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
                  hand-off (checksums on, off) and the bare send take turns, repeat by repeat. CPU seconds are both
-                 processes', all of their threads', for each GB.
+                 processes', all of their threads', for each GB. Where nobody else pins threads, which core they run
+                 on is the kernel's whim and the figures swing with it: --pin gives each process a core.
     exposed      the public road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
                  from the end of prefill to the decode worker's acknowledged commit. Left out without --model, a
                  checkpoint in bfloat16.
@@ -123,9 +124,13 @@ def bare_group(store: str, rank: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(FileStore(store, 2), rank, 2, options)
 
 
-def receiver(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
+def receiver(
+    there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str, core: int | None
+) -> None:
     """The process of the decode side, and of the bare group's rank 1."""
     torch.set_num_threads(1)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     asyncio.run(_receive(there, store, largest, configs, device))
 
 
@@ -286,16 +291,21 @@ async def measure(
 
 
 def throughput(
-    sizes: Sequence[int], repeats: int, chunk_bytes: int, transport: str, device: str = "cpu"
+    sizes: Sequence[int], repeats: int, chunk_bytes: int, transport: str, pin: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if pin:
+        os.sched_setaffinity(0, cores[:1])
     on = TransferConfig(chunk_bytes=chunk_bytes, transport=transport)
     configs = [on, replace(on, checksum=False)]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder:
         store = str(Path(folder) / "store")
-        process = context.Process(target=receiver, args=(there, store, max(sizes), configs, device), daemon=True)
+        process = context.Process(
+            target=receiver, args=(there, store, max(sizes), configs, device, cores[-1] if pin else None), daemon=True
+        )
         process.start()
         there.close()
 
@@ -312,6 +322,7 @@ def throughput(
         finally:
             process.kill()
             process.join()
+            os.sched_setaffinity(0, cores)
 
 
 def kvrelay(*arguments: str) -> str:
@@ -367,7 +378,7 @@ def gpu_parts(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict
             except ValueError as error:
                 reason = str(error)
         if reason is None:
-            cells += throughput(sizes, repeats, chunk_bytes, transport, "cuda:0")
+            cells += throughput(sizes, repeats, chunk_bytes, transport, False, "cuda:0")
         else:
             cells.append({"part": transport, "skipped": reason})
             print(json.dumps(cells[-1]))
@@ -385,6 +396,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().chunk_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
+    parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--out", type=Path)
@@ -394,7 +406,7 @@ def main() -> None:
         parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
     cells = []
     for transport in args.transports if args.sizes else ():
-        cells += throughput(args.sizes, args.repeats, args.chunk_bytes, transport)
+        cells += throughput(args.sizes, args.repeats, args.chunk_bytes, transport, args.pin)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
     cells += gpu_parts(args.sizes or SIZES, args.repeats, args.chunk_bytes)
     if args.out is not None:
@@ -405,6 +417,7 @@ def main() -> None:
             "versions": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "xxhash")}
             | {"python": platform.python_version()},
             "chunk_bytes": args.chunk_bytes,
+            "pinned": args.pin,
             "cells": cells,
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_SUSPECT
 from support.chaos import CLEAR, Weather
-from support.faults import Scene, replace, scene, until
+from support.faults import TRANSFER, Scene, replace, scene, until
 from support.hash_worker import WORKER_LAYOUT
 from support.processes import wait_until
 
@@ -28,7 +28,7 @@ SLOW = Weather(rate=60e3)
 
 @pytest.fixture(scope="module")
 def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    transfer = {"transport": "gloo", "chunk_bytes": 64 * WORKER_LAYOUT.token_bytes}
+    transfer = {"transport": TRANSFER["transport"], "chunk_bytes": 64 * WORKER_LAYOUT.token_bytes}
     with scene(tmp_path_factory.mktemp("freezes"), chaos=True, losses=True, transfer=transfer) as it:
         yield it
 

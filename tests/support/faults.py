@@ -7,6 +7,7 @@ with scene(folder, ["prefill.after_finish,request=one,attempt=1:kill"]) as it:
 
 import json
 import math
+import os
 import random
 import signal
 import threading
@@ -36,7 +37,7 @@ PROMPT = 3 * CHUNK + 50
 OUT = 40
 ENGINE = {"block_size": WORKER_LAYOUT.block_size, "max_batch_tokens": CHUNK, "kv_memory_bytes": 4 * 2**20, "threads": 1}
 TRANSFER = {
-    "transport": "gloo",
+    "transport": os.environ.get("KVRELAY_FAULTS_OVER", "gloo"),
     "chunk_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
     "frame_timeout_seconds": 1.0,
     "lease_seconds": 2.0,
