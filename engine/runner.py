@@ -171,6 +171,11 @@ def build_runner(model_path: Path, dtype: Dtype, config: EngineConfig, progress:
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     model, attention = _load(checkpoint, model_config, pool, windows, threads, progress)
+    if isinstance(model, NativeDecoder):
+        # torch has little left to do, and its threads, which spin for a while after each bit of it, would keep the
+        # cores from the kernels' own.
+        threads = 1
+        torch.set_num_threads(threads)
     spec = ModelSpec(
         name=model_path.resolve().name,
         architecture=model_config.architecture,
