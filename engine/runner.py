@@ -71,7 +71,7 @@ class ModelRunner:
     def __init__(self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int) -> None:
         """
         Args:
-            threads: CPU threads of a step.
+            threads: of torch's, for a step.
         """
         self.spec = spec
         self.pool = pool

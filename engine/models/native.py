@@ -30,6 +30,7 @@ from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
     LINEAR,
+    Arena,
     ArgmaxArgs,
     EmbedArgs,
     Epilogue,
@@ -149,11 +150,13 @@ class NativeDecoder:
         """Makes the program anew, with buffers for steps of up to `capacity` tokens."""
         config, layers = self.config, self._layers
         heads = config.heads * config.head_dim
-        self._residual = _buffer(capacity, config.hidden_size)
-        self._qkv = _buffer(capacity, heads + 2 * config.kv_heads * config.head_dim)
-        self._heads = _buffer(capacity, heads)
-        self._inner = _buffer(capacity, config.intermediate_size)
-        self._scratch = torch.empty(max(linear.scratch_bytes for linear in self._linears()), dtype=torch.uint8)
+        # Rows of a tile are pages apart: large pages, or every line looked at costs a look-up of its page.
+        arena = Arena()
+        self._residual = _buffer(arena, capacity, config.hidden_size)
+        self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
+        self._heads = _buffer(arena, capacity, heads)
+        self._inner = _buffer(arena, capacity, config.intermediate_size)
+        self._scratch = arena.take(max(linear.scratch_bytes for linear in self._linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
         self._layer_ends: list[int] = []
         for index, layer in enumerate(layers):
@@ -213,5 +216,7 @@ def _packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def _buffer(rows: int, width: int) -> Tensor:
-    return torch.zeros(rows, -(-width // 16) * 16 + ROW_PADDING)
+def _buffer(arena: Arena, rows: int, width: int) -> Tensor:
+    """float32 [rows, width or more], zeros."""
+    stride = -(-width // 16) * 16 + ROW_PADDING
+    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)

@@ -18,6 +18,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner import ModelRunner, build_runner
+from kvrelay.kernels.cpu.library import library
 from support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint, make_tokenizer
 from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
 
@@ -203,9 +204,18 @@ def test_warm_up_is_quick_and_changes_no_token(llama: Path) -> None:
     build_runner(llama, "float32", EngineConfig(kv_memory_bytes=12288, threads=1)).warm_up()
 
 
-def test_whichever_thread_steps_uses_the_configured_threads(llama: Path) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_whichever_thread_steps_uses_the_configured_threads(
+    llama: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's; but where the native kernels' own do the work, torch's would only be in their way."""
+    if native and library() is None:
+        pytest.skip("no native kernels here")
+    if not native:
+        monkeypatch.setattr("kvrelay.engine.runner.library", lambda: None)
     cores = len(os.sched_getaffinity(0))
-    for threads, expected in ((1, 1), (2, 2), (0, cores)):
+    for threads, configured in ((1, 1), (2, 2), (0, cores)):
+        expected = 1 if native else configured
         runner = build_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**20, threads=threads))
         seen: list[int] = []
 

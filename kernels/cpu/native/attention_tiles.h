@@ -81,11 +81,14 @@ struct TileProducts {
             }
         }
         float* sums = tile.sums + panel * tile.rows * PANEL;
+        // Once a few keys are seen, larger scores are rare.
+        bool larger = false;
+        for (int n = 0; n < N; n++) larger |= _mm512_cmp_ps_mask((__m512)scale[n], _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+        for (int64_t i = 0; larger && i < tile.rows; i++) {
+            float* row = sums + i * PANEL;
+            for (int n = 0; n < N; n++) store(row + n * W, load(row + n * W) * scale[n]);
+        }
         for (int64_t d = 0; d < dim; d += tiles::ROWS, sums += tiles::ROWS * PANEL) {
-            for (int64_t i = 0; i < tiles::ROWS; i++) {
-                float* row = sums + i * PANEL;
-                for (int n = 0; n < N; n++) store(row + n * W, load(row + n * W) * scale[n]);
-            }
             get<N>(sums);
             for (int64_t k = 0; k < whole; k += tiles::INPUTS) {
                 _tile_loadd(3, as_bf16(tile.values) + d * BLOCK + k, BLOCK * sizeof(bf16));

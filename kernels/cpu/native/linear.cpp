@@ -15,12 +15,28 @@
 namespace {
 
 // Rows that are taken through all of a thread's blocks before the next ones: they stay in the second-level cache.
-int64_t rows_at_once(int64_t inputs, int64_t tallest) {
-    return std::max(tallest, (1 << 17) / inputs / tallest * tallest);
+template <class P>
+int64_t rows_at_once(int64_t inputs) {
+    return std::max<int64_t>(P::TALLEST, P::PREPARED / inputs / P::TALLEST * P::TALLEST);
 }
 
-// Rows lie so far apart that they don't fall into the same sets of the cache; there is room for whole tiles of inputs.
-int64_t padded(int64_t inputs) { return (inputs + 15) / 16 * 16 + 16; }
+// Rows begin on cache lines that don't fall into the same sets; there is room for whole tiles of inputs.
+int64_t padded(int64_t inputs) { return (inputs + 31) / 32 * 32 + 32; }
+
+// Pairs of blocks that are taken through all of these rows before the next ones; they share that cache with the rows. A
+// row's outputs lie together then, too: without that, each line of them is on another page.
+constexpr int64_t PANEL_BYTES = 1 << 18;
+
+// Where a call is in that order: part `index` of `parts` of the rows, and how many pairs of blocks are taken together.
+struct Turn {
+    int64_t index, parts, together;
+};
+
+// What a product fetches into the cache meanwhile: `lines` of each of two blocks with every tile of inputs.
+struct Ahead {
+    const bf16 *w0, *w1;
+    int lines;
+};
 
 // What a weight is multiplied with: bfloat16 where the CPU has the dot product, else float32.
 template <class T>
@@ -91,20 +107,23 @@ inline void write(float* out, vf y, int64_t count, bool add) {
     for (int64_t i = 0; i < count; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-// Puts a row's products with blocks `b0` and `b1` where they belong.
-inline void finish(const LinearArgs& args, int64_t row, int64_t b0, int64_t b1, vf y0, vf y1) {
-    if (args.bias != nullptr) {
-        y0 += load(args.bias + b0 * W);
-        y1 += load(args.bias + b1 * W);
-    }
-    float* out = args.out + row * args.out_stride;
+// Puts the products of `rows` rows from `row` on with blocks `b0` and `b1` where they belong.
+inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0, int64_t b1, const float (*sums)[2][W]) {
+    const vf bias0 = args.bias != nullptr ? load(args.bias + b0 * W) : vf{};
+    const vf bias1 = args.bias != nullptr ? load(args.bias + b1 * W) : vf{};
+    const int64_t stride = args.out_stride, left0 = args.outputs - b0 * W, left1 = b1 == b0 ? 0 : args.outputs - b1 * W;
+    float *out0 = args.out + row * stride + b0 * W, *out1 = args.out + row * stride + b1 * W;
     if (args.epilogue == SILU_MUL) {
-        store(out + b0 * W, silu(y0) * y1);
+        for (int64_t m = 0; m < rows; m++, out0 += stride) {
+            store(out0, silu(load(sums[m][0]) + bias0) * (load(sums[m][1]) + bias1));
+        }
         return;
     }
     const bool add = args.epilogue == ADD;
-    write(out + b0 * W, y0, args.outputs - b0 * W, add);
-    if (b1 != b0) write(out + b1 * W, y1, args.outputs - b1 * W, add);
+    for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
+        write(out0, load(sums[m][0]) + bias0, left0, add);
+        if (left1 > 0) write(out1, load(sums[m][1]) + bias1, left1, add);
+    }
 }
 
 // Products by vectors of T: up to TALLEST rows by two blocks, whose sums stay in registers. Of 32 these are 24, beside two
@@ -113,10 +132,11 @@ template <class T>
 struct Vectors {
     using A = typename Input<T>::type;
     static constexpr int TALLEST = W == 16 ? 12 : 6;
+    static constexpr int64_t PREPARED = 1 << 17;  // inputs of the rows that are taken at once
 
     // `rows` of them from `row` on, prepared at `a`, by blocks `b0` and `b1`.
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Turn
     ) {
         static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
             return std::array{tile<M + 1>...};
@@ -149,7 +169,12 @@ private:
             w0 += 2 * W;
             w1 += 2 * W;
         }
-        for (int m = 0; m < M; m++) finish(args, row + m, b0, b1, sums[m][0], sums[m][1]);
+        alignas(64) float found[M][2][W];
+        for (int m = 0; m < M; m++) {
+            store(found[m][0], sums[m][0]);
+            store(found[m][1], sums[m][1]);
+        }
+        finish(args, row, M, b0, b1, found);
     }
 };
 
@@ -160,17 +185,30 @@ private:
 struct Tiles {
     using A = bf16;
     static constexpr int TALLEST = 2 * tiles::ROWS;
+    static constexpr int64_t PREPARED = 1 << 19;
 
     tiles::Registers registers;
 
-    // `fetch`: the weights aren't in a cache yet.
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool fetch
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Turn turn
     ) {
+        // One part waits for its own weights and fetches them some tiles ahead; of several, each fetches its share of what
+        // comes when these are done.
+        const int64_t block = packed_pairs(args.inputs, BFLOAT16) * 2 * W;
+        const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * block;
+        const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * block;
+        Ahead ahead{w0 + 2 * TILE, w1 + 2 * TILE, LINES};
+        if (turn.parts > 1) {
+            ahead.lines = int((LINES + turn.parts - 1) / turn.parts);
+            const int64_t next = turn.together * block * (args.epilogue == SILU_MUL ? 1 : 2);
+            const int64_t done = block / TILE * turn.index * ahead.lines * LINE;
+            ahead.w0 = w0 + next + done;
+            ahead.w1 = w1 + next + done;
+        }
         if (rows > tiles::ROWS) {
-            tile<2>(args, a, stride, row, rows, b0, b1, fetch);
+            tile<2>(args, a, stride, row, rows, b0, b1, ahead);
         } else {
-            tile<1>(args, a, stride, row, rows, b0, b1, fetch);
+            tile<1>(args, a, stride, row, rows, b0, b1, ahead);
         }
     }
 
@@ -182,11 +220,12 @@ struct Tiles {
     }
 
 private:
+    static constexpr int TILE = tiles::ROWS * tiles::INPUTS, LINE = 32, LINES = TILE / LINE;
+
     template <int M>
     static void tile(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, bool fetch
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Ahead ahead
     ) {
-        constexpr int TILE = tiles::ROWS * tiles::INPUTS;
         const int64_t steps = packed_pairs(args.inputs, BFLOAT16) / tiles::PAIRS;
         const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * steps * TILE;
         const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * steps * TILE;
@@ -197,12 +236,9 @@ private:
             _tile_zero(3);
         }
         for (int64_t step = 0; step < steps; step++, a += tiles::INPUTS, w0 += TILE, w1 += TILE) {
-            if (fetch) {
-                constexpr int AHEAD = 2 * TILE, LINE = 32;
-                for (int line = 0; line < TILE; line += LINE) {
-                    __builtin_prefetch(w0 + AHEAD + line);
-                    __builtin_prefetch(w1 + AHEAD + line);
-                }
+            for (int line = 0; line < ahead.lines; line++, ahead.w0 += LINE, ahead.w1 += LINE) {
+                __builtin_prefetch(ahead.w0, 0, 2);
+                __builtin_prefetch(ahead.w1, 0, 2);
             }
             _tile_loadd(6, w0, 64);
             _tile_loadd(7, w1, 64);
@@ -222,7 +258,7 @@ private:
             _tile_stored(2, sums[tiles::ROWS][0], sizeof sums[0]);
             _tile_stored(3, sums[tiles::ROWS][1], sizeof sums[0]);
         }
-        for (int64_t m = 0; m < rows; m++) finish(args, row + m, b0, b1, load(sums[m][0]), load(sums[m][1]));
+        finish(args, row, rows, b0, b1, sums);
     }
 };
 #endif
@@ -279,7 +315,8 @@ void run(const LinearArgs& args, int thread, int threads) {
     const int groups = row_groups((rows + P::TALLEST - 1) / P::TALLEST, pairs, threads);
     const Share share(rows, thread % groups, groups), columns(pairs, thread / groups, threads / groups);
     const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
-    const int64_t most = rows_at_once(args.inputs, P::TALLEST), prepared_stride = padded(args.inputs);
+    const int64_t most = rows_at_once<P>(args.inputs), prepared_stride = padded(args.inputs);
+    const int64_t together = std::max<int64_t>(1, PANEL_BYTES / (2 * W * args.inputs * (args.type == BFLOAT16 ? 2 : 4)));
     A* prepared = reinterpret_cast<A*>(args.scratch + thread * kvrelay_linear_scratch(args.inputs));
     for (int64_t first = share.begin; first < share.end; first += most) {
         const int64_t count = std::min(most, share.end - first);
@@ -294,12 +331,17 @@ void run(const LinearArgs& args, int thread, int threads) {
             }
         }
         const int64_t parts = (count + P::TALLEST - 1) / P::TALLEST;
-        for (int64_t pair = columns.begin; pair < columns.end; pair++) {
-            int64_t b0 = gated ? pair : 2 * pair, b1 = gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1);
+        for (int64_t begin = columns.begin; begin < columns.end; begin += together) {
+            const int64_t end = std::min(begin + together, columns.end);
             for (int64_t index = 0; index < parts; index++) {
                 const Share part = P::part(count, index);
-                const int64_t height = part.end - part.begin;
-                P::multiply(args, in + part.begin * stride, stride, first + part.begin, height, b0, b1, index == 0);
+                const A* a = in + part.begin * stride;
+                const int64_t row = first + part.begin, height = part.end - part.begin;
+                for (int64_t pair = begin; pair < end; pair++) {
+                    const int64_t b0 = gated ? pair : 2 * pair;
+                    const int64_t b1 = gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1);
+                    P::multiply(args, a, stride, row, height, b0, b1, {index, parts, together});
+                }
             }
         }
     }
@@ -335,9 +377,9 @@ void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t t
 }
 
 int64_t kvrelay_linear_scratch(int64_t inputs) {
-    int64_t floats = rows_at_once(inputs, Vectors<float>::TALLEST) * padded(inputs);
+    int64_t floats = rows_at_once<Vectors<float>>(inputs) * padded(inputs);
 #ifdef KVRELAY_TILES
-    floats = std::max(floats, rows_at_once(inputs, Tiles::TALLEST) * padded(inputs) / 2);
+    floats = std::max(floats, rows_at_once<Tiles>(inputs) * padded(inputs) / 2);
 #endif
     return floats;
 }
