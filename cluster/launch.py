@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -28,6 +29,7 @@ from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
+from kvrelay.kernels.cpu.library import library
 
 if TYPE_CHECKING:
     from kvrelay.cluster.report import Report
@@ -100,6 +102,9 @@ class Cluster:
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
         self._know(self.state)
+        if self._config.local:
+            # The native kernels take seconds to build the first time, as Ray takes seconds to start; workers wait for it.
+            threading.Thread(target=library, name="kernels", daemon=True).start()
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
         self._connect()
         self._signals.check()

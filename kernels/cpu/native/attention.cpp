@@ -1,19 +1,10 @@
-// The micro-kernels are loops of constant bounds over vectors that must end up in registers: GCC unrolls those at -O3
-// only, and without it prefill is four times slower.
-#ifndef __clang__
-#pragma GCC optimize("O3")
-#endif
-
 #include "attention.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
-#include "attention_tiles.h"
-#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -25,80 +16,6 @@ constexpr int64_t FEW_QUERIES = 8;
 constexpr double DECODE_KEY = 35.0;     // for each HEADS query heads
 constexpr double PREFILL_KEY = 220.0;   // for each panel
 constexpr double TILED_KEY = 50.0;      // the same by AMX
-
-// Memory of a thread, kept and grown.
-float* scratch(int64_t count) {
-    struct Room {
-        float* at = nullptr;
-        int64_t size = 0;
-        ~Room() { free(at); }
-    };
-    static thread_local Room room;
-    if (count > room.size) {
-        free(room.at);
-        room.at = static_cast<float*>(aligned_alloc(64, round_up(count * int64_t{sizeof(float)}, 64)));
-        if (room.at == nullptr) abort();
-        room.size = count;
-    }
-    return room.at;
-}
-
-template <typename T>
-void write(const AttentionArgs& args, int64_t token, int64_t head) {
-    const AttentionStep& step = *args.step;
-    const AttentionShape& shape = step.shape;
-    const int64_t dim = shape.head_dim, half = dim / 2;
-    float* x = args.qkv + token * args.qkv_stride + head * dim;
-    const int64_t key = head - shape.heads;  // KV heads' keys, then their values
-    if (key < shape.kv_heads) {
-        if (args.norm != nullptr) {
-            float lanes[W] = {};
-            for (int64_t d = 0; d < dim; d++) lanes[d % W] += x[d] * x[d];
-            const float scale = 1.0f / __builtin_sqrtf(sum(load(lanes)) / dim + args.eps);
-            const float* weight = args.norm + head * dim;
-            for (int64_t d = 0; d < dim; d++) x[d] *= scale * weight[d];
-        }
-        const float *cos = step.cos + token * dim, *sin = step.sin + token * dim;
-        for (int64_t d = 0; d < half; d++) {
-            const float first = x[d], second = x[d + half];
-            x[d] = first * cos[d] + second * sin[d];
-            x[d + half] = second * cos[d + half] + first * sin[d + half];
-        }
-    }
-    if (key < 0) return;
-    const bool value = key >= shape.kv_heads;
-    T* to = static_cast<T*>(args.pool) + step.slots[token] + (value ? shape.page() : 0) +
-            (value ? key - shape.kv_heads : key) * dim;
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) store(to + d, load(x + d));
-    for (; d < dim; d++) put(to + d, x[d]);
-}
-
-template <typename T>
-void write_all(const AttentionArgs& args, int thread, int threads) {
-    const AttentionStep& step = *args.step;
-    const int64_t heads = step.shape.heads + 2 * step.shape.kv_heads;
-    Share share(int64_t(step.slots.size()) * heads, thread, threads);
-    for (int64_t i = share.begin; i < share.end; i++) write<T>(args, i / heads, i % heads);
-}
-
-template <typename T, typename P>
-void attend_all(const AttentionArgs& args, int thread, int threads) {
-    [[maybe_unused]] typename P::Registers registers;
-    const AttentionShape& shape = args.step->shape;
-    Worklist& list = args.step->worklists[args.worklist];
-    float* room = scratch(std::max(Tile(shape, tile_tokens(shape), nullptr).size, decode_scratch(shape)));
-    for (size_t mine = thread; mine < list.items.size(); mine += threads) {
-        const std::vector<Item>& items = list.items[mine];
-        for (size_t i = 0; i < items.size(); i++) {
-            if (items[i].decode) {
-                decode<T>(args, list, items[i], i + 1 < items.size() ? &items[i + 1] : nullptr, room);
-            } else {
-                prefill<T, P>(args, list, items[i], room);
-            }
-        }
-    }
-}
 
 }  // namespace
 
@@ -205,18 +122,10 @@ void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float
 
 void kvrelay_rope_kv_write(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    a.step->shape.kv_bf16 ? write_all<bf16>(a, thread, threads) : write_all<float>(a, thread, threads);
+    a.step->shape.kv_bf16 ? write_bf16(a, thread, threads) : write_float(a, thread, threads);
 }
 
 void kvrelay_attention(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    if (!a.step->shape.kv_bf16) {
-        attend_all<float, VectorProducts>(a, thread, threads);
-#ifdef KVRELAY_TILES
-    } else if (tiles::used) {
-        attend_all<bf16, TileProducts>(a, thread, threads);
-#endif
-    } else {
-        attend_all<bf16, VectorProducts>(a, thread, threads);
-    }
+    a.step->shape.kv_bf16 ? attend_bf16(a, thread, threads) : attend_float(a, thread, threads);
 }

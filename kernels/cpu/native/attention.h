@@ -90,6 +90,12 @@ struct AttentionArgs {
     int32_t worklist;       // which of the step's
 };
 
+// Both kernels for a pool of either type.
+void write_float(const AttentionArgs& args, int thread, int threads);
+void write_bf16(const AttentionArgs& args, int thread, int threads);
+void attend_float(const AttentionArgs& args, int thread, int threads);
+void attend_bf16(const AttentionArgs& args, int thread, int threads);
+
 extern "C" {
 // `windows`: the different ones that layers have. Null if there is no memory.
 AttentionStep* kvrelay_attention_new(const AttentionShape* shape, const int64_t* windows, int64_t count);
