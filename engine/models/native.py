@@ -9,8 +9,7 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
-Activations are float32 in kept buffers, whatever the type of weights and KV, but for gate times up where `down` would
-round it to bfloat16 anyway; the buffers grow to the largest step.
+Activations are float32 in kept buffers, whatever the type of weights and KV; the buffers grow to the largest step.
 """
 
 import ctypes
@@ -41,9 +40,7 @@ from kvrelay.kernels.cpu.packed import (
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.ops import Linear
 
-TILE = 32
-"""Numbers of a row, and rows, that the kernels read at once."""
-ROW_PADDING = 32
+ROW_PADDING = 16
 """Rows of a buffer lie so many numbers further apart than they are long, lest all fall into one set of a cache."""
 
 
@@ -158,8 +155,7 @@ class NativeDecoder:
         self._residual = _buffer(arena, capacity, config.hidden_size)
         self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
         self._heads = _buffer(arena, capacity, heads)
-        rounded = all(_packed(layer.down).rounds for layer in layers)
-        self._inner = _buffer(arena, capacity, config.intermediate_size, torch.bfloat16 if rounded else torch.float32)
+        self._inner = _buffer(arena, capacity, config.intermediate_size)
         self._scratch = arena.take(max(linear.scratch_bytes for linear in self._linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
         self._layer_ends: list[int] = []
@@ -211,7 +207,6 @@ class NativeDecoder:
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
-        args.in_type, args.out_type = (int(x.dtype == torch.bfloat16) for x in (source, out))
         args.scratch = self._scratch.data_ptr()
 
 
@@ -221,8 +216,7 @@ def _packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def _buffer(arena: Arena, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[rows, width or more], zeros; with what linear.h wants of bfloat16 around it."""
-    stride = -(-width // TILE) * TILE + ROW_PADDING
-    size = dtype.itemsize * (rows + TILE) * stride
-    return arena.take(size).view(dtype).view(-1, stride)[:rows]
+def _buffer(arena: Arena, rows: int, width: int) -> Tensor:
+    """float32 [rows, width or more], zeros."""
+    stride = -(-width // 16) * 16 + ROW_PADDING
+    return arena.take(4 * rows * stride).view(torch.float32).view(rows, stride)

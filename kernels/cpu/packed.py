@@ -49,8 +49,6 @@ class LinearArgs(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("type", ctypes.c_int32),
         ("epilogue", ctypes.c_int32),
-        ("in_type", ctypes.c_int32),
-        ("out_type", ctypes.c_int32),
     )
 
 
@@ -126,8 +124,6 @@ class PackedLinear:
         if bias is not None:
             self.bias = torch.zeros(-(-self.outputs // BLOCK) * BLOCK)
             self.bias[: self.outputs] = bias
-        self.rounds = self.type == 1 and bool(library.kvrelay_rounds())
-        """Whether inputs are rounded to bfloat16; then a program may hand them over so, as linear.h has it."""
         self.scratch_bytes = 4 * team.threads * library.kvrelay_linear_scratch(ctypes.c_int64(self.inputs))
 
     def args(self, epilogue: Epilogue, norm: Tensor | None = None, eps: float = 0.0) -> LinearArgs:

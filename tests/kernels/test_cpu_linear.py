@@ -135,38 +135,6 @@ def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, row
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 40, 300])
-@pytest.mark.parametrize("half", [BLOCK, 3 * BLOCK, 96])
-def test_what_is_rounded_ahead_gives_the_same(team_of: Callable[[int], Team], rows: int, half: int) -> None:
-    """A gated product that hands bfloat16 to the next one: to the last bit as if that one had rounded it."""
-    team = team_of(2)
-    first = PackedLinear(team, Arena(), normal(2 * half, 40).to(torch.bfloat16), None)
-    second = PackedLinear(team, Arena(), normal(50, half).to(torch.bfloat16), None)
-    if not second.rounds:
-        pytest.skip("products don't round on this CPU")
-    source, count = normal(rows, 40), ctypes.c_int64(rows)
-    scratch = torch.empty(max(first.scratch_bytes, second.scratch_bytes), dtype=torch.uint8)
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        stride = -(-half // 32) * 32 + 32
-        between = torch.zeros(rows + 32, stride, dtype=dtype)
-        out = torch.zeros(rows, 50)
-        steps = []
-        for linear, into, to, epilogue in (
-            (first, source, between, Epilogue.SILU_MUL),
-            (second, between, out, Epilogue.STORE),
-        ):
-            args = linear.args(epilogue)
-            args.rows, args.scratch = ctypes.addressof(count), scratch.data_ptr()
-            args.input, args.input_stride = into.data_ptr(), into.stride(0)
-            args.out, args.out_stride = to.data_ptr(), to.stride(0)
-            args.in_type, args.out_type = (int(x.dtype == torch.bfloat16) for x in (into, to))
-            steps.append((LINEAR, args))
-        team.run(Program(team.library, *steps))
-        found.append(out)
-    assert torch.equal(*found)
-
-
 def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Callable[[int], Team]) -> None:
     team = team_of(1)
     weight = torch.eye(2 * BLOCK)

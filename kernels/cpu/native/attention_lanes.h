@@ -75,20 +75,13 @@ inline void transpose(vf* x) {
     }
 }
 
-// 2^x for x <= 0, within 2 units in the last place; 0, or with AVX-512 2^-126, below -126; NaN for NaN. A polynomial
-// (minimax) in x's distance to the next integer, then the exponent bits.
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126, NaN for NaN. A polynomial (minimax) in x's distance to
+// the next integer, then the exponent bits.
 inline vf exp2_nonpositive(vf x) {
-#ifdef __AVX512F__
-    // The second operand is what the maximum of a NaN is.
-    const vf clamped = (vf)_mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
-    const vf whole = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf r = clamped - whole;
-#else
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const vf clamped = x < splat(-126.0f) ? splat(-126.0f) : x;
-    const vf shifted = clamped + magic;
-    const vf r = clamped - (shifted - magic);
-#endif
+    vf clamped = x < splat(-126.0f) ? splat(-126.0f) : x;
+    vf shifted = clamped + magic;
+    vf r = clamped - (shifted - magic);
     vf y = splat(1.534581242594868e-4f);
     y = y * r + 1.3399930903688073e-3f;
     y = y * r + 9.618489071726799e-3f;
@@ -96,10 +89,6 @@ inline vf exp2_nonpositive(vf x) {
     y = y * r + 0.24022646248340607f;
     y = y * r + 0.6931471824645996f;
     y = y * r + 1.0f;
-#ifdef __AVX512F__
-    return (vf)_mm512_scalef_ps((__m512)y, (__m512)whole);
-#else
     y = (vf)((vi)y + ((vi)shifted << 23));
     return x < splat(-126.0f) ? vf{} : y;
-#endif
 }

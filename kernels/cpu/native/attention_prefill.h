@@ -94,7 +94,7 @@ inline vi load(const int32_t* p) {
 
 // Turns a panel's scores of `count` keys, from position `begin` on, into weights; updates its largest scores and its
 // sums of weights. `all`: every column sees all of them. Fills scale [N]: what earlier sums must be multiplied by.
-template <typename P, int N>
+template <int N>
 inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count, bool all, vf* scale) {
     float* scores = tile.scores;
     float* largest = tile.largest + panel * PANEL;
@@ -126,13 +126,12 @@ inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count
         total[n] = load(weights + n * W) * scale[n];
         store(largest + n * W, most[n]);
     }
-    for (int64_t k = 0; k < count; k += 2) {
+    for (int64_t k = 0; k < count; k++) {
         for (int n = 0; n < N; n++) {
             float* at = scores + k * PANEL + n * W;
-            const vf first = exp2_nonpositive(load(at) - most[n]);
-            const vf second = k + 1 < count ? exp2_nonpositive(load(at + PANEL) - most[n]) : vf{};
-            P::put_weights(at, first, second);
-            total[n] = (total[n] + first) + second;
+            vf weight = exp2_nonpositive(load(at) - most[n]);
+            store(at, weight);
+            total[n] += weight;
         }
     }
     for (int n = 0; n < N; n++) store(weights + n * W, total[n]);
@@ -143,7 +142,7 @@ template <typename P, int N>
 inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, int64_t count, bool all) {
     P::template score<N>(tile, panel, dim, count);
     vf scale[N];
-    soften<P, N>(tile, panel, begin, count, all, scale);
+    soften<N>(tile, panel, begin, count, all, scale);
     P::template add<N>(tile, panel, dim, count, scale);
 }
 
@@ -186,12 +185,6 @@ struct VectorProducts {
         for (int64_t k = 0; k < count; k += ROWS) {
             multiply<N>(tile.keys + k * tile.rows, tile.rows, 1, query, dim, tile.scores + k * PANEL, nullptr);
         }
-    }
-
-    // The weights of two successive keys, where their scores were.
-    static void put_weights(float* at, vf first, vf second) {
-        store(at, first);
-        store(at + PANEL, second);
     }
 
     template <int N>

@@ -69,13 +69,16 @@ struct TileProducts {
         }
     }
 
-    static void put_weights(float* at, vf first, vf second) { store(at, pairs(first, second)); }
-
     template <int N>
     static void add(const Tile& tile, int64_t panel, int64_t dim, int64_t count, const vf* scale) {
         const int64_t whole = round_up(count, tiles::INPUTS);
-        for (int64_t k = round_up(count, 2); k < whole; k += 2) {
-            for (int n = 0; n < N; n++) store(tile.scores + k * PANEL + n * W, vf{});
+        float* scores = tile.scores;
+        for (int64_t k = 0; k < whole; k += 2, scores += 2 * PANEL) {
+            for (int n = 0; n < N; n++) {
+                const vf first = k < count ? load(scores + n * W) : vf{};
+                const vf second = k + 1 < count ? load(scores + PANEL + n * W) : vf{};
+                store(scores + n * W, pairs(first, second));
+            }
         }
         float* sums = tile.sums + panel * tile.rows * PANEL;
         // Once a few keys are seen, larger scores are rare.

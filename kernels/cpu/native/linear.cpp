@@ -112,18 +112,13 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     const vf bias0 = args.bias != nullptr ? load(args.bias + b0 * W) : vf{};
     const vf bias1 = args.bias != nullptr ? load(args.bias + b1 * W) : vf{};
     const int64_t stride = args.out_stride, left0 = args.outputs - b0 * W, left1 = b1 == b0 ? 0 : args.outputs - b1 * W;
+    float *out0 = args.out + row * stride + b0 * W, *out1 = args.out + row * stride + b1 * W;
     if (args.epilogue == SILU_MUL) {
-        auto gate = [&](auto* out) {
-            for (int64_t m = 0; m < rows; m++, out += stride) {
-                store(out, silu(load(sums[m][0]) + bias0) * (load(sums[m][1]) + bias1));
-            }
-        };
-        const int64_t at = row * stride + b0 * W;
-        args.out_type == BFLOAT16 ? gate(static_cast<bf16*>(args.out) + at) : gate(static_cast<float*>(args.out) + at);
+        for (int64_t m = 0; m < rows; m++, out0 += stride) {
+            store(out0, silu(load(sums[m][0]) + bias0) * (load(sums[m][1]) + bias1));
+        }
         return;
     }
-    float* out0 = static_cast<float*>(args.out) + row * stride + b0 * W;
-    float* out1 = static_cast<float*>(args.out) + row * stride + b1 * W;
     const bool add = args.epilogue == ADD;
     for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
         write(out0, load(sums[m][0]) + bias0, left0, add);
@@ -319,7 +314,7 @@ void run(const LinearArgs& args, int thread, int threads) {
     const int64_t blocks = (args.outputs + W - 1) / W, pairs = gated ? blocks / 2 : (blocks + 1) / 2;
     const int groups = row_groups((rows + P::TALLEST - 1) / P::TALLEST, pairs, threads);
     const Share share(rows, thread % groups, groups), columns(pairs, thread / groups, threads / groups);
-    const bool as_is = args.norm == nullptr && args.inputs % 2 == 0 && std::is_same_v<A, float> == (args.in_type == FLOAT32);
+    const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
     const int64_t most = rows_at_once<P>(args.inputs), prepared_stride = padded(args.inputs);
     const int64_t together = std::max<int64_t>(1, PANEL_BYTES / (2 * W * args.inputs * (args.type == BFLOAT16 ? 2 : 4)));
     A* prepared = reinterpret_cast<A*>(args.scratch + thread * kvrelay_linear_scratch(args.inputs));
@@ -328,11 +323,11 @@ void run(const LinearArgs& args, int thread, int threads) {
         const A* in = prepared;
         int64_t stride = prepared_stride;
         if (as_is) {
-            in = static_cast<const A*>(args.in) + first * args.in_stride;
+            in = reinterpret_cast<const A*>(args.in + first * args.in_stride);
             stride = args.in_stride;
         } else {
             for (int64_t i = 0; i < count; i++) {
-                prepare(args, static_cast<const float*>(args.in) + (first + i) * args.in_stride, prepared + i * stride);
+                prepare(args, args.in + (first + i) * args.in_stride, prepared + i * stride);
             }
         }
         const int64_t parts = (count + P::TALLEST - 1) / P::TALLEST;
@@ -380,8 +375,6 @@ void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t t
         pack(static_cast<const float*>(weight), outputs, inputs, static_cast<float*>(packed));
     }
 }
-
-int32_t kvrelay_rounds() { return std::is_same_v<Input<bf16>::type, bf16>; }
 
 int64_t kvrelay_linear_scratch(int64_t inputs) {
     int64_t floats = rows_at_once<Vectors<float>>(inputs) * padded(inputs);

@@ -1,7 +1,6 @@
 // Products with packed weights, and what is fused with them: the norm ahead, and bias, residual or gate behind.
 //
-// Activations are float32, but what lies between two products may be bfloat16 where that is what the second one rounds it
-// to. Weights are float32 or bfloat16, packed into blocks of W outputs, each block one run:
+// Activations are float32. Weights are float32 or bfloat16, packed into blocks of W outputs, each block one run:
 //
 //     [block][pair of inputs][output in block][input in pair]        bfloat16
 //     [block][pair of inputs][input in pair][output in block]        float32
@@ -15,7 +14,7 @@
 
 #include "tiles.h"
 
-enum NumberType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum WeightType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
 enum Epilogue : int32_t {
     STORE = 0,     // out = y
@@ -28,19 +27,16 @@ struct LinearArgs {
     const void* weight;      // packed
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
-    const void* in;          // [rows, inputs]
-    void* out;               // [rows, outputs], or half as wide with SILU_MUL
+    const float* in;         // [rows, inputs]
+    float* out;              // [rows, outputs], or half as wide with SILU_MUL
     float* scratch;          // kvrelay_linear_scratch(inputs) floats for each thread
-    int64_t in_stride;       // numbers from row to row
+    int64_t in_stride;       // floats from row to row
     int64_t out_stride;
     int64_t inputs;
     int64_t outputs;         // with SILU_MUL an even number of whole blocks
     float eps;
-    NumberType type;
+    WeightType type;
     Epilogue epilogue;
-    NumberType in_type;      // BFLOAT16 only if kvrelay_rounds() and `type` is, without norm; then rows begin on cache lines,
-                             // there is room for 31 rows more, and behind `inputs` are zeros up to the next tile
-    NumberType out_type;     // BFLOAT16 only with SILU_MUL
 };
 
 // Pairs of inputs of a block, with those that it is padded with.
@@ -55,7 +51,5 @@ int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type);
 // Packs `weight` [outputs, inputs], rows in a run, of the type that it is to have.
 void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed);
 int64_t kvrelay_linear_scratch(int64_t inputs);
-// Whether products with bfloat16 weights round what they multiply to bfloat16.
-int32_t kvrelay_rounds();
 void kvrelay_linear(const void* args, int thread, int threads);
 }

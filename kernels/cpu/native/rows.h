@@ -12,7 +12,7 @@ struct EmbedArgs {
     float* out;                    // [rows, width]
     int64_t out_stride;
     int64_t width;
-    NumberType type;
+    WeightType type;
     int32_t packed;                // 0: rows of `weight` lie in a run; else it is as linear.h packs it
 };
 
