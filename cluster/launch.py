@@ -103,7 +103,7 @@ class Cluster:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
         self._know(self.state)
         if self._config.local:
-            # The native kernels take seconds to build the first time, as Ray takes seconds to start; workers wait for it.
+            # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
         self._connect()
