@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.kernels import kv_checksum, kv_gather
 from kvrelay.kernels.cpu.kv_checksum import kv_checksum as host_checksum
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
@@ -21,6 +22,8 @@ from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
 
 TOLERANCE = 1.5e-2
 BLOCK = 16
+TMA_BLOCK = 128
+"""Slots of a page that a tile of keys fills, so that TMA brings it."""
 CHECKED = 64
 """Queries of a long prompt that are checked: its last ones, which see the most."""
 
@@ -103,21 +106,24 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def prefill(machine: Machine) -> Iterator[Case]:
     """One long prompt, several short ones, and a chunk behind a context; causal, 32 query heads on 8."""
     if machine.dry:
-        shapes = [(1, 0, 40, 4, 2, 16), (2, 24, 17, 4, 2, 16)]
+        shapes = [(1, 0, 40, 4, 2, 16, BLOCK), (2, 24, 17, 4, 2, 16, BLOCK)]
     else:
         shapes = [
-            (rows, start, length, 32, 8, 128)
+            (rows, start, length, 32, 8, 128, block)
             for rows, start, length in ((1, 0, 1024), (1, 0, 4096), (1, 0, 16384), (1, 0, 32768), (16, 0, 1024))
+            for block in (BLOCK, TMA_BLOCK)
         ]
-        shapes += [(1, 30720, 2048, 32, 8, 128), (4, 0, 4096, 32, 8, 64)]
+        shapes += [(1, 30720, 2048, 32, 8, 128, BLOCK), (4, 0, 4096, 32, 8, 64, BLOCK)]
     for shape in shapes:
         yield _prefill(machine, *shape)
 
 
-def _prefill(machine: Machine, rows: int, start: int, length: int, heads: int, kv_heads: int, dim: int) -> Case:
-    paged = Paged(machine, rows, start + length, kv_heads, dim)
+def _prefill(
+    machine: Machine, rows: int, start: int, length: int, heads: int, kv_heads: int, dim: int, block: int
+) -> Case:
+    paged = Paged(machine, rows, start + length, kv_heads, dim, block)
     query = torch.randn(rows * length, heads, dim, device=machine.device).to(machine.dtype)
-    tile = choose_tile(dim, machine.dtype)
+    tile = choose_tile(dim, machine.dtype, block, architecture_of(machine.device))
     starts, lengths = np.full(rows, start), np.full(rows, length)
     tiles = torch.from_numpy(plan_tiles(starts, lengths, tile.rows // (heads // kv_heads))).to(machine.device)
     out = torch.empty_like(query)
@@ -128,14 +134,23 @@ def _prefill(machine: Machine, rows: int, start: int, length: int, heads: int, k
         return exact_attention(query[-checked:], keys[-1], values[-1])
 
     rivals: dict[str, Callable[[], Tensor]] = {}
-    if not machine.dry and start == 0:
+    timed = not machine.dry and block == BLOCK
+    if timed and start == 0:
         q = query.view(rows, length, heads, dim).transpose(1, 2).contiguous()
         rivals |= _dense_rivals(q, keys, values)
-    if not machine.dry:
+    if timed:
         rivals |= _flashinfer_prefill(query, paged, start, length)
     return Case(
         "flash_prefill",
-        {"rows": rows, "start": start, "length": length, "heads": f"{heads}/{kv_heads}", "dim": dim},
+        {
+            "rows": rows,
+            "start": start,
+            "length": length,
+            "heads": f"{heads}/{kv_heads}",
+            "dim": dim,
+            "block": block,
+            "tma": tile.tma,
+        },
         lambda: flash_prefill(query, paged.kv, paged.tables, tiles, tile, 0, out),
         exact,
         TOLERANCE,
