@@ -122,6 +122,7 @@ class DecodeRole(HandoffRole):
         except ValueError as error:
             reservation.release()
             self.worker.loop.call_soon_threadsafe(self.worker.fail, request.key, Failure.CODE_INTERNAL, str(error))
+            self.worker.loop.call_soon_threadsafe(self._importer.room_changed)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         if code is Code.NO_ROOM:

@@ -164,7 +164,8 @@ def _rule(text: str) -> Rule:
     try:
         number = _ARGUMENT.get(action, 0) if argument is None else float(argument)
         share, times = float(conditions.pop("share", "1")), int(conditions.pop("times", str(2**31)))
-        chance = random.Random(int(conditions.pop("seed", "0")))
+        # Rules of one seed draw apart from each other.
+        chance = random.Random(f"{int(conditions.pop('seed', '0'))} {text}")
     except ValueError as error:
         raise FailpointError(f"{VARIABLE}: {text!r}: {error}") from None
     known = {"request", "attempt", tells} - {""}

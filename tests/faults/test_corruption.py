@@ -87,5 +87,6 @@ def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path) -> Non
     with scene(tmp_path, rules, step_seconds=0.0) as it:
         names = [f"{seed} {number}" for number in range(REQUESTS)]
         retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
-        assert REQUESTS / 40 < retries < REQUESTS / 10, f"the failpoints were armed, and {retries} transfers failed"
+        # 50 are due; workers of a role draw alike, so that four standard deviations are 40.
+        assert 10 < retries < 90, f"the failpoints were armed, and {retries} transfers failed"
         it.settle(3)

@@ -106,6 +106,8 @@ class ImportSide:
         self.have: dict[Key, int] = {}
         self.reservations: dict[Key, StandInReservation] = {}
         self.gate: asyncio.Event | None = None
+        self.on_room: Callable[[], None] | None = None
+        """Told when blocks are free again."""
 
     async def reserve(self, key: Key) -> StandInReservation | None:
         if self.gate is not None:
@@ -119,6 +121,8 @@ class ImportSide:
     def release(self, reservation: StandInReservation) -> None:
         reservation.hold.releases += 1
         self.free += reservation.hold.blocks
+        if self.on_room is not None:
+            self.on_room()
 
     def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
         self.ends.imported[key] = (reservation, first_token, stats)
@@ -192,6 +196,7 @@ async def pair(
     exporter = Exporter(Local(*SENDER, layout, "fingerprint"), source, sender_peers, config, here, sending)
     receiver = Local(*RECEIVER, receiver_layout, "fingerprint")
     importer = Importer(receiver, target, receiver_peers, receiver_config or config, there, receiving)
+    receiving.on_room = importer.room_changed
     server = grpc.aio.server(options=server_options())
     add_HandoffServiceServicer_to_server(importer, server)
     port = server.add_insecure_port("127.0.0.1:0")
