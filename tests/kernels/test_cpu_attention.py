@@ -193,13 +193,14 @@ def test_a_long_context(dtype: KVDtype) -> None:
 
 
 @native_only
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [1, 3, 100])
-def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int) -> None:
+def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: KVDtype) -> None:
     """Bit by bit: what a sequence generates mustn't change with what else is served."""
     shape = Shape(9, 3, 64, 16, 200)
     rows = [(700, length), (31, 1), (0, 50), (1500, 1), (129, 200)]
-    alone = Step(shape, rows[:1], 5)
-    together = Step(shape, rows, 5)
+    alone = Step(shape, rows[:1], 5, dtype)
+    together = Step(shape, rows, 5, dtype)
     blocks = -(-(700 + length) // shape.block)
     together.pool.tensor[together.tables[0, :blocks]] = alone.pool.tensor[alone.tables[0, :blocks]]
     together.qkv[:length] = alone.qkv
