@@ -26,7 +26,7 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner import ModelRunner
+from kvrelay.engine.runner import CpuRunner
 
 PREFILLS = (512, 2048)
 BATCHES = (1, 8, 32)
@@ -49,7 +49,7 @@ class Timed:
 
 
 class Bench:
-    def __init__(self, engine: Engine, runner: ModelRunner) -> None:
+    def __init__(self, engine: Engine, runner: CpuRunner) -> None:
         self._engine = engine
         self._random = random.Random(0)
         self._requests = 0

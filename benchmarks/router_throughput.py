@@ -53,7 +53,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     WorkerHello,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options, server_options
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
@@ -96,14 +96,14 @@ class EchoWorker(WorkerServiceServicer):
             pid=os.getpid(),
             state=MEMBER_STATE_READY,
         )
-        attendance = Attendance(self._supervisor, lambda: (member, self._load()), lambda members: None, until.set)
+        attendance = HeartbeatClient(self._supervisor, lambda: (member, self._load()), lambda members: None, until.set)
         attendance.start()
         await until.wait()
         await attendance.stop()
 
     def _load(self) -> Load:
         blocks = Blocks(total=10**6, free=10**6 - len(self._running), held=len(self._running), size=16)
-        return Load(blocks=blocks, requests=Requests(running=len(self._running), seats=10**6))
+        return Load(blocks=blocks, requests=Requests(running=len(self._running), free_slots=10**6))
 
     async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:
         await anext(request_iterator)

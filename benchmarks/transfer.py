@@ -4,7 +4,7 @@
 
 One JSON line a cell, the limit asked for beside it.
 
-    throughput   the real Exporter and Importer, two processes on loopback, the offer granted before the clock starts;
+    throughput   the real KVSender and KVReceiver, two processes on loopback, the offer granted before the clock starts;
                  all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
                  Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
                  hand-off (checksums on, off) and the bare send take turns, repeat by repeat. CPU seconds are both
@@ -41,17 +41,17 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from kvrelay.client import Client
+from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local, TransferStats
-from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.importer import Importer
+from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
-from kvrelay.transfer.transports import available_transports, entries
-from kvrelay.transfer.wire import Code, Key
+from kvrelay.transfer.transports.registry import available_transports, entries
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
 """Of a 1B Llama: 32 KiB a token, 512 KiB a block."""
@@ -138,11 +138,13 @@ async def _receive(there: Connection, store: str, largest: int, configs: Sequenc
     gpu = device != "cpu"
     pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
     peers = PeerTable([Peer(*PREFILL, address="")])
-    local = Local(*DECODE, LAYOUT, "-", gpu)
+    local = LocalWorker(*DECODE, LAYOUT, "-", gpu)
     host = Receiving(there, pool.num_blocks)
     importers, servers, ports = [], [], []
     for config in configs:
-        importers.append(Importer(local, pool, peers, config, available_transports(HOST, config.transport, gpu), host))
+        importers.append(
+            KVReceiver(local, pool, peers, config, available_transports(HOST, config.transport, gpu), host)
+        )
         servers.append(grpc.aio.server(options=server_options()))
         add_HandoffServiceServicer_to_server(importers[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
@@ -164,7 +166,7 @@ async def _receive(there: Connection, store: str, largest: int, configs: Sequenc
         await server.stop(0)
 
 
-class Sender:
+class SendAttempt:
     """The prefill side, in this process."""
 
     def __init__(
@@ -191,7 +193,7 @@ class Sender:
             transports = available_transports(HOST, config.transport, gpu)
             peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
             self._exporters.append(
-                Exporter(Local(*PREFILL, LAYOUT, "-", gpu), self._pool, peers, config, transports, self._host)
+                KVSender(LocalWorker(*PREFILL, LAYOUT, "-", gpu), self._pool, peers, config, transports, self._host)
             )
             self._exporters[-1].start()
 
@@ -249,7 +251,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def measure(
-    sender: Sender, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
+    sender: SendAttempt, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
 ) -> list[dict[str, Any]]:
     cells = []
     for size in sizes:
@@ -291,13 +293,13 @@ async def measure(
 
 
 def throughput(
-    sizes: Sequence[int], repeats: int, chunk_bytes: int, transport: str, pin: bool, device: str = "cpu"
+    sizes: Sequence[int], repeats: int, frame_bytes: int, transport: str, pin: bool, device: str = "cpu"
 ) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if pin:
         os.sched_setaffinity(0, cores[:1])
-    on = TransferConfig(chunk_bytes=chunk_bytes, transport=transport)
+    on = TransferConfig(frame_bytes=frame_bytes, transport=transport)
     configs = [on, replace(on, checksum=False)]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -310,7 +312,7 @@ def throughput(
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = Sender(here, store, max(sizes), configs, here.recv(), device)
+            sender = SendAttempt(here, store, max(sizes), configs, here.recv(), device)
             cells = await measure(sender, transport, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
@@ -367,7 +369,7 @@ def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str,
     return cells
 
 
-def gpu_parts(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict[str, Any]]:
+def gpu_parts(sizes: Sequence[int], repeats: int, frame_bytes: int) -> list[dict[str, Any]]:
     """The throughput of links between two KV pools on the first GPU; where there is none, or a link can't be, why."""
     cells = []
     for transport in ("cuda_ipc", "nccl"):
@@ -378,7 +380,7 @@ def gpu_parts(sizes: Sequence[int], repeats: int, chunk_bytes: int) -> list[dict
             except ValueError as error:
                 reason = str(error)
         if reason is None:
-            cells += throughput(sizes, repeats, chunk_bytes, transport, False, "cuda:0")
+            cells += throughput(sizes, repeats, frame_bytes, transport, False, "cuda:0")
         else:
             cells.append({"part": transport, "skipped": reason})
             print(json.dumps(cells[-1]))
@@ -394,7 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().chunk_bytes)
+    parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().frame_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
@@ -406,9 +408,9 @@ def main() -> None:
         parser.error(f"--sizes {wrong[0]}: allowed are multiples of {LAYOUT.token_bytes}")
     cells = []
     for transport in args.transports if args.sizes else ():
-        cells += throughput(args.sizes, args.repeats, args.chunk_bytes, transport, args.pin)
+        cells += throughput(args.sizes, args.repeats, args.frame_bytes, transport, args.pin)
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
-    cells += gpu_parts(args.sizes or SIZES, args.repeats, args.chunk_bytes)
+    cells += gpu_parts(args.sizes or SIZES, args.repeats, args.frame_bytes)
     if args.out is not None:
         results = {
             "date": datetime.now(UTC).date().isoformat(),
@@ -416,7 +418,7 @@ def main() -> None:
             "load_at_end": round(os.getloadavg()[0], 2),
             "versions": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "xxhash")}
             | {"python": platform.python_version()},
-            "chunk_bytes": args.chunk_bytes,
+            "frame_bytes": args.frame_bytes,
             "pinned": args.pin,
             "cells": cells,
         }

@@ -185,7 +185,7 @@ class SupervisorActor(ServerActor):
         return "kvrelay-supervisor"
 
     def make(self) -> Server:
-        from kvrelay.cluster.placement import RayLauncher
+        from kvrelay.cluster.ray_launcher import RayLauncher
 
         heartbeat = self._config.heartbeat
         config = SupervisorConfig(

@@ -43,17 +43,17 @@ def _end_left_running(current: ClusterState) -> None:
     rayenv.prepare()
     import ray  # takes half a second, which the owner of a local cluster has spent already
 
-    from kvrelay.cluster import placement
+    from kvrelay.cluster import ray_launcher
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(address=current.ray_address, namespace=current.namespace, log_to_driver=False, configure_logging=False)
-    except placement.JOIN_ERRORS as error:
+    except ray_launcher.JOIN_ERRORS as error:
         state.forget()
-        raise RunError(f"Ray at {current.ray_address} is gone: {placement.why_not_joined(error)}") from None
-    supervisor = placement.find_supervisor(current.namespace)
+        raise RunError(f"Ray at {current.ray_address} is gone: {ray_launcher.why_not_joined(error)}") from None
+    supervisor = ray_launcher.find_supervisor(current.namespace)
     if supervisor is not None:
-        placement.end(supervisor)
-    placement.remove_all(current.namespace)
+        ray_launcher.end(supervisor)
+    ray_launcher.remove_all(current.namespace)
     ray.shutdown()
     state.forget()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from kvrelay.cluster import placement, processes, state
+from kvrelay.cluster import processes, ray_launcher, state
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.signals import Interrupted, Signals
@@ -109,7 +109,7 @@ class Cluster:
         self._connect()
         self._signals.check()
         self._report.phase("starting the cluster")
-        self._supervisor = placement.create_supervisor(self._config)
+        self._supervisor = ray_launcher.create_supervisor(self._config)
         self._serving = self._supervisor.serve.remote()
         self._know(replace(self.state, supervisor=self._ask(self._supervisor.address)))
         self._know(replace(self.state, router=self._until_ready()))
@@ -128,8 +128,8 @@ class Cluster:
             return
         self._report.phase("stopping")
         if self._supervisor is not None:
-            placement.end(self._supervisor)
-            placement.remove_all(self._config.ray.namespace)
+            ray_launcher.end(self._supervisor)
+            ray_launcher.remove_all(self._config.ray.namespace)
         below = processes.descendants()
         ray.shutdown()
         for process in processes.end(below, EXIT_SECONDS):
@@ -170,8 +170,8 @@ class Cluster:
                 dashboard_port=section.dashboard_port or None,
                 **options,
             )
-        except placement.JOIN_ERRORS as error:
-            raise RunError(f"Ray did not start: {placement.why_not_joined(error)}") from error
+        except ray_launcher.JOIN_ERRORS as error:
+            raise RunError(f"Ray did not start: {ray_launcher.why_not_joined(error)}") from error
         except SystemExit:
             raise Interrupted(signal.SIGTERM) from None  # by Ray's own handler, in force while it starts
         except KeyboardInterrupt:
@@ -239,9 +239,9 @@ def _join(address: str, options: dict[str, Any]) -> Any:
         _check_reachable(address)
     try:
         context = ray.init(address=address, **options)
-    except placement.JOIN_ERRORS as error:
-        raise RunError(f"--address {address}: {placement.why_not_joined(error)}") from None
-    if placement.find_supervisor(namespace) is not None:
+    except ray_launcher.JOIN_ERRORS as error:
+        raise RunError(f"--address {address}: {ray_launcher.why_not_joined(error)}") from None
+    if ray_launcher.find_supervisor(namespace) is not None:
         ray.shutdown()
         raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
     return context

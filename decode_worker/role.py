@@ -3,7 +3,7 @@
     (router's Submit)          (prefill worker's offer)
         '-----------. .---------------'
                   EXPECTED     both must come, in either order
-                     |         queue: waiting offers, first come first served; consumer `room_changed`
+                     |         queue: waiting offers, first come first served; consumer `blocks_freed`
                   RESERVED     blocks are taken, prefix-cache hits first; the prefill worker may send
                      |         queue: the link's frames      producer the prefill worker, consumer the link's thread
                   COMMITTED    every frame has verified; the sequence enters the engine with all its prompt computed
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import grpc
 
+from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Reservation
@@ -27,8 +28,7 @@ from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.failpoints import failpoint
-from kvrelay.transfer.importer import Importer
-from kvrelay.transfer.wire import Code
+from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import Key, WorkerServer
 
@@ -46,7 +46,7 @@ class DecodeRole(HandoffRole):
 
     async def start(self, server: grpc.aio.Server) -> None:
         worker = self.worker
-        self._importer = Importer(
+        self._importer = KVReceiver(
             self.local(), worker.runner.pool, self.peers, worker.config.transfer, self.transports(), self
         )
         add_HandoffServiceServicer_to_server(self._importer, server)
@@ -80,7 +80,7 @@ class DecodeRole(HandoffRole):
         self._importer.cancel(key)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        self.worker.loop.call_soon_threadsafe(self._importer.room_changed)
+        self.worker.loop.call_soon_threadsafe(self._importer.blocks_freed)
 
     # ImportHost.
 
@@ -101,7 +101,7 @@ class DecodeRole(HandoffRole):
     def release(self, reservation: Reservation) -> None:
         self.worker.thread.post(reservation.release)
         self.worker.refresh_load()
-        self._importer.room_changed()
+        self._importer.blocks_freed()
 
     def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
         failpoint("decode.before_commit", key)
@@ -122,7 +122,7 @@ class DecodeRole(HandoffRole):
         except ValueError as error:
             reservation.release()
             self.worker.loop.call_soon_threadsafe(self.worker.fail, request.key, Failure.CODE_INTERNAL, str(error))
-            self.worker.loop.call_soon_threadsafe(self._importer.room_changed)
+            self.worker.loop.call_soon_threadsafe(self._importer.blocks_freed)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         if code is Code.NO_ROOM:

@@ -56,9 +56,9 @@ class GpuStep:
         plan = self._plan
         tokens = self._tokens[: plan.num_rows].tolist()
         sampled = plan.sample.tolist()
-        unsound = [row for row, token in enumerate(tokens) if sampled[row] and token == UNSOUND]
+        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == UNSOUND]
         return StepOutput(
-            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(unsound)
+            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(nonfinite)
         )
 
 

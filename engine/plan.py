@@ -58,5 +58,5 @@ class StepOutput:
 
     tokens: tuple[int | None, ...]
     """[R] the sampled token of each row with `sample`, else None."""
-    unsound: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
     """Rows whose logits aren't finite: their tokens mean nothing, and their sequences fail."""

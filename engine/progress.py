@@ -36,7 +36,7 @@ class EngineLoad:
     running: int
     pending_tokens: int
     """Tokens that the waiting and running sequences have yet to compute."""
-    seats: int = 0
+    free_slots: int = 0
     """How many more reservations would be given, for as long as there are blocks."""
 
 

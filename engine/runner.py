@@ -32,7 +32,7 @@ from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
 
-__all__ = ["ForwardBatch", "ModelRunner", "Runner", "build_runner"]
+__all__ = ["CpuRunner", "ForwardBatch", "Runner", "build_runner"]
 
 
 class Runner(Protocol):
@@ -65,7 +65,7 @@ class Model(Protocol):
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class ModelRunner:
+class CpuRunner:
     """Implements `Runner` with a decoder. Not thread-safe."""
 
     def __init__(self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int) -> None:
@@ -99,11 +99,11 @@ class ModelRunner:
             logits = self.model.logits(hidden[torch.from_numpy(batch.last[rows])])
             ends = plan.starts + plan.lengths
             draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
-            chosen, unsound = sample(logits, draws, self.model.largest)
+            chosen, nonfinite = sample(logits, draws, self.model.largest)
         tokens: list[int | None] = [None] * plan.num_rows
         for row, token in zip(rows, chosen, strict=True):
             tokens[row] = token
-        return StepOutput(tuple(tokens), tuple([int(rows[index]) for index in unsound]))
+        return StepOutput(tuple(tokens), tuple([int(rows[index]) for index in nonfinite]))
 
     def _watched(self, plan: StepPlan) -> Attention:
         borders = () if self.watch is None else self.watch.borders(plan)
@@ -140,7 +140,7 @@ class ModelRunner:
             self._thread = threading.get_ident()
 
 
-def build_runner(model_path: Path, dtype: Dtype, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
+def build_runner(model_path: Path, dtype: Dtype, config: EngineConfig, progress: Progress | None = None) -> CpuRunner:
     """Loads the checkpoint in folder `model_path` and allocates its KV pool, on CPU.
 
     Args:
@@ -185,7 +185,7 @@ def build_runner(model_path: Path, dtype: Dtype, config: EngineConfig, progress:
         dtype=kv_dtype,
         fingerprint=checkpoint.fingerprint(),
     )
-    return ModelRunner(spec, model, pool, attention, threads)
+    return CpuRunner(spec, model, pool, attention, threads)
 
 
 @torch.inference_mode()

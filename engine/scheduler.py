@@ -180,8 +180,8 @@ class Scheduler:
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
         waiting = len(self._waiting) + len(self._ready)
-        running, seats = len(self._running), self._seats()
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, seats)
+        running, free_slots = len(self._running), self._seats()
+        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, free_slots)
 
     def _seats(self) -> int:
         """How many more reservations may be given: a few more than rows, so that a row never waits for a transfer."""
@@ -218,8 +218,8 @@ class Scheduler:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
         """
         rows = self._land(plan)
-        if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.unsound):
-            sizes = f"{len(out.tokens)} and names rows {out.unsound}"
+        if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.nonfinite):
+            sizes = f"{len(out.tokens)} and names rows {out.nonfinite}"
             raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
         moment = now()
         reports = []
@@ -230,7 +230,7 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 if not sequence.scheduled:
                     sequence.hold.release()
-            elif row in out.unsound:
+            elif row in out.nonfinite:
                 reports.append(self._fail(sequence, moment))
             else:
                 reports.append(self._advance(sequence, lengths[row], token, moment))

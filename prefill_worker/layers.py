@@ -8,8 +8,8 @@ import numpy as np
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.sequence import Sequence
+from kvrelay.transfer.messages import Key
 from kvrelay.transfer.overlap import ComputeCost, Overlap, borders
-from kvrelay.transfer.wire import Key
 
 
 class LayerGroups:
@@ -27,7 +27,7 @@ class LayerGroups:
         Args:
             groups: how many; 0 chooses for each step by cost.
             threads: of the computation, which the link's work takes cores from.
-            frame_cost: `Exporter.frame_cost`.
+            frame_cost: `KVSender.frame_cost`.
             ship: gives the exporter what a sequence's step has computed in its first layers.
         """
         self._groups = groups

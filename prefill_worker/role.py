@@ -38,11 +38,11 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     TransferReport,
 )
+from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.prefill_worker.layers import LayerGroups
 from kvrelay.transfer.control import TransferStats
-from kvrelay.transfer.exporter import Exporter
 from kvrelay.transfer.failpoints import failpoint
-from kvrelay.transfer.wire import Code
+from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import Key, WorkerServer
 
@@ -65,7 +65,7 @@ class PrefillRole(HandoffRole):
 
     async def start(self, server: grpc.aio.Server) -> None:
         worker = self.worker
-        self._exporter = Exporter(
+        self._exporter = KVSender(
             self.local(), worker.runner.pool, self.peers, worker.config.transfer, self.transports(), self
         )
         self._exporter.start()

@@ -32,9 +32,9 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Finish as WireFinish
 from kvrelay.router.completion import Finish
-from kvrelay.router.link import WorkerLink
 from kvrelay.router.placement import WorkerKey
 from kvrelay.router.validation import CheckedRequest
+from kvrelay.router.worker_stream import WorkerStream
 
 PEER_LOST_SECONDS = 1.0
 """How long after the loss of prefill the decode worker has to show that it had received the KV."""
@@ -58,7 +58,7 @@ class AttemptFailure:
 class _Part:
     """What one worker does for the attempt."""
 
-    link: WorkerLink
+    link: WorkerStream
     phase: Phase
     expected: int
     """Index of the next token that it is to send."""
@@ -82,8 +82,8 @@ class Attempt:
         request: CheckedRequest,
         number: int,
         generated: tuple[int, ...],
-        prefill: WorkerLink,
-        decode: WorkerLink | None,
+        prefill: WorkerStream,
+        decode: WorkerStream | None,
     ) -> None:
         """
         Args:
@@ -221,7 +221,7 @@ class Attempt:
         lost = self._prefill.link
         self._fail(Failure.CODE_RETRY, f"worker {lost.key.name} lost before the hand-off", lost)
 
-    def _fail(self, code: Failure.Code, message: str, lost: WorkerLink | None = None) -> None:
+    def _fail(self, code: Failure.Code, message: str, lost: WorkerStream | None = None) -> None:
         """Sets the failure, unless the attempt has failed or is complete already."""
         if self.failure is None and not self._complete:
             blamed = self.workers if lost is None else frozenset((lost.key,))
@@ -230,7 +230,7 @@ class Attempt:
 
     # Listener.
 
-    def on_event(self, link: WorkerLink, event: RequestEvent) -> None:
+    def on_event(self, link: WorkerStream, event: RequestEvent) -> None:
         part = next(part for part in self._parts if part.link is link)
         self._note_reports(event)
         if event.token_ids:
@@ -251,7 +251,7 @@ class Attempt:
                 self._fail(event.failure.code, f"{link.key.name}: {event.failure.message}")
         self._wake.set()
 
-    def on_lost(self, link: WorkerLink) -> None:
+    def on_lost(self, link: WorkerStream) -> None:
         part = next(part for part in self._parts if part.link is link)
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):

@@ -16,7 +16,7 @@ from kvrelay.router.alarm import Alarm
 from kvrelay.router.completion import Finish
 from kvrelay.router.errors import Exhausted, InternalError, InvalidPayload, RequestError, SlowReader, Unavailable
 from kvrelay.router.payload import BadPayload, Parser
-from kvrelay.router.records import Journal, Observer, Outcome, RequestRecord
+from kvrelay.router.records import Observer, Outcome, RequestRecord, RequestTrace
 from kvrelay.router.session import RETRY_DELAY_SECONDS, Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
@@ -128,7 +128,7 @@ class InferenceFace:
         request: GenerateRequest | BadPayload,
         context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]",
     ) -> None:
-        journal = Journal(time.monotonic())
+        journal = RequestTrace(time.monotonic())
         # No deadline is None, whatever the type stubs say.
         remaining = cast("float | None", context.time_remaining())
         deadline = math.inf if remaining is None else journal.received + remaining

@@ -25,7 +25,7 @@ class Room:
     """Blocks of its pool."""
     free: int
     """Blocks that a reservation may take; those that only a prefix cache keeps among them."""
-    seats: int
+    free_slots: int
     """How many more requests it would give blocks to."""
     promised_requests: int = 0
     """Requests on their way to it that have no blocks there yet: of all routers."""
@@ -38,7 +38,9 @@ class Room:
 
     def fits(self, tokens: int) -> bool:
         """Whether it has room for such a prompt behind all that is promised."""
-        within = self.promised_blocks + self.blocks_for(tokens) <= self.free and self.promised_requests < self.seats
+        within = (
+            self.promised_blocks + self.blocks_for(tokens) <= self.free and self.promised_requests < self.free_slots
+        )
         # Nothing more will come free on one that has nothing: it must take what comes, or refuse it by itself.
         return within or (self.free == self.total and not self.promised_requests)
 

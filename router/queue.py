@@ -78,9 +78,9 @@ class PlacementQueue:
             return NoPlace.NO_ROOM
         finally:
             del self._waiting[ticket]
-            self.room_changed()
+            self.blocks_freed()
 
-    def room_changed(self) -> None:
+    def blocks_freed(self) -> None:
         """There may be a place for the first in line."""
         if self._waiting:
             next(iter(self._waiting.values())).set()

@@ -43,7 +43,7 @@ Observer = Callable[[RequestRecord], None]
 
 
 @dataclass(slots=True)
-class Journal:
+class RequestTrace:
     """Timestamps on the router's monotonic clock, and the workers' reports, as a request goes on."""
 
     received: float

@@ -24,13 +24,13 @@ from kvrelay.router.budget import RetryBudget
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.placement import LeastLoaded, Policy
-from kvrelay.router.pool import WorkerPool
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.records import Observer
+from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.rpc.address import bind, join
-from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import server_options
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ class RouterServer:
         self._state: MemberState = MEMBER_STATE_STARTING
         self._port = 0
         self._tokenizer: Tokenizer | None = None
-        self._pool: WorkerPool | None = None
+        self._pool: WorkerRegistry | None = None
         self._queue: PlacementQueue | None = None
         self._face: InferenceFace | None = None
-        self._attendance: Attendance | None = None
+        self._attendance: HeartbeatClient | None = None
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
         self._serving: bool | None = None
@@ -79,7 +79,7 @@ class RouterServer:
         return join(self.config.host, self._port)
 
     @property
-    def pool(self) -> WorkerPool:
+    def pool(self) -> WorkerRegistry:
         """The workers that this router knows, once it has started."""
         if self._pool is None:
             raise RuntimeError("the router has not started")
@@ -100,7 +100,7 @@ class RouterServer:
         self._failure = asyncio.get_running_loop().create_future()
         folder = resolve(self.config.model)
         self._tokenizer = tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        self._pool = pool = WorkerPool(self.config.name, self.incarnation, self._on_change, self._on_room)
+        self._pool = pool = WorkerRegistry(self.config.name, self.incarnation, self._on_change, self._on_room)
         self._queue = queue = PlacementQueue(self._policy, pool.view, self.config.max_queue)
         dispatch = Dispatch(self.config, pool, queue, RetryBudget(), tokenizer.token_bytes)
         self._face = face = InferenceFace(dispatch, tokenizer, self._observer)
@@ -112,7 +112,7 @@ class RouterServer:
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port")
         await server.start()
         if self.config.supervisor:
-            self._attendance = Attendance(self.config.supervisor, self._describe, pool.update, self._on_fenced)
+            self._attendance = HeartbeatClient(self.config.supervisor, self._describe, pool.update, self._on_fenced)
             self._attendance.start()
         logger.info("listening", extra={"address": self.address, "incarnation": self.incarnation})
         return self._port
@@ -157,7 +157,7 @@ class RouterServer:
 
     def _on_room(self) -> None:
         if self._queue is not None:
-            self._queue.room_changed()
+            self._queue.blocks_freed()
 
     def _on_fenced(self) -> None:
         if self._failure is not None and not self._failure.done():

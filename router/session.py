@@ -37,9 +37,9 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.placement import Demand, NoPlace, Placement, WorkerKey
-from kvrelay.router.pool import WorkerPool
 from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.records import Journal
+from kvrelay.router.records import RequestTrace
+from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -76,7 +76,7 @@ class Dispatch:
     """What all sessions of a router share."""
 
     config: RouterConfig
-    pool: WorkerPool
+    pool: WorkerRegistry
     queue: PlacementQueue
     budget: RetryBudget
     token_bytes: TokenBytes
@@ -85,7 +85,7 @@ class Dispatch:
 class Session:
     """One request, from checked to ended."""
 
-    def __init__(self, request: CheckedRequest, dispatch: Dispatch, journal: Journal, deadline: float) -> None:
+    def __init__(self, request: CheckedRequest, dispatch: Dispatch, journal: RequestTrace, deadline: float) -> None:
         """
         Args:
             journal: written as the request goes on.

@@ -65,8 +65,8 @@ CONTROL = (
     "kvrelay.transfer.packing",
     "kvrelay.transfer.peers",
     "kvrelay.transfer.protocol",
-    "kvrelay.transfer.room",
-    "kvrelay.transfer.wire",
+    "kvrelay.decode_worker.reservation_queue",
+    "kvrelay.transfer.messages",
 )
 
 

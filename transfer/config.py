@@ -20,7 +20,7 @@ class TransferConfig:
     tcp: host memory, everywhere. gloo: the same by way of torch's Gloo.
     """
 
-    chunk_bytes: int = 8 * 2**20
+    frame_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 16 MiB."""
 
     checksum: bool = True
@@ -52,7 +52,7 @@ class TransferConfig:
     """Links kept open at once; the one unused for longest is closed first."""
 
     def __post_init__(self) -> None:
-        require(2**16 <= self.chunk_bytes <= 2**24, "chunk_bytes", self.chunk_bytes, "65536 to 16777216")
+        require(2**16 <= self.frame_bytes <= 2**24, "frame_bytes", self.frame_bytes, "65536 to 16777216")
         require(0 <= self.layer_groups <= 64, "layer_groups", self.layer_groups, "0 to 64")
         for name in (
             "lease_seconds",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.events import Limits
-from kvrelay.transfer.wire import MAX_KEYS, VERSION, Code, Hello, Key, Message, Renew, in_frames
+from kvrelay.transfer.events import Timeouts
+from kvrelay.transfer.messages import MAX_KEYS, VERSION, Code, Hello, Key, Message, Renew, in_frames
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ WRITE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalWorker:
     """This worker, as it introduces itself to others."""
 
     name: str
@@ -40,7 +40,7 @@ class Local:
             layout=self.layout,
             checksum=config.checksum,
             gpu=self.gpu,
-            chunk_bytes=config.chunk_bytes,
+            frame_bytes=config.frame_bytes,
         )
 
     def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
@@ -75,9 +75,9 @@ class TransferStats:
     """KV bytes that crossed the link and were verified."""
 
 
-def limits_of(config: TransferConfig) -> Limits:
+def timeouts_of(config: TransferConfig) -> Timeouts:
     """The protocol's bounds."""
-    return Limits(
+    return Timeouts(
         lease=config.lease_seconds,
         grant=config.grant_timeout_seconds,
         prefill=config.prefill_timeout_seconds,

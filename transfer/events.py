@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Message, Nack, Offer, Push, Wait
+from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Message, Nack, Offer, Push, Wait
 
 Hold = Any
 """What keeps blocks alive. The machines carry holds and reservations; they never look inside."""
@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Timeouts:
     """Bounds of every stay, in seconds."""
 
     lease: float = 5.0
@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Manifest:
     """What is to be transferred, and how it is cut into frames."""
 
     tokens: int
@@ -130,7 +130,7 @@ class FrameEnded:
 class Expected:
     """Receiver: the router announced the attempt, and its tokens hash to `digest`."""
 
-    shape: Shape
+    shape: Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomChanged:
+class BlocksFreed:
     """Receiver: blocks may be free now."""
 
 
@@ -171,7 +171,7 @@ class Cancel:
     """This end doesn't want it any more."""
 
 
-SenderEvent = (
+SendEvent = (
     Computed
     | LayersComputed
     | Finished
@@ -185,11 +185,11 @@ SenderEvent = (
     | Ack
     | Nack
 )
-ReceiverEvent = (
+ReceiveEvent = (
     Expected
     | Offer
     | Reserved
-    | RoomChanged
+    | BlocksFreed
     | LinkUp
     | FrameEnded
     | Renewed
@@ -269,5 +269,5 @@ class Failed:
     message: str
 
 
-SenderAction = Tell | SendFrame | SendFinish | StopFrames | ReleaseHold | Committed | Failed
-ReceiverAction = Tell | Reserve | ReceiveFrame | StopFrames | ReleaseHold | Commit | Failed
+SendAction = Tell | SendFrame | SendFinish | StopFrames | ReleaseHold | Committed | Failed
+ReceiveAction = Tell | Reserve | ReceiveFrame | StopFrames | ReleaseHold | Commit | Failed

@@ -29,8 +29,8 @@ from kvrelay.engine.kv.layout import KVLayout, Layers
 from kvrelay.engine.kv.pool import gpu_checksum
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import Fault, failpoint
-from kvrelay.transfer.transport import ByteStream, Link, Pending
-from kvrelay.transfer.wire import Key, Push
+from kvrelay.transfer.messages import Key, Push
+from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 CHECKSUM_BYTES = 8
 
@@ -60,13 +60,13 @@ class KVBytes(Protocol):
     ) -> None: ...
 
 
-class Place(Protocol):
+class FrameBuffer(Protocol):
     """Where a frame comes from or goes to at one end."""
 
     def runs(self) -> list[memoryview] | None:
         """The whole blocks where they lie; None where the frame can't be reached like that."""
 
-    def tail(self) -> "Place | None":
+    def tail(self) -> "FrameBuffer | None":
         """What `runs` leaves out."""
 
     def nbytes(self) -> int: ...
@@ -78,7 +78,7 @@ class Place(Protocol):
         """Copies the frame from the beginning of `data` (uint8) into the blocks."""
 
 
-class PoolPlace:
+class PoolFrame:
     """A frame in the blocks of a pool whose layout is the sender's."""
 
     def __init__(self, pool: KVBytes, table: Sequence[int], frame: Frame) -> None:
@@ -96,7 +96,7 @@ class PoolPlace:
             return None
         return self._pool.runs(self._table, self._frame.first, self._frame.tokens, self._layers)
 
-    def tail(self) -> Place | None:
+    def tail(self) -> FrameBuffer | None:
         frame = self._frame
         over = frame.tokens % self._pool.layout.block_size
         if not over:
@@ -107,7 +107,7 @@ class PoolPlace:
             tokens=over,
             nbytes=over * frame.layers * self._pool.layout.layer_bytes,
         )
-        return PoolPlace(self._pool, self._table, rest)
+        return PoolFrame(self._pool, self._table, rest)
 
     def read(self, out: Tensor) -> None:
         self._pool.read(self._table, self._frame.first, self._frame.tokens, out, self._layers)
@@ -116,7 +116,7 @@ class PoolPlace:
         self._pool.write(self._table, self._frame.first, self._frame.tokens, data, self._layers)
 
 
-class Guard:
+class BlockClaim:
     """Lets one thread touch the blocks of one frame, once, unless it was closed before that began."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def tokens_digest(tokens: Sequence[int]) -> bytes:
     return xxhash.xxh3_128_digest(array("I", tokens).tobytes() + struct.pack("<Q", len(tokens)))
 
 
-class Seal(enum.Enum):
+class ChecksumKind(enum.Enum):
     """What stands behind a frame's bytes on the link."""
 
     OFF = "off"
@@ -152,16 +152,16 @@ class Seal(enum.Enum):
     """`gpu_checksum` of what lies in a GPU's memory; of other bytes as XXH3."""
 
     @classmethod
-    def of(cls, checksum: bool, on_gpus: bool) -> "Seal":
+    def of(cls, checksum: bool, on_gpus: bool) -> "ChecksumKind":
         """What a pair uses; `on_gpus`: both of its KV pools are on GPUs, so that a link may carry GPU memory."""
         if not checksum:
             return cls.OFF
         return cls.MIX64 if on_gpus else cls.XXH3
 
 
-def checksum(data: Tensor, seal: Seal = Seal.XXH3) -> int:
+def checksum(data: Tensor, seal: ChecksumKind = ChecksumKind.XXH3) -> int:
     """64 bits of a contiguous uint8 tensor: where it lies if `seal` allows, else of a copy on the CPU."""
-    if seal is Seal.MIX64 and data.is_cuda:
+    if seal is ChecksumKind.MIX64 and data.is_cuda:
         return gpu_checksum(data)
     return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
 
@@ -196,7 +196,7 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 class FrameJob:
     """What sending and receiving share: the end of a frame is told once, whatever happens."""
 
-    def __init__(self, key: Key, frame: Frame, guard: Guard, place: Place, seal: Seal) -> None:
+    def __init__(self, key: Key, frame: Frame, guard: BlockClaim, place: FrameBuffer, seal: ChecksumKind) -> None:
         """`guard` lets this job's thread at the blocks."""
         self.key = key
         self._frame = frame
@@ -207,7 +207,7 @@ class FrameJob:
 
     @property
     def _sealed(self) -> bool:
-        return self._seal is not Seal.OFF
+        return self._seal is not ChecksumKind.OFF
 
     @property
     def _on_link(self) -> int:
@@ -238,9 +238,9 @@ class SendJob(FrameJob):
         self,
         key: Key,
         frame: Frame,
-        guard: Guard,
-        place: Place,
-        seal: Seal,
+        guard: BlockClaim,
+        place: FrameBuffer,
+        seal: ChecksumKind,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
     ) -> None:
@@ -338,7 +338,13 @@ class ReceiveJob(FrameJob):
     """Receives an announced frame and verifies it; see the module's docstring for where the bytes go meanwhile."""
 
     def __init__(
-        self, key: Key, frame: Frame, guard: Guard, place: Place, seal: Seal, on_end: Callable[[Outcome], None]
+        self,
+        key: Key,
+        frame: Frame,
+        guard: BlockClaim,
+        place: FrameBuffer,
+        seal: ChecksumKind,
+        on_end: Callable[[Outcome], None],
     ) -> None:
         """`on_end` is told, once, how it ended, after which this end doesn't touch the blocks."""
         super().__init__(key, frame, guard, place, seal)
@@ -415,8 +421,8 @@ class DrainJob:
 
     key: Key | None = None
 
-    def __init__(self, nbytes: int, seal: Seal) -> None:
-        self._nbytes = nbytes + (CHECKSUM_BYTES if seal is not Seal.OFF else 0)
+    def __init__(self, nbytes: int, seal: ChecksumKind) -> None:
+        self._nbytes = nbytes + (CHECKSUM_BYTES if seal is not ChecksumKind.OFF else 0)
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
         return _receive_all(link, buffer[: self._nbytes])

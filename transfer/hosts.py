@@ -5,7 +5,7 @@ from typing import Protocol, TypeVar
 
 from kvrelay.transfer.control import TransferStats
 from kvrelay.transfer.events import Hold
-from kvrelay.transfer.wire import Code, Key
+from kvrelay.transfer.messages import Code, Key
 
 
 class ExportHost(Protocol):

@@ -22,8 +22,8 @@ from typing import Protocol
 import torch
 
 from kvrelay.transfer.control import post
-from kvrelay.transfer.transport import SENDER, Link, LinkError, Pending, Rendezvous, Transport
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.messages import Key
+from kvrelay.transfer.transports.base import SENDER, Link, LinkError, Pending, Rendezvous, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ class Peer:
     address: str
     """host:port of its internal gRPC."""
     transports: tuple[str, ...] = ()
-    """What its links can do, best first; as `kvrelay.transfer.transports.entries` lists it."""
+    """What its links can do, best first; as `kvrelay.transfer.transports.registry.entries` lists it."""
 
 
 class PeerTable:

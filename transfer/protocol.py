@@ -2,10 +2,10 @@
 
     ADMITTED -> PREFILLING -> EXPORTED(lease) -> TRANSFERRING -> COMMITTED -> (DECODING -> DONE) | FAILED | CANCELLED
 
-The road above is walked together: `Sender` on the prefill worker owns the holds on the computed blocks, `Receiver` on
-the decode worker owns the reservation, until COMMITTED. From then on the receiver's engine owns the KV (DECODING and
-DONE are its `Sequence`'s) and the sender's blocks are released. A machine is told events and answers actions; it never
-waits, reads no clock and starts nothing, so any interleaving can be replayed.
+Both ends walk this road together: `SendAttempt` on the prefill worker owns the holds on the computed blocks, and
+`ReceiveAttempt` on the decode worker owns the reservation, until COMMITTED. From then on the receiver's engine owns
+the KV (DECODING and DONE are states of its `Sequence`) and the sender's blocks are released. A machine is told events
+and answers actions; it never waits, reads no clock and starts nothing, so any interleaving can be replayed.
 
 Sender          | told                              | becomes       | asks for
 ----------------|-----------------------------------|---------------|-------------------------------------------------
@@ -40,7 +40,7 @@ ADMITTED        | Expected, Offer: the first        | same          |
  knows one of   | Expected, Offer: the second       | WAITING       | Reserve
  the two        | Expected, Offer: they differ      | FAILED        | Nack, Failed
 WAITING         | Reserved: no room                 | same          | Wait, once; Reserve where room changed meanwhile
- for room       | RoomChanged                       | same          | Reserve
+ for room       | BlocksFreed                       | same          | Reserve
                 | Reserved                          | TRANSFERRING  | Grant, if there is a link
 TRANSFERRING    | LinkUp                            | same          | Grant, once the older link's frames have ended
  blocks are     | Push: the next                    | same          | ReceiveFrame
@@ -73,13 +73,13 @@ Rules that hold everywhere:
   wait of a link has a timeout.
 * Each hold is released exactly once, by ReleaseHold, or given away exactly once, by Commit.
 
-Bounds (`Limits`, in seconds): without a sign of life from the other end, `lease`; ADMITTED (offered) and WAITING,
+Bounds (`Timeouts`, in seconds): without a sign of life from the other end, `lease`; ADMITTED (offered) and WAITING,
 `grant`, to which the sender adds one lease, so that the receiver's own answer comes first; PREFILLING, and a receiver
 that expects an offer or receives an unfinished prompt, `prefill`; EXPORTED, `grant` plus one lease; TRANSFERRING after
 Finish, `transfer`.
 """
 
-from kvrelay.transfer.receiver import Receiver
-from kvrelay.transfer.sender import MAX_LINK_LOSSES, Sender
+from kvrelay.transfer.receive_attempt import ReceiveAttempt
+from kvrelay.transfer.send_attempt import MAX_LINK_LOSSES, SendAttempt
 
-__all__ = ["MAX_LINK_LOSSES", "Receiver", "Sender"]
+__all__ = ["MAX_LINK_LOSSES", "ReceiveAttempt", "SendAttempt"]

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import TORCH_DTYPES
 from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import KVBytes, Place
+from kvrelay.transfer.frames import FrameBuffer, KVBytes
 
 
-class ConvertedPlace:
+class ConvertedFrame:
     """A frame of the sender's layout in the blocks of a pool of another."""
 
     def __init__(self, pool: KVBytes, theirs: KVLayout, table: Sequence[int], frame: Frame, keep: int) -> None:
@@ -32,7 +32,7 @@ class ConvertedPlace:
     def runs(self) -> list[memoryview] | None:
         return None
 
-    def tail(self) -> Place | None:
+    def tail(self) -> FrameBuffer | None:
         return None
 
     def read(self, out: Tensor) -> None:

@@ -12,10 +12,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.internal.v1.worker_pb2 import Submit
-from kvrelay.transfer.control import Local
+from kvrelay.transfer.control import LocalWorker
 from kvrelay.transfer.peers import MEET_SECONDS, Peer, PeerTable
-from kvrelay.transfer.transport import Transport
-from kvrelay.transfer.transports import available_transports, entries
+from kvrelay.transfer.transports.base import Transport
+from kvrelay.transfer.transports.registry import available_transports, entries
 from kvrelay.worker.role import Role
 from kvrelay.worker.server import Key, WorkerServer
 
@@ -58,12 +58,12 @@ class HandoffRole(Role):
         if early is not None:
             early.cancel()
 
-    def local(self) -> Local:
+    def local(self) -> LocalWorker:
         """This worker, as it introduces itself to its peers."""
         worker = self.worker
         runner = worker.runner
         gpu = runner.pool.tensor.is_cuda
-        return Local(worker.config.name, worker.incarnation, runner.layout, runner.spec.fingerprint, gpu)
+        return LocalWorker(worker.config.name, worker.incarnation, runner.layout, runner.spec.fingerprint, gpu)
 
     def transports(self) -> Mapping[str, Transport]:
         """What this worker's links can do, best first."""

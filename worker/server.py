@@ -52,7 +52,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import resolve
 from kvrelay.rpc.address import bind, join
-from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import server_options
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineThread
@@ -114,7 +114,7 @@ class WorkerServer:
         self._engine: Engine | None = None
         self._runner: Runner | None = None
         self._thread: EngineThread | None = None
-        self._attendance: Attendance | None = None
+        self._attendance: HeartbeatClient | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
 
     # Life.
@@ -136,7 +136,7 @@ class WorkerServer:
         folder = resolve(self.config.model)
         self._server = self._bind()
         if self.config.supervisor:
-            self._attendance = Attendance(
+            self._attendance = HeartbeatClient(
                 self.config.supervisor, self._describe, self.role.members_changed, self._on_fenced
             )
             self._attendance.start()
@@ -389,7 +389,7 @@ class WorkerServer:
             blocks=Blocks(
                 total=load.total, free=load.free, cached=load.cached, held=load.held, size=self.config.engine.block_size
             ),
-            requests=Requests(waiting=load.waiting, running=load.running, seats=load.seats),
+            requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
             pending_tokens=load.pending_tokens,
             computed_tokens=self.engine.computed_tokens,
         )

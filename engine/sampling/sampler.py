@@ -50,14 +50,14 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
             logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
     # It tells whether a row is sound.
     largest, tokens = find_largest(logits)
-    unsound = (~largest.isfinite()).nonzero().flatten().tolist()
-    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in unsound]
+    nonfinite = (~largest.isfinite()).nonzero().flatten().tolist()
+    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in nonfinite]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])
     for begin in range(0, len(drawn), rows_at_once):
         rows = drawn[begin : begin + rows_at_once]
         index = torch.tensor(rows)
         tokens[index] = _draw(logits[index], [draws[row] for row in rows])
-    return tokens.tolist(), unsound
+    return tokens.tolist(), nonfinite
 
 
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

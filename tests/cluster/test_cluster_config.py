@@ -34,7 +34,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("engine: {block_size: 17}", "engine.block_size is 17; allowed: a power of two from 8 to 128"),
         ("decode: {engine: {block_size: 9}}", "decode.engine.block_size is 9; allowed: a power of two from 8 to 128"),
         ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
-        ("transfer: {chunk_bytes: 1}", "transfer.chunk_bytes is 1; allowed: 65536 to 16777216"),
+        ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 16777216"),
         ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: greater than or equal to 0"),
         ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),

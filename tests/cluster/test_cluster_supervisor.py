@@ -32,7 +32,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
-from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options
 
 SECONDS = 10.0
@@ -61,7 +61,7 @@ class FakeMember:
         self.load = Load(blocks=Blocks(total=9, free=4, cached=3, held=2), requests=Requests(waiting=1, running=2))
         self.seen: dict[str, Member] = {}
         self.fenced = asyncio.Event()
-        self.attendance = Attendance(supervisor, self._describe, self._learn, self.fenced.set, interval=0.1)
+        self.attendance = HeartbeatClient(supervisor, self._describe, self._learn, self.fenced.set, interval=0.1)
 
     def _describe(self) -> tuple[Member, Load]:
         return self.member, self.load

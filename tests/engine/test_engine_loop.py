@@ -132,7 +132,7 @@ def test_a_failed_row_ends_one_sequence_only() -> None:
 
     def fail_late(plan: StepPlan) -> StepOutput:
         if plan.generated.max() == 3 and bad.handle in plan.handles:
-            return dataclasses.replace(run(plan), unsound=(plan.handles.index(bad.handle),))
+            return dataclasses.replace(run(plan), nonfinite=(plan.handles.index(bad.handle),))
         return run(plan)
 
     worker.runner.run = fail_late

@@ -122,14 +122,14 @@ def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(llama: Path) -> Non
     sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
     sound, spoiled = (sequences.add(prompt(10, seed), room=3) for seed in range(2))
     first = runner.run(make_plan([(sound, 10, GREEDY), (spoiled, 10, GREEDY)]))
-    assert first.unsound == ()
+    assert first.nonfinite == ()
     for sequence, token in zip((sound, spoiled), first.tokens, strict=True):
         sequence.computed = 10
         assert token is not None
         sequence.tokens.append(token)
     runner.pool.tensor[spoiled.blocks[0]] = torch.nan
     out = runner.run(make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)]))
-    assert out.unsound == (1,)
+    assert out.nonfinite == (1,)
     expected = serve(build_runner(llama, "float32", OPTIONS), [(10, SamplingParams(max_tokens=2, temperature=0.0))])[0]
     assert [sound.tokens[-1], out.tokens[0]] == expected
 

@@ -9,7 +9,7 @@ import torch
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.native import NativeDecoder
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.runner import ModelRunner, build_runner
+from kvrelay.engine.runner import CpuRunner, build_runner
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.paged import GREEDY, PagedSequences, make_plan
 
@@ -19,7 +19,7 @@ OPTIONS = EngineConfig(kv_memory_bytes=2**20, threads=1)
 class Watch:
     """Keeps what the pool holds in each layer when that is told of."""
 
-    def __init__(self, runner: ModelRunner, *borders: int) -> None:
+    def __init__(self, runner: CpuRunner, *borders: int) -> None:
         self.runner = runner
         self.wanted = borders
         self.seen: dict[int, torch.Tensor] = {}

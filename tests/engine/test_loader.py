@@ -18,7 +18,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.runner import ModelRunner, build_runner
+from kvrelay.engine.runner import CpuRunner, build_runner
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -46,7 +46,7 @@ def spoil(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def logits(runner: ModelRunner) -> Tensor:
+def logits(runner: CpuRunner) -> Tensor:
     sequences = PagedSequences(runner)
     sequence = sequences.add(range(20))
     sequences.compute((sequence, 20))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.attention.cpu_prefill import TILE
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.runner import ModelRunner, build_runner
+from kvrelay.engine.runner import CpuRunner, build_runner
 from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE, make_checkpoint
 from support.paged import PagedSequence, PagedSequences
 
@@ -42,7 +42,7 @@ class Case:
     """A runner and the logits that transformers gives for one long prompt, of which tests take beginnings."""
 
     def __init__(self, folder: Path) -> None:
-        self.runner: ModelRunner = build_runner(
+        self.runner: CpuRunner = build_runner(
             folder, "float32", EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
         )
         self.prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=LENGTH) for seed in range(3)]

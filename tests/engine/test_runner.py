@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner import ModelRunner, build_runner
+from kvrelay.engine.runner import CpuRunner, build_runner
 from kvrelay.kernels.cpu.library import library
 from support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint, make_tokenizer
 from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
@@ -40,7 +40,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def step(
-    runner: ModelRunner,
+    runner: CpuRunner,
     work: Sequence[tuple[PagedSequence, int, SamplingParams]],
     generated: Sequence[int] | None = None,
 ) -> StepOutput:
@@ -53,7 +53,7 @@ def step(
     return out
 
 
-def generate(runner: ModelRunner, tokens: list[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
+def generate(runner: CpuRunner, tokens: list[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
     """One sequence alone, its prompt in one step."""
     sequence = PagedSequences(runner).add(tokens, room=count)
     while len(sequence.tokens) < len(tokens) + count:
@@ -138,7 +138,7 @@ def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: 
     step(runner, [(sound, 20, GREEDY), (spoiled, 20, GREEDY)])
     runner.pool.tensor[spoiled.blocks[0], 0, 0, 3] = torch.nan
     plan = make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)])
-    assert runner.run(plan).unsound == (1,)
+    assert runner.run(plan).nonfinite == (1,)
     # The sound row can be planned again; the spoiled one's blocks go to a new sequence, not wiped.
     runner.pool.tensor[spoiled.blocks] = torch.nan
     heir = PagedSequence(prompt(20), spoiled.blocks)
@@ -219,7 +219,7 @@ def test_whichever_thread_steps_uses_the_configured_threads(
         runner = build_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**20, threads=threads))
         seen: list[int] = []
 
-        def run(runner: ModelRunner = runner, seen: list[int] = seen) -> None:
+        def run(runner: CpuRunner = runner, seen: list[int] = seen) -> None:
             generate(runner, prompt(5), 1)
             seen.append(torch.get_num_threads())
 

@@ -26,8 +26,8 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     draws = [Draw(param, position, 0) for param, position in zip(params, positions, strict=True)]
-    tokens, unsound = sample(logits.clone(), draws, largest)
-    assert unsound == []
+    tokens, nonfinite = sample(logits.clone(), draws, largest)
+    assert nonfinite == []
     return tokens
 
 
@@ -186,8 +186,8 @@ def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(value: float, tempe
     sound = LOGITS.repeat(3, 1)
     expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3, largest)
     sound[1, 3] = value
-    tokens, unsound = sample(sound, [Draw(params, 7, 0)] * 3, largest)
-    assert unsound == [1]
+    tokens, nonfinite = sample(sound, [Draw(params, 7, 0)] * 3, largest)
+    assert nonfinite == [1]
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
 
 

@@ -91,10 +91,10 @@ class Bench:
             self.flight.append((plan, self.device.launch(plan)))
         return plan
 
-    def land(self, unsound: tuple[int, ...] = ()) -> list[Progress]:
-        """Computes and commits the oldest plan in flight; the rows `unsound` come back as not finite."""
+    def land(self, nonfinite: tuple[int, ...] = ()) -> list[Progress]:
+        """Computes and commits the oldest plan in flight; the rows `nonfinite` come back as not finite."""
         plan, launched = self.flight.popleft()
-        out = dataclasses.replace(launched.result(), unsound=unsound)
+        out = dataclasses.replace(launched.result(), nonfinite=nonfinite)
         reports = self.scheduler.commit(plan, out)
         for report in reports:
             if report.error is None:
@@ -766,7 +766,7 @@ def test_a_failure_must_name_a_row() -> None:
     bench = Bench(4)
     bench.add(bench.request((1,), 4))
     with pytest.raises(IntegrityError, match="names rows"):
-        bench.scheduler.commit(bench.scheduler.plan(), StepOutput((None,), unsound=(1,)))
+        bench.scheduler.commit(bench.scheduler.plan(), StepOutput((None,), nonfinite=(1,)))
 
 
 # A step ahead.

@@ -28,7 +28,7 @@ SLOW = Weather(rate=60e3)
 
 @pytest.fixture(scope="module")
 def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    transfer = {"transport": TRANSFER["transport"], "chunk_bytes": 64 * WORKER_LAYOUT.token_bytes}
+    transfer = {"transport": TRANSFER["transport"], "frame_bytes": 64 * WORKER_LAYOUT.token_bytes}
     with scene(tmp_path_factory.mktemp("freezes"), chaos=True, losses=True, transfer=transfer) as it:
         yield it
 

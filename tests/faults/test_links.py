@@ -30,7 +30,7 @@ SILENCES = {
 @pytest.fixture(scope="module", params=["gloo", "tcp"])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """One prefill worker and two decode workers, with the default limits."""
-    transfer = {"transport": request.param, "chunk_bytes": TRANSFER["chunk_bytes"]}
+    transfer = {"transport": request.param, "frame_bytes": TRANSFER["frame_bytes"]}
     with scene(tmp_path_factory.mktemp("links"), prefill=1, chaos=True, transfer=transfer) as it:
         until(lambda: it.ask_all(unique("dial", 4), count=2) and all(moved(it).values()), "every pair has a link")
         yield it
@@ -137,7 +137,7 @@ def test_a_frame_too_large_for_half_a_megabyte_a_second_is_given_up(tmp_path: Pa
         prefill=1,
         chaos=True,
         engine={"max_batch_tokens": 4096, "kv_memory_bytes": 8 * 2**20},
-        transfer={"transport": "tcp", "chunk_bytes": 2**22},
+        transfer={"transport": "tcp", "frame_bytes": 2**22},
     ) as it:
         until(lambda: it.ask_all(unique("dial", 4), count=2) and all(moved(it).values()), "every pair has a link")
         for decode in it.decodes:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.transports import available_transports
+from kvrelay.transfer.transports.registry import available_transports
 from support.handoff import LAYOUT, RECEIVER, Pair, pair
 
 TESTS = Path(__file__).parent.parent

@@ -27,7 +27,7 @@ REQUESTS = 1000
 AT_ONCE = 12
 COUNT = 6
 TRANSFER = {
-    "chunk_bytes": 2**16,
+    "frame_bytes": 2**16,
     "lease_seconds": LEASE_SECONDS,
     "frame_timeout_seconds": 3.0,
     "grant_timeout_seconds": 10.0,

@@ -39,7 +39,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("engine.block_size", 24),
         ("engine.kv_memory_bytes", 0),
         ("transfer.transport", "carrier-pigeon"),
-        ("transfer.chunk_bytes", 1),
+        ("transfer.frame_bytes", 1),
         ("heartbeat.dead_seconds", 0.1),
         ("image.pullPolicy", "Sometimes"),
         ("image.digest", "sha256:12"),

@@ -237,8 +237,8 @@ def test_scores_that_are_far_apart_or_not_numbers() -> None:
     attention = native(step)
     attention.plan(step.batch)
     found = step.run(attention, 0)
-    unsound = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
-    assert unsound == [151]
+    nonfinite = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+    assert nonfinite == [151]
     assert found[151, 0].isnan().all()
     assert found[151, 1:].isfinite().all()
 

@@ -18,9 +18,9 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.router.attempt import Attempt
 from kvrelay.router.completion import Finish
-from kvrelay.router.link import Listener, WorkerLink
 from kvrelay.router.placement import WorkerKey
 from kvrelay.router.validation import CheckedRequest
+from kvrelay.router.worker_stream import Listener, WorkerStream
 
 PROMPT = (5, 6, 7)
 
@@ -33,7 +33,7 @@ class Wire:
     cancelled: list[tuple[str, int]] = field(default_factory=list)
 
 
-class ScriptedLink(WorkerLink):
+class ScriptedLink(WorkerStream):
     """A link without a stream."""
 
     def __init__(self, name: str) -> None:

@@ -107,7 +107,7 @@ def rooms(draw: st.DrawFn) -> Room:
         block_size=4,
         total=total,
         free=draw(st.integers(0, total)),
-        seats=draw(st.integers(0, 4)),
+        free_slots=draw(st.integers(0, 4)),
         promised_requests=draw(st.integers(0, 4)),
         promised_blocks=draw(st.integers(0, 20)),
     )
@@ -128,7 +128,7 @@ def test_a_prompt_goes_only_where_it_has_room_or_where_prefill_can_keep_it(
         wanted = room.promised_blocks + min(need, room.total)
         idle = room.free == room.total and room.promised_requests == 0
         kept = share * (4 * prefill_blocks / len(rooms))
-        return idle or (wanted <= room.free and room.promised_requests < room.seats) or 4 * wanted <= kept
+        return idle or (wanted <= room.free and room.promised_requests < room.free_slots) or 4 * wanted <= kept
 
     placed = LeastLoaded(share).place(Demand(tokens, 1), [prefill, *decodes])
     if isinstance(placed, NoPlace):
@@ -140,7 +140,7 @@ def test_a_prompt_goes_only_where_it_has_room_or_where_prefill_can_keep_it(
 
 
 def test_what_decodes_nothing_needs_no_room_on_decode() -> None:
-    full = Room(block_size=4, total=8, free=0, seats=0, promised_requests=3, promised_blocks=9)
+    full = Room(block_size=4, total=8, free=0, free_slots=0, promised_requests=3, promised_blocks=9)
     workers = [
         WorkerView(WorkerKey("p", "i"), "prefill", ready=True, kv_tokens=32),
         WorkerView(WorkerKey("d", "i"), "decode", ready=True, room=full),

@@ -53,7 +53,7 @@ class Line:
 
     def free(self, tokens: int) -> None:
         self.budget.free += tokens
-        self.queue.room_changed()
+        self.queue.blocks_freed()
 
 
 async def settle() -> None:
@@ -124,7 +124,7 @@ def test_time_cancel_and_lost_workers_end_a_wait_and_let_the_next_one_on() -> No
         waiting = [line.ask("a", 1), line.ask("b", 1)]
         await settle()
         line.budget.workers = False
-        line.queue.room_changed()
+        line.queue.blocks_freed()
         assert await asyncio.gather(*waiting) == [NoPlace.NO_WORKERS] * 2
         assert len(line.queue) == 0
 

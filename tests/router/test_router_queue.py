@@ -23,10 +23,10 @@ def token_at(index: int) -> int:
     return 40 + index
 
 
-def load(free: int, seats: int = 10, promised: int = 0) -> Load:
+def load(free: int, free_slots: int = 10, promised: int = 0) -> Load:
     return Load(
         blocks=Blocks(total=BLOCKS, free=free, held=BLOCKS - free, size=4),
-        requests=Requests(running=0, seats=seats),
+        requests=Requests(running=0, free_slots=free_slots),
         promised=Promised(requests=promised, blocks=6 * promised),
     )
 
@@ -48,7 +48,7 @@ async def tell(cluster: FakeCluster, news: Load) -> None:
 
     def heard() -> bool:
         room = next(view.room for view in cluster.router.pool.view() if view.role == "decode")
-        return room is not None and (room.free, room.seats) == (news.blocks.free, news.requests.seats)
+        return room is not None and (room.free, room.free_slots) == (news.blocks.free, news.requests.free_slots)
 
     await until(heard, "the router heard of the load")
 
@@ -90,10 +90,10 @@ def test_what_has_no_room_waits_before_its_prefill_and_goes_when_there_is(tmp_pa
 def test_seats_count_as_blocks_do(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
-            await tell(cluster, load(free=90, seats=0))
+            await tell(cluster, load(free=90, free_slots=0))
             task = ask(client)
             await until(lambda: waiting(cluster) == 1, "it waits")
-            await tell(cluster, load(free=90, seats=1))
+            await tell(cluster, load(free=90, free_slots=1))
             await task
 
     run(test)

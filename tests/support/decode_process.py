@@ -13,16 +13,16 @@ import grpc
 import torch
 import xxhash
 
+from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local, TransferStats
-from kvrelay.transfer.gloo import GlooTransport
-from kvrelay.transfer.importer import Importer
+from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
-from kvrelay.transfer.wire import Code, Key
+from kvrelay.transfer.transports.gloo import GlooTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ImportSide, StandInReservation, content
 
 START_SECONDS = 60.0
@@ -58,9 +58,9 @@ def _main(connection: Connection, layout: KVLayout, blocks: int, config: Transfe
 async def _serve(connection: Connection, layout: KVLayout, blocks: int, config: TransferConfig) -> None:
     pool = KVPool(layout, blocks)
     host = _Host(pool, blocks, connection)
-    local = Local(*RECEIVER, layout, "fingerprint")
+    local = LocalWorker(*RECEIVER, layout, "fingerprint")
     peers = PeerTable([Peer(*SENDER, address="")])
-    importer = Importer(local, pool, peers, config, {"gloo": GlooTransport("127.0.0.1")}, host)
+    importer = KVReceiver(local, pool, peers, config, {"gloo": GlooTransport("127.0.0.1")}, host)
     server = grpc.aio.server(options=server_options())
     add_HandoffServiceServicer_to_server(importer, server)
     port = server.add_insecure_port("127.0.0.1:0")

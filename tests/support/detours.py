@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stub do
 
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.rpc.address import join
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Rendezvous, Transport
 from kvrelay.worker.handoff import HandoffRole
 
 DESK = "CHAOS_DESK"

@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import torch
 
-from kvrelay.transfer.cuda_ipc import HANDLE_BYTES
-from kvrelay.transfer.transport import LinkError
+from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES
 
 
 class DriverTwin:

@@ -38,7 +38,7 @@ OUT = 40
 ENGINE = {"block_size": WORKER_LAYOUT.block_size, "max_batch_tokens": CHUNK, "kv_memory_bytes": 4 * 2**20, "threads": 1}
 TRANSFER = {
     "transport": os.environ.get("KVRELAY_FAULTS_OVER", "gloo"),
-    "chunk_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
+    "frame_bytes": CHUNK * WORKER_LAYOUT.token_bytes,
     "frame_timeout_seconds": 1.0,
     "lease_seconds": 2.0,
     "transfer_timeout_seconds": 4.0,

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
+from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local, TransferStats
-from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.gloo import GlooTransport
-from kvrelay.transfer.importer import Importer
+from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
-from kvrelay.transfer.transport import Transport
-from kvrelay.transfer.transports import entries
-from kvrelay.transfer.wire import Code, Key
+from kvrelay.transfer.transports.base import Transport
+from kvrelay.transfer.transports.gloo import GlooTransport
+from kvrelay.transfer.transports.registry import entries
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
 SENDER, RECEIVER = ("prefill-0", "p-incarnation"), ("decode-0", "d-incarnation")
@@ -144,8 +144,8 @@ class ImportSide:
 class Pair:
     """A prefill side and a decode side."""
 
-    exporter: Exporter
-    importer: Importer
+    exporter: KVSender
+    importer: KVReceiver
     source: KVPool
     target: KVPool
     ends: Ends
@@ -193,10 +193,10 @@ async def pair(
     source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout, blocks)
     here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
     sender_peers, receiver_peers = PeerTable(), PeerTable([Peer(*SENDER, address="")])
-    exporter = Exporter(Local(*SENDER, layout, "fingerprint"), source, sender_peers, config, here, sending)
-    receiver = Local(*RECEIVER, receiver_layout, "fingerprint")
-    importer = Importer(receiver, target, receiver_peers, receiver_config or config, there, receiving)
-    receiving.on_room = importer.room_changed
+    exporter = KVSender(LocalWorker(*SENDER, layout, "fingerprint"), source, sender_peers, config, here, sending)
+    receiver = LocalWorker(*RECEIVER, receiver_layout, "fingerprint")
+    importer = KVReceiver(receiver, target, receiver_peers, receiver_config or config, there, receiving)
+    receiving.on_room = importer.blocks_freed
     server = grpc.aio.server(options=server_options())
     add_HandoffServiceServicer_to_server(importer, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.transfer.events import (
+    BlocksFreed,
     Cancel,
     Commit,
     Committed,
@@ -18,31 +19,30 @@ from kvrelay.transfer.events import (
     Frame,
     FrameEnded,
     LayersComputed,
-    Limits,
     LinkLost,
     LinkUp,
+    Manifest,
     Outcome,
     PeerLost,
+    ReceiveEvent,
     ReceiveFrame,
-    ReceiverEvent,
     ReleaseHold,
     Renewed,
     Reserve,
     Reserved,
-    RoomChanged,
-    SenderEvent,
+    SendEvent,
     SendFinish,
     SendFrame,
-    Shape,
     State,
     StopFrames,
     Tell,
+    Timeouts,
 )
-from kvrelay.transfer.protocol import Receiver, Sender
-from kvrelay.transfer.wire import Code, Finish, Message, Push
+from kvrelay.transfer.messages import Code, Finish, Message, Push
+from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 
 KEY = ("request", 2)
-LIMITS = Limits(lease=5, grant=30, prefill=120, transfer=60)
+TIMEOUTS = Timeouts(lease=5, grant=30, prefill=120, transfer=60)
 BLOCK = 4
 LAYERS = 3
 
@@ -90,10 +90,10 @@ class Model:
 
     def __init__(self, tokens: int = 11, have: int = 0, frame_blocks: int = 1) -> None:
         self.now = 100.0
-        self.shape = Shape(tokens, b"d" * 16, 2 * LAYERS, BLOCK, frame_blocks * BLOCK, LAYERS)
+        self.shape = Manifest(tokens, b"d" * 16, 2 * LAYERS, BLOCK, frame_blocks * BLOCK, LAYERS)
         self.have = have
-        self.sender = Sender(KEY, self.shape, LIMITS, self.now)
-        self.receiver = Receiver(KEY, LIMITS, self.now)
+        self.sender = SendAttempt(KEY, self.shape, TIMEOUTS, self.now)
+        self.receiver = ReceiveAttempt(KEY, TIMEOUTS, self.now)
         self.left, self.right = Side(), Side()
         self.to_receiver: list[Message] = [self.sender.offer]
         self.to_sender: list[Message] = []
@@ -112,10 +112,10 @@ class Model:
 
     # Plumbing.
 
-    def _sender_on(self, event: SenderEvent) -> None:
+    def _sender_on(self, event: SendEvent) -> None:
         self._sender_do(self.sender.on(event, self.now))
 
-    def _receiver_on(self, event: ReceiverEvent) -> None:
+    def _receiver_on(self, event: ReceiveEvent) -> None:
         self._receiver_do(self.receiver.on(event, self.now))
 
     def _sender_do(self, actions: Sequence[object]) -> None:
@@ -202,7 +202,7 @@ class Model:
             "expect": (True, lambda: self._receiver_on(Expected(self.shape))),
             "reserve": (self.asked > 0, lambda: self.reserve(True)),
             "no room": (self.asked > 0, lambda: self.reserve(False)),
-            "room changed": (True, lambda: self._receiver_on(RoomChanged())),
+            "room changed": (True, lambda: self._receiver_on(BlocksFreed())),
             "read": (bool(self.left.waiting), self.begin_read),
             "was read": (bool(self.left.touching), self.end_read),
             "write": (self._arrived() is not None, self.begin_write),
@@ -334,7 +334,7 @@ class Model:
 
     def settle(self) -> None:
         """Time passes and the transport ends what it has: both ends must come to an end, with nothing left."""
-        self.advance(LIMITS.prefill + LIMITS.grant + LIMITS.transfer)
+        self.advance(TIMEOUTS.prefill + TIMEOUTS.grant + TIMEOUTS.transfer)
         while self.left.touching:
             self.end_read()
         while self.right.touching:

@@ -24,7 +24,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
-from kvrelay.rpc.attendance import Attendance
+from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
 from kvrelay.worker.config import WorkerConfig
@@ -84,5 +84,5 @@ if __name__ == "__main__":
     worker_server.CHECK_SECONDS = 0.0
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
-        worker_server.Attendance = partial(Attendance, interval=beat)  # type: ignore[misc, assignment]  # a class
+        worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class
     sys.exit(main(WorkerConfig, hash_server, "A kvrelay worker that runs the hash model."))

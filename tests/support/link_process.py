@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Rendezvous, Transport
-from kvrelay.transfer.transports import available_transports
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.transports.registry import available_transports
 
 TIMEOUT = 20.0
 HOST = "127.0.0.1"

@@ -16,9 +16,9 @@ from kvrelay.transfer.events import (
     Failed,
     Finished,
     FrameEnded,
-    Limits,
     LinkLost,
     LinkUp,
+    Manifest,
     Outcome,
     ReceiveFrame,
     ReleaseHold,
@@ -26,14 +26,14 @@ from kvrelay.transfer.events import (
     Reserved,
     SendFinish,
     SendFrame,
-    Shape,
     StopFrames,
     Tell,
+    Timeouts,
 )
-from kvrelay.transfer.frames import DrainJob, Guard, PoolPlace, ReceiveJob, Seal, SendJob
-from kvrelay.transfer.protocol import Receiver, Sender
-from kvrelay.transfer.transport import LinkError
-from kvrelay.transfer.wire import Code, Finish, Key, Push
+from kvrelay.transfer.frames import BlockClaim, ChecksumKind, DrainJob, PoolFrame, ReceiveJob, SendJob
+from kvrelay.transfer.messages import Code, Finish, Key, Push
+from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
+from kvrelay.transfer.transports.base import LinkError
 
 DIGEST = b"d" * 16
 FIRST_TOKEN = 7
@@ -123,14 +123,14 @@ class Loopback:
 
     def hand_over(self, key: Key, blocks: Sequence[int], into: Sequence[int], tokens: int, damage: Damage) -> Handed:
         """Sends the blocks' KV; `damage` is done to each epoch's frames."""
-        shape = Shape(
+        shape = Manifest(
             tokens, DIGEST, self.layout.token_bytes, self.layout.block_size, self.frame_tokens, self.layout.layers
         )
         self.handed = Handed(holds=2)
         self.key, self.blocks, self.into, self.damage = key, blocks, into, damage
-        self.sender = Sender(key, shape, Limits(), 0.0)
-        self.receiver = Receiver(key, Limits(), 0.0)
-        self.guards: dict[tuple[bool, Any], Guard] = {}
+        self.sender = SendAttempt(key, shape, Timeouts(), 0.0)
+        self.receiver = ReceiveAttempt(key, Timeouts(), 0.0)
+        self.guards: dict[tuple[bool, Any], BlockClaim] = {}
         self.jobs: list[SendJob | Finish] = []
         self.to_sender: deque[Any] = deque()
         self._receive(LinkUp(1))
@@ -161,10 +161,10 @@ class Loopback:
         for action in self.sender.on(event, 0.0):
             match action:
                 case SendFrame(frame):
-                    guard = self.guards[True, frame] = Guard()
-                    place = PoolPlace(self.source, self.blocks, frame)
+                    guard = self.guards[True, frame] = BlockClaim()
+                    place = PoolFrame(self.source, self.blocks, frame)
                     ended = partial(self.to_sender.append, FrameEnded(frame))
-                    self.jobs.append(SendJob(self.key, frame, guard, place, Seal.XXH3, self._announce, ended))
+                    self.jobs.append(SendJob(self.key, frame, guard, place, ChecksumKind.XXH3, self._announce, ended))
                 case SendFinish(message):
                     self.jobs.append(message)
                 case StopFrames(frames):
@@ -218,10 +218,10 @@ class Loopback:
         for action in actions:
             match action:
                 case ReceiveFrame(frame):
-                    guard = self.guards[False, frame] = Guard()
-                    place = PoolPlace(self.target, self.into, frame)
+                    guard = self.guards[False, frame] = BlockClaim()
+                    place = PoolFrame(self.target, self.into, frame)
                     ended: list[Outcome] = []
-                    self._run(ReceiveJob(self.key, frame, guard, place, Seal.XXH3, ended.append), link)
+                    self._run(ReceiveJob(self.key, frame, guard, place, ChecksumKind.XXH3, ended.append), link)
                     # A checksum that fails ends the link, as the importer does.
                     self.whole = self.whole and ended[0] is not Outcome.CORRUPT
                     self._receive(FrameEnded(frame, ended[0]))

@@ -1,4 +1,4 @@
-"""Runs sequences through a ModelRunner's model, chunk by chunk, and collects the logits of every token."""
+"""Runs sequences through a CpuRunner's model, chunk by chunk, and collects the logits of every token."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner import ForwardBatch, ModelRunner
+from kvrelay.engine.runner import CpuRunner, ForwardBatch
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -31,7 +31,7 @@ class PagedSequence:
 class PagedSequences:
     """Sequences in one pool, on blocks that are dealt out in random order."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: CpuRunner, seed: int = 0) -> None:
         self.runner = runner
         self._free = list(range(runner.pool.num_blocks))
         random.Random(seed).shuffle(self._free)

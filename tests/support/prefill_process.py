@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 import torch
 
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local
-from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.gloo import GlooTransport
+from kvrelay.transfer.control import LocalWorker
+from kvrelay.transfer.messages import Key
 from kvrelay.transfer.peers import Peer, PeerTable
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.transports.gloo import GlooTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide, raw
 
 LIFETIME_SECONDS = 60.0
@@ -36,7 +36,7 @@ async def _half_a_prompt(
     raw(pool).fill_(1)
     side = ExportSide(Ends())
     transports = {"gloo": GlooTransport("127.0.0.1")}
-    exporter = Exporter(Local(*SENDER, LAYOUT, "fingerprint"), pool, PeerTable([peer]), config, transports, side)
+    exporter = KVSender(LocalWorker(*SENDER, LAYOUT, "fingerprint"), pool, PeerTable([peer]), config, transports, side)
     exporter.start()
     exporter.begin(key, RECEIVER, tokens)
     exporter.progress(key, side.hold(blocks[: len(blocks) // 2]))

@@ -9,14 +9,14 @@ import grpc
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local
-from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.wire import Message, decode, encode
+from kvrelay.transfer.control import LocalWorker
+from kvrelay.transfer.messages import Message, decode, encode
+from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
 
 CONFIG = TransferConfig(frame_timeout_seconds=0.5)
 PATIENCE_SECONDS = 10.0
-HELLO = Local(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
+HELLO = LocalWorker(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
 Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
 
 

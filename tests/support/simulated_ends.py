@@ -9,7 +9,6 @@ from kvrelay.transfer.events import (
     Failed,
     Frame,
     FrameEnded,
-    Limits,
     LinkLost,
     LinkUp,
     Outcome,
@@ -22,14 +21,15 @@ from kvrelay.transfer.events import (
     State,
     StopFrames,
     Tell,
+    Timeouts,
 )
-from kvrelay.transfer.frames import Guard
-from kvrelay.transfer.protocol import Receiver, Sender
-from kvrelay.transfer.wire import Abort, Ack, Finish, Grant, Key, Nack, Offer, Push, Wait
+from kvrelay.transfer.frames import BlockClaim
+from kvrelay.transfer.messages import Abort, Ack, Finish, Grant, Key, Nack, Offer, Push, Wait
+from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 from support.simulated_blocks import Hold, Violation
 from support.simulated_links import Job, Stream, blocks_in
 
-LIMITS = Limits(lease=2.0, grant=4.0, prefill=8.0, transfer=4.0)
+TIMEOUTS = Timeouts(lease=2.0, grant=4.0, prefill=8.0, transfer=4.0)
 FIRST_TOKEN = 77
 SIGNS_OF_LIFE = frozenset((Renewed, Wait, Grant, Ack, Nack, Offer, Push, Finish, Abort))
 TICK = 0.1
@@ -134,7 +134,7 @@ class End:
                 raise Violation("deadline", f"{self.key}: {machine.state} still waits for {deadline}")
         elif not now < deadline < float("inf"):
             raise Violation("deadline", f"{self.key}: {self.role} {machine.state} at {now}, until {deadline}")
-        elif self.heard is not None and deadline > self.heard + LIMITS.lease + 1e-9:
+        elif self.heard is not None and deadline > self.heard + TIMEOUTS.lease + 1e-9:
             raise Violation("deadline", f"{self.key}: {self.role} waits until {deadline}, last sign at {self.heard}")
 
     def unmoved(self, event: Any, before: State, actions: Sequence[Any], why: str) -> None:
@@ -155,7 +155,7 @@ class End:
     def new_guard(self, frame: Frame) -> Any:
         if frame in self.guards:
             raise Violation("fence", f"{self.key}: {frame} is transferred twice")
-        guard = self.guards[frame] = Guard()
+        guard = self.guards[frame] = BlockClaim()
         return guard
 
     def note(self, event: Any) -> None: ...
@@ -179,7 +179,7 @@ class SendingEnd(End):
     noted = frozenset((Grant, LinkLost))
     fenced = frozenset((Wait, Grant, Ack, Nack))
 
-    def __init__(self, process: Any, machine: Sender, stream: Stream) -> None:
+    def __init__(self, process: Any, machine: SendAttempt, stream: Stream) -> None:
         super().__init__(process, machine, stream)
         self.heard = process.clock()
         self.credits: dict[int, tuple[int, int]] = {}
@@ -250,7 +250,7 @@ class ReceivingEnd(End):
     noted = frozenset((Offer, LinkUp))
     fenced = frozenset((Offer, Push, Finish, Abort))
 
-    def __init__(self, process: Any, machine: Receiver, left: Any) -> None:
+    def __init__(self, process: Any, machine: ReceiveAttempt, left: Any) -> None:
         super().__init__(process, machine, None)
         self.left = left
         self.expected = False

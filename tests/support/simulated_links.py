@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from kvrelay.transfer.events import Frame, FrameEnded, Outcome
-from kvrelay.transfer.wire import Finish, Push
+from kvrelay.transfer.messages import Finish, Push
 from support.simulated_blocks import BLOCK, Stamp
 
 TIMEOUT = 0.5

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.transfer.events import (
+    BlocksFreed,
     Cancel,
     Computed,
     Expected,
@@ -13,13 +15,11 @@ from kvrelay.transfer.events import (
     PeerLost,
     Renewed,
     Reserved,
-    RoomChanged,
 )
-from kvrelay.transfer.protocol import Receiver, Sender
-from kvrelay.transfer.room import RoomQueue
-from kvrelay.transfer.wire import Code, Grant, Key, Nack, Offer, Push, ToAttempt
+from kvrelay.transfer.messages import Code, Grant, Key, Nack, Offer, Push, ToAttempt
+from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 from support.simulated_blocks import BLOCK, LAYERS, Blocks, Hold, Violation
-from support.simulated_ends import FIRST_TOKEN, LIMITS, ReceivingEnd, SendingEnd
+from support.simulated_ends import FIRST_TOKEN, TIMEOUTS, ReceivingEnd, SendingEnd
 from support.simulated_links import Job, Link, Stream
 
 BEAT = 1.2
@@ -99,7 +99,7 @@ class Process:
 
 
 class PrefillProcess(Process):
-    """Stands in for an engine and an `Exporter`."""
+    """Stands in for an engine and an `KVSender`."""
 
     def begin(self, key: Key, right: "DecodeProcess", tokens: int) -> None:
         world = self.world
@@ -114,7 +114,7 @@ class PrefillProcess(Process):
             self.beat(stream, True)
         if stream.left_link is None:
             self._dial(stream)
-        machine = Sender(key, world.shape(key, tokens), LIMITS, self.clock())
+        machine = SendAttempt(key, world.shape(key, tokens), TIMEOUTS, self.clock())
         end = self.attempts[key] = SendingEnd(self, machine, stream)
         self.ends.append(end)
         stream.send(True, machine.offer)
@@ -200,15 +200,15 @@ class PrefillProcess(Process):
 
 
 class DecodeProcess(Process):
-    """Stands in for an engine and an `Importer`."""
+    """Stands in for an engine and an `KVReceiver`."""
 
     def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
         super().__init__(world, name, incarnation, blocks)
-        self.room = RoomQueue()
+        self.room = ReservationQueue()
         self.over: set[Key] = set()
 
     def _end(self, key: Key, left: Process) -> ReceivingEnd:
-        end = ReceivingEnd(self, Receiver(key, LIMITS, self.clock()), left)
+        end = ReceivingEnd(self, ReceiveAttempt(key, TIMEOUTS, self.clock()), left)
         self.attempts[key] = end
         self.ends.append(end)
         return end
@@ -228,7 +228,7 @@ class DecodeProcess(Process):
 
     def forget(self, end: Any) -> None:
         if self.room.leave(end.key):
-            self.room_changed()
+            self.blocks_freed()
         super().forget(end)
         if end.key not in self.attempts:
             self.over.add(end.key)
@@ -307,16 +307,16 @@ class DecodeProcess(Process):
         end.reservation = hold
         end.feed(Reserved(hold, hold.have))
         if self.room.leave(end.key):
-            self.room_changed()
+            self.blocks_freed()
 
-    def room_changed(self) -> None:
+    def blocks_freed(self) -> None:
         first = self.room.first
         if first is not None:
-            self.attempts[first].feed(RoomChanged())
+            self.attempts[first].feed(BlocksFreed())
 
     def release(self, hold: Hold) -> None:
         self.blocks.release(hold)
-        self.world.post(0.0, self, self.room_changed)
+        self.world.post(0.0, self, self.blocks_freed)
 
     # What the engine reads.
 

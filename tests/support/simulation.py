@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.transfer.events import Shape
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.events import Manifest
+from kvrelay.transfer.messages import Key
 from support.simulated_blocks import BLOCK, LAYERS, Violation
 from support.simulated_ends import TICK
 from support.simulated_links import Stream
@@ -134,8 +134,8 @@ class World:
         self.processes.append(process)
         return process
 
-    def shape(self, key: Key, tokens: int) -> Shape:
-        return Shape(tokens, key[0].encode(), 2 * LAYERS, BLOCK, self._frame_blocks * BLOCK, LAYERS)
+    def shape(self, key: Key, tokens: int) -> Manifest:
+        return Manifest(tokens, key[0].encode(), 2 * LAYERS, BLOCK, self._frame_blocks * BLOCK, LAYERS)
 
     def pick(self, processes: list[Any]) -> Any:
         return processes[int(self.random() * len(processes))]

@@ -9,8 +9,8 @@ from kvrelay.transfer.events import State
 Transition = tuple[str, str, str, str]
 """(machine, state, event, next state), states as in `State`'s values."""
 
-EVENTS = {kind.__name__ for kind in typing.get_args(events.SenderEvent | events.ReceiverEvent)} | {"Deadline"}
-ACTIONS = {kind.__name__ for kind in typing.get_args(events.SenderAction | events.ReceiverAction) + wire._Form.KINDS}
+EVENTS = {kind.__name__ for kind in typing.get_args(events.SendEvent | events.ReceiveEvent)} | {"Deadline"}
+ACTIONS = {kind.__name__ for kind in typing.get_args(events.SendAction | events.ReceiveAction) + wire._Form.KINDS}
 
 
 def _words(cell: str) -> set[str]:

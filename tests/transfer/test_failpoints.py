@@ -11,9 +11,9 @@ import pytest
 from kvrelay.transfer import failpoints
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.failpoints import VARIABLE, FailpointError, Fault, Injected, failpoint, parse
-from kvrelay.transfer.fake import FakeTransport
 from kvrelay.transfer.frames import SendJob
 from kvrelay.transfer.links import Job
+from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, pair
 
 KEY = ("name/0123", 1)
@@ -127,7 +127,7 @@ def test_a_reordered_frame_goes_after_the_next_one(arm, index: int, order: list[
 
     async def test() -> None:
         fake = {"fake": FakeTransport()}
-        async with pair(TransferConfig(chunk_bytes=65536), transports=(fake, fake)) as world:
+        async with pair(TransferConfig(frame_bytes=65536), transports=(fake, fake)) as world:
             submit = world.exporter._links.submit
 
             def watched(peer: str, epoch: int, job: Job) -> None:

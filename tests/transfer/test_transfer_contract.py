@@ -12,12 +12,12 @@ from functools import cache
 import pytest
 import torch
 
-from kvrelay.transfer.cuda_ipc import CudaMemory
-from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.nixl import nixl_missing
-from kvrelay.transfer.same_host import SameHostTransport
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous, Transport
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous, Transport
+from kvrelay.transfer.transports.cuda_ipc import CudaMemory
+from kvrelay.transfer.transports.nixl import nixl_missing
+from kvrelay.transfer.transports.same_host import SameHostTransport
 from support.device_twin import DriverTwin
+from support.fake_transport import FakeTransport
 from support.link_process import beside, filled, linked_process, meetings, pattern, transport_named
 
 SIZES = [1, 4097, 65536, 3 * 2**20 + 1]

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest
-from kvrelay.transfer.control import MAX_PENDING, Local, Outbox, renewals
-from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.peers import Peer, PeerTable
-from kvrelay.transfer.room import RoomQueue
-from kvrelay.transfer.wire import (
-    MAX_CHUNK_BYTES,
+from kvrelay.prefill_worker.kv_sender import KVSender
+from kvrelay.transfer.control import MAX_PENDING, LocalWorker, Outbox, renewals
+from kvrelay.transfer.messages import (
+    MAX_FRAME_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
     Abort,
@@ -35,6 +34,7 @@ from kvrelay.transfer.wire import (
     decode,
     encode,
 )
+from kvrelay.transfer.peers import Peer, PeerTable
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide
 from support.raw_peer import CONFIG, HELLO, fake_pair, still_works, stranger
 
@@ -63,7 +63,7 @@ def test_a_stream_that_does_not_begin_with_hello_is_refused(frame: bytes) -> Non
 def test_who_is_not_a_member_is_refused(worker: str, incarnation: str, code: Code) -> None:
     async def test() -> None:
         async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(Local(worker, incarnation, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG))
+            await peer.say(LocalWorker(worker, incarnation, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG))
             refusal = await peer.hear(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is code
@@ -75,7 +75,7 @@ def test_who_is_not_a_member_is_refused(worker: str, incarnation: str, code: Cod
 def test_who_means_another_incarnation_is_refused() -> None:
     async def test() -> None:
         async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(Local(*SENDER, LAYOUT, "fingerprint").hello("an older one", CONFIG))
+            await peer.say(LocalWorker(*SENDER, LAYOUT, "fingerprint").hello("an older one", CONFIG))
             refusal = await peer.hear(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is Code.UNKNOWN_PEER
@@ -138,10 +138,10 @@ def test_an_epoch_is_dialled_once() -> None:
 def test_a_frame_longer_than_announced_ends_the_stream_before_it_is_received() -> None:
     async def test() -> None:
         async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.chunk_bytes + 1, 0, 1))
+            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.frame_bytes + 1, 0, 1))
             refusal = await peer.hear(Refuse)
             assert isinstance(refusal, Refuse)
-            assert str(CONFIG.chunk_bytes + 1) in refusal.message
+            assert str(CONFIG.frame_bytes + 1) in refusal.message
 
     run(test)
 
@@ -205,14 +205,14 @@ def test_a_name_has_one_incarnation_at_a_time() -> None:
 
 def test_a_block_that_fits_into_no_frame_is_refused_at_start() -> None:
     layout = KVLayout(layers=128, kv_heads=32, head_dim=128, block_size=128, dtype="float32")
-    local = Local("prefill-0", "p", layout, "fingerprint")
-    with pytest.raises(ValueError, match=rf"{layout.block_bytes} bytes.*{MAX_CHUNK_BYTES}"):
-        Exporter(local, KVPool(LAYOUT, 1), PeerTable(), CONFIG, {}, ExportSide(Ends()))
+    local = LocalWorker("prefill-0", "p", layout, "fingerprint")
+    with pytest.raises(ValueError, match=rf"{layout.block_bytes} bytes.*{MAX_FRAME_BYTES}"):
+        KVSender(local, KVPool(LAYOUT, 1), PeerTable(), CONFIG, {}, ExportSide(Ends()))
 
 
 @given(st.lists(st.tuples(st.sampled_from(("ask", "refuse", "leave")), st.integers(0, 5)), max_size=60))
 def test_nobody_passes_who_waits_for_room(steps: list[tuple[str, int]]) -> None:
-    queue, waiting = RoomQueue(), list[Key]()
+    queue, waiting = ReservationQueue(), list[Key]()
     for step, number in steps:
         key = (f"r{number}", 1)
         if step == "ask":

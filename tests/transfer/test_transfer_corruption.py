@@ -18,8 +18,8 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer import failpoints
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.failpoints import parse
-from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.wire import Code
+from kvrelay.transfer.messages import Code
+from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT as BIG
 from support.handoff import Pair, content, pair, raw
 from support.loopback import FIRST_TOKEN, Crossing, Loopback
@@ -216,7 +216,7 @@ ARMED = (
 
 
 def test_the_real_ends_commit_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exporter and importer over gRPC, most frames damaged by failpoints: each request arrives, in some attempt."""
+    """KVSender and importer over gRPC, most frames damaged by failpoints: each request arrives, in some attempt."""
     monkeypatch.setattr(failpoints, "_armed", parse(";".join(ARMED)))
     rng = random.Random(1)
     ended: Counter[Code] = Counter()
@@ -237,14 +237,14 @@ def test_the_real_ends_commit_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
                     content(world.source, blocks, count), content(world.target, reservation.hold.blocks, count)
                 )
                 world.receiving.free += reservation.hold.blocks
-                world.importer.room_changed()
+                world.importer.blocks_freed()
                 return
             ended[ends.import_failed[key][0]] += 1
         pytest.fail(f"{request} did not arrive: {ended}")
 
     async def test() -> None:
         fake = {"fake": FakeTransport()}
-        config = TransferConfig(chunk_bytes=65536, frame_timeout_seconds=0.5)
+        config = TransferConfig(frame_bytes=65536, frame_timeout_seconds=0.5)
         async with pair(config, blocks=64, transports=(fake, fake)) as world:
             raw(world.source).random_(0, 256)
             for number in range(40):

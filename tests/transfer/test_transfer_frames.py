@@ -14,9 +14,18 @@ from kvrelay.engine.kv.layout import Layers
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.frames import Guard, Place, ReceiveJob, Seal, SendJob, checksum, identity, tokens_digest
-from kvrelay.transfer.wire import Code, Key, Push
+from kvrelay.transfer.frames import (
+    BlockClaim,
+    ChecksumKind,
+    FrameBuffer,
+    ReceiveJob,
+    SendJob,
+    checksum,
+    identity,
+    tokens_digest,
+)
+from kvrelay.transfer.messages import Code, Key, Push
+from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, Pair, content, pair, raw
 
 WAIT = 10.0
@@ -56,11 +65,13 @@ class SlowPool(KVPool):
 
 def test_a_guard_lets_one_in_or_is_closed_first() -> None:
     for _ in range(300):
-        guard = Guard()
+        guard = BlockClaim()
         wins: list[str] = []
         start = threading.Barrier(4)
 
-        def attempt(name: str, guard: Guard = guard, wins: list[str] = wins, start: threading.Barrier = start) -> None:
+        def attempt(
+            name: str, guard: BlockClaim = guard, wins: list[str] = wins, start: threading.Barrier = start
+        ) -> None:
             start.wait(WAIT)
             if guard.enter() if name == "enter" else guard.close():
                 wins.append(name)
@@ -116,7 +127,7 @@ class Threes:
     def runs(self) -> list[memoryview] | None:
         return None
 
-    def tail(self) -> Place | None:
+    def tail(self) -> FrameBuffer | None:
         return None
 
     def read(self, out: torch.Tensor) -> None:
@@ -126,11 +137,11 @@ class Threes:
         self._said.append(data.tolist())
 
 
-def send_job(guard: Guard, said: list[object]) -> SendJob:
-    return SendJob(KEY, FRAME, guard, Threes(said), Seal.XXH3, said.append, lambda: said.append("read"))
+def send_job(guard: BlockClaim, said: list[object]) -> SendJob:
+    return SendJob(KEY, FRAME, guard, Threes(said), ChecksumKind.XXH3, said.append, lambda: said.append("read"))
 
 
-def receive_job(guard: Guard, said: list[object], seal: Seal = Seal.OFF) -> ReceiveJob:
+def receive_job(guard: BlockClaim, said: list[object], seal: ChecksumKind = ChecksumKind.OFF) -> ReceiveJob:
     return ReceiveJob(KEY, FRAME, guard, Threes(said), seal, said.append)
 
 
@@ -143,13 +154,13 @@ def on_link(key: Key = KEY, frame: Frame = FRAME) -> torch.Tensor:
 
 def test_a_frame_is_announced_and_sent_with_the_checksum_of_what_it_is() -> None:
     link, said, buffer = NoLink(), [], torch.zeros(32, dtype=torch.uint8)
-    send_job(Guard(), said).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+    send_job(BlockClaim(), said).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
     assert said == ["read", Push("r", 1, 1, 0, 0, 4, 16, 0, 1)]
     assert link.sent == [on_link().numpy().tobytes()]
 
 
 def test_a_stopped_frame_is_neither_read_nor_announced_nor_reported_again() -> None:
-    link, said, guard = NoLink(), [], Guard()
+    link, said, guard = NoLink(), [], BlockClaim()
     job = send_job(guard, said)
     assert guard.close()
     assert job.begin(link, torch.zeros(32, dtype=torch.uint8)) is None  # type: ignore[arg-type]  # as above
@@ -160,12 +171,12 @@ def test_a_stopped_frame_is_neither_read_nor_announced_nor_reported_again() -> N
 
 def test_a_failed_link_reports_each_frame_once() -> None:
     said: list[object] = []
-    job = send_job(Guard(), said)
+    job = send_job(BlockClaim(), said)
     job.fail("lost")
     job.fail("lost")
     assert said == ["read"]
     said.clear()
-    receive = receive_job(Guard(), said)
+    receive = receive_job(BlockClaim(), said)
     receive.fail("lost")
     receive.fail("lost")
     assert said == [Outcome.LOST]
@@ -182,20 +193,20 @@ def test_a_failed_link_reports_each_frame_once() -> None:
 )
 def test_only_bytes_of_this_very_frame_are_written(key: Key, frame: Frame) -> None:
     said: list[object] = []
-    receive_job(Guard(), said, seal=Seal.XXH3).done(on_link(key, frame))
+    receive_job(BlockClaim(), said, seal=ChecksumKind.XXH3).done(on_link(key, frame))
     intact = (key, frame) == (KEY, FRAME)
     assert said == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
 
 
 def test_without_checksums_a_frame_is_taken_as_it_comes() -> None:
     said: list[object] = []
-    receive_job(Guard(), said).done(torch.full((32,), 3, dtype=torch.uint8))
+    receive_job(BlockClaim(), said).done(torch.full((32,), 3, dtype=torch.uint8))
     assert said == [[3] * 16, Outcome.VERIFIED]
 
 
 def test_a_stopped_frame_is_received_and_dropped() -> None:
     said: list[object] = []
-    guard = Guard()
+    guard = BlockClaim()
     job = receive_job(guard, said)
     assert guard.close()
     job.done(torch.full((32,), 3, dtype=torch.uint8))

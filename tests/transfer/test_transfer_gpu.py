@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from kvrelay.transfer.cuda_ipc import cuda_ipc_missing
-from kvrelay.transfer.nccl import OLDEST_SHARED_GPU, nccl_missing
-from kvrelay.transfer.transport import LinkError
+from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing
+from kvrelay.transfer.transports.nccl import OLDEST_SHARED_GPU, nccl_missing
 from support.link_process import linked_process, pattern
 
 SIZES = [1, 4097, 65536, 3 * 2**20 + 1, 16 * 2**20]

@@ -1,4 +1,4 @@
-"""Exporter and importer over real gRPC: bytes equal, counts exact, and every end releases all that was held."""
+"""KVSender and importer over real gRPC: bytes equal, counts exact, and every end releases all that was held."""
 
 import asyncio
 import random
@@ -10,11 +10,11 @@ import torch
 
 from kvrelay.transfer import failpoints
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.fake import FakeTransport, Fault
+from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.transport import Transport
-from kvrelay.transfer.transports import available_transports
-from kvrelay.transfer.wire import Code, Key
+from kvrelay.transfer.transports.base import Transport
+from kvrelay.transfer.transports.registry import available_transports
+from support.fake_transport import FakeTransport, Fault
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, content, pair, raw
 
 CONFIG = TransferConfig(frame_timeout_seconds=1.0)
@@ -60,7 +60,7 @@ def links_of(kind: str) -> tuple[dict[str, Transport], dict[str, Transport]]:
 @pytest.mark.parametrize("kind", ["tcp", "shm", "gloo", "fake"])
 def test_kv_arrives_and_every_byte_is_counted(kind: str) -> None:
     async def test() -> None:
-        config = replace(CONFIG, chunk_bytes=max(65536, 4 * BLOCK_BYTES))
+        config = replace(CONFIG, frame_bytes=max(65536, 4 * BLOCK_BYTES))
         async with pair(config, transports=links_of(kind)) as world:
             raw(world.source).random_(0, 256)
             for number, count in enumerate((1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 19 * BLOCK + 3)):
@@ -100,7 +100,7 @@ def test_what_the_decode_worker_has_is_not_sent_again() -> None:
 
 def test_many_at_once_in_any_order_of_the_two_notices() -> None:
     async def test() -> None:
-        async with pair(replace(CONFIG, chunk_bytes=65536), blocks=512) as world:
+        async with pair(replace(CONFIG, frame_bytes=65536), blocks=512) as world:
             raw(world.source).random_(0, 256)
             keys, start = [], 0
             for number in range(24):
@@ -138,7 +138,7 @@ def test_offers_wait_for_room_first_come_first_served() -> None:
                 for key in list(world.ends.imported)[len(order) :]:
                     order.append(key[0])
                     world.receiving.free += world.ends.imported[key][0].hold.blocks
-                    world.importer.room_changed()
+                    world.importer.blocks_freed()
                 if len(order) == 4:
                     break
             assert sorted(order[1:3]) == ["r1", "r2"]
@@ -168,7 +168,7 @@ def test_no_room_in_time_is_told_to_both_ends() -> None:
 def test_a_cancel_frees_both_ends_by_notice(by: str, when: str) -> None:
     async def test() -> None:
         # Deadlines so long that nothing here can end by one of them; frames that never end by themselves.
-        slow = replace(CONFIG, lease_seconds=60, chunk_bytes=65536)
+        slow = replace(CONFIG, lease_seconds=60, frame_bytes=65536)
         fake = {"fake": FakeTransport(lambda number: Fault("delay", 0.4))}
         async with pair(slow, blocks=64, transports=(fake, fake)) as world:
             key, count = ("r", 1), 20 * BLOCK
@@ -220,7 +220,7 @@ def test_a_cancel_before_the_other_notice_frees_the_other_end(by: str) -> None:
 def test_a_flipped_bit_is_never_committed(number: int) -> None:
     async def test() -> None:
         fake = {"fake": FakeTransport(lambda index: Fault("corrupt") if index == number else None)}
-        async with pair(replace(CONFIG, chunk_bytes=65536), transports=(fake, fake)) as world:
+        async with pair(replace(CONFIG, frame_bytes=65536), transports=(fake, fake)) as world:
             raw(world.source).random_(0, 256)
             count = 4 * (65536 // BLOCK_BYTES) * BLOCK + 5
             world.announce(("r", 1), tokens(count))
@@ -245,7 +245,7 @@ def test_a_frame_that_nobody_wants_any_more_leaves_the_link_whole(kind: str, mon
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse("transfer.frame,index=1,request=r0:duplicate"))
 
     async def test() -> None:
-        async with pair(replace(CONFIG, chunk_bytes=2**20), blocks=512, transports=links_of(kind)) as world:
+        async with pair(replace(CONFIG, frame_bytes=2**20), blocks=512, transports=links_of(kind)) as world:
             raw(world.source).random_(0, 256)
             count = 240 * BLOCK
             for number in range(2):
@@ -267,7 +267,7 @@ def test_the_last_chunk_arrives_by_groups_of_layers(kind: str, borders: tuple[in
 
     async def test() -> None:
         transports = ({"fake": lossy}, {"fake": lossy}) if kind == "lossy" else links_of(kind)
-        async with pair(replace(CONFIG, chunk_bytes=65536), transports=transports) as world:
+        async with pair(replace(CONFIG, frame_bytes=65536), transports=transports) as world:
             for number, (count, before) in enumerate(((7, 0), (3 * BLOCK, 0), (45 * BLOCK + 3, 20), (30 * BLOCK, 29))):
                 key, blocks = (f"r{number}", 1), blocks_of(count)
                 kv = torch.rand(world.source.tensor.shape, generator=torch.Generator().manual_seed(number))
@@ -297,7 +297,7 @@ def test_what_arrives_in_place_and_is_wrong_is_nobodys(kind: str, where: str, mo
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"{where},index=2,request=bad:corrupt(3)"))
 
     async def test() -> None:
-        async with pair(replace(CONFIG, chunk_bytes=65536), blocks=48, transports=links_of(kind)) as world:
+        async with pair(replace(CONFIG, frame_bytes=65536), blocks=48, transports=links_of(kind)) as world:
             raw(world.source).random_(0, 256)
             count = 40 * BLOCK + 5
             for name in ("bad", "good"):
@@ -317,7 +317,7 @@ def test_a_lost_link_is_dialled_again_and_fails_only_the_request_that_it_was_stu
     async def test() -> None:
         fault, numbers = (Fault("fail"), (1, 6)) if kind == "fail" else (Fault("drop"), (1,))
         fake = {"fake": FakeTransport(lambda index: fault if index in numbers else None)}
-        config = replace(CONFIG, chunk_bytes=65536, frame_timeout_seconds=0.3)
+        config = replace(CONFIG, frame_bytes=65536, frame_timeout_seconds=0.3)
         async with pair(config, blocks=512, transports=(fake, fake)) as world:
             raw(world.source).random_(0, 256)
             count = 4 * (65536 // BLOCK_BYTES) * BLOCK + 5
@@ -356,7 +356,7 @@ def test_nothing_is_read_or_written_after_its_release() -> None:
 
     async def test() -> None:
         fake = {"fake": FakeTransport(lambda index: Fault("delay", 0.02))}
-        async with pair(replace(CONFIG, chunk_bytes=65536), blocks=24, transports=(fake, fake)) as world:
+        async with pair(replace(CONFIG, frame_bytes=65536), blocks=24, transports=(fake, fake)) as world:
             for number in range(20):
                 key = (f"r{number}", 1)
                 raw(world.source).fill_(number)
@@ -547,7 +547,7 @@ def test_a_storm_of_faults_and_cancels_leaves_no_wrong_byte_and_no_leak(seed: in
 
     async def test() -> None:
         fake = {"fake": FakeTransport(script)}
-        config = replace(CONFIG, chunk_bytes=65536, frame_timeout_seconds=0.1)
+        config = replace(CONFIG, frame_bytes=65536, frame_timeout_seconds=0.1)
         async with pair(config, blocks=96, transports=(fake, fake)) as world:
             raw(world.source).random_(0, 256)
             await asyncio.gather(*(one(world, (f"r{number}", 1)) for number in range(120)))
@@ -576,6 +576,6 @@ def test_a_storm_of_faults_and_cancels_leaves_no_wrong_byte_and_no_leak(seed: in
                 content(world.source, blocks, count), content(world.target, reservation.hold.blocks, count)
             )
             world.receiving.free += reservation.hold.blocks
-            world.importer.room_changed()
+            world.importer.blocks_freed()
 
     run(test)

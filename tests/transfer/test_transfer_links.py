@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvrelay.transfer import links
-from kvrelay.transfer.fake import FakeLink, FakeTransport, Fault
 from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, Pending, Rendezvous
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Pending, Rendezvous
+from support.fake_transport import FakeLink, FakeTransport, Fault
 
 WAIT = 10.0
 

@@ -25,11 +25,10 @@ from kvrelay.internal.v1.handoff_pb2_grpc import (
     add_HandoffServiceServicer_to_server,
 )
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local
-from kvrelay.transfer.fake import FakeTransport
+from kvrelay.transfer.control import LocalWorker
 from kvrelay.transfer.frames import tokens_digest
-from kvrelay.transfer.wire import (
-    MAX_FRAME_BYTES,
+from kvrelay.transfer.messages import (
+    MAX_CONTROL_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
     Abort,
@@ -52,6 +51,7 @@ from kvrelay.transfer.wire import (
     encode,
 )
 from support.decode_process import decode_process, digest
+from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, content, pair
 from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, still_works, stranger
 
@@ -127,15 +127,15 @@ WRONG: dict[str, bytes] = {
     "an extension of 1 GB": spliced(b"\xc9" + GIGABYTE + b"\x04"),
     "a frame of 1 G messages": b"\xdd" + GIGABYTE,
     "nesting": b"\x91" * 5000,
-    "nesting to the end": b"\x91" * MAX_FRAME_BYTES,
+    "nesting to the end": b"\x91" * MAX_CONTROL_BYTES,
     "nested maps": b"\x91" + b"\x81\xa1a" * 5000,
     "trailing": offer() + b"\x00",
     "another frame behind": offer() * 2,
     "no array": bytes(msgpack.packb(OFFER)),
     "no messages": packed(),
     "too many messages": packed(*[{"type": "Ack"}] * (MAX_MESSAGES + 1)),
-    "the longest of nothing": b"\xc0" * MAX_FRAME_BYTES,
-    "too long": b"\x90" * (MAX_FRAME_BYTES + 1),
+    "the longest of nothing": b"\xc0" * MAX_CONTROL_BYTES,
+    "too long": b"\x90" * (MAX_CONTROL_BYTES + 1),
     "many small lists": packed(*[[[]] * MAX_KEYS] * MAX_MESSAGES),
     "many small maps": packed(*[{"type": "Renew", "keys": [{"a": 1}] * MAX_KEYS}] * MAX_MESSAGES),
     "many keys, the last one wrong": packed(*[{"type": "Renew", "keys": [["r", 1]] * MAX_KEYS}] * MAX_MESSAGES, 0),
@@ -408,7 +408,7 @@ class Liar(HandoffServiceServicer):
         context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
     ) -> None:
         await context.write(
-            ControlResponse(frame=encode([Local(*RECEIVER, LAYOUT, "fingerprint").hello(SENDER[1], CONFIG)]))
+            ControlResponse(frame=encode([LocalWorker(*RECEIVER, LAYOUT, "fingerprint").hello(SENDER[1], CONFIG)]))
         )
         await context.write(ControlResponse(frame=self.frame))
         async for _ in request_iterator:

@@ -14,11 +14,11 @@ import test_transfer_frames as frames
 import test_transfer_handoff as handoff
 import test_transfer_protocol as protocol
 
-from kvrelay.transfer.control import Local
+from kvrelay.transfer.control import LocalWorker
 from kvrelay.transfer.events import State
-from kvrelay.transfer.frames import Guard, ReceiveJob
+from kvrelay.transfer.frames import BlockClaim, ReceiveJob
 from kvrelay.transfer.peers import PeerTable
-from kvrelay.transfer.protocol import Receiver, Sender
+from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 from support import raw_peer
 from support.handoff import Ends
 from support.mutation import mutant, weaken
@@ -45,7 +45,7 @@ class Weakness:
 WEAKNESSES = [
     Weakness(
         "attempt id, at the sender",
-        Sender,
+        SendAttempt,
         "event.key != self.key",
         "False",
         "fence",
@@ -53,7 +53,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "attempt id, at the receiver",
-        Receiver,
+        ReceiveAttempt,
         "event.key != self.key",
         "False",
         "fence",
@@ -61,7 +61,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "epoch of a grant",
-        Sender,
+        SendAttempt,
         "fresh = grant.epoch > self._epoch",
         "fresh = grant.epoch >= self._epoch",
         "fence",
@@ -69,7 +69,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "epoch of an ack",
-        Sender,
+        SendAttempt,
         " if epoch == self._finish_epoch",
         "",
         "",
@@ -77,7 +77,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "epoch of a frame",
-        Receiver,
+        ReceiveAttempt,
         "push.epoch != self._granted_epoch or push.epoch != self._epoch or ",
         "",
         "fence",
@@ -85,7 +85,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "epoch of a finish",
-        Receiver,
+        ReceiveAttempt,
         "finish.epoch != self._granted_epoch or finish.epoch != self._epoch or ",
         "",
         "fence",
@@ -93,7 +93,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "incarnation that a stream is meant for",
-        Local,
+        LocalWorker,
         "hello.peer_incarnation != self.incarnation",
         "False",
         "",
@@ -109,7 +109,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "lease of the receiver, at the sender",
-        Sender,
+        SendAttempt,
         "min(self._deadline, self._lease)",
         "self._deadline",
         "deadline",
@@ -118,7 +118,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "lease of the sender, at the receiver",
-        Receiver,
+        ReceiveAttempt,
         "min(self._deadline, self._lease)",
         "self._deadline",
         "deadline",
@@ -127,7 +127,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "a deadline beside the lease",
-        Receiver,
+        ReceiveAttempt,
         "min(self._deadline, self._lease)",
         "self._lease",
         "deadline",
@@ -136,7 +136,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "nothing without credit",
-        Sender,
+        SendAttempt,
         "if not self._granted:",
         "if False:",
         "credit",
@@ -144,7 +144,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "no more than the credit",
-        Sender,
+        SendAttempt,
         "end = min(computed, self._limit)",
         "end = computed",
         "credit",
@@ -152,7 +152,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "quarantine of what is read",
-        Sender,
+        SendAttempt,
         "self._quarantine.add(frame)",
         "pass",
         "owner",
@@ -160,7 +160,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "quarantine of what is written",
-        Receiver,
+        ReceiveAttempt,
         "self._quarantine.add(frame)",
         "pass",
         "owner",
@@ -169,7 +169,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "no grant while an older link may write",
-        Receiver,
+        ReceiveAttempt,
         "self._granted_epoch == self._epoch or self._quarantine",
         "self._granted_epoch == self._epoch",
         "owner",
@@ -177,7 +177,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "guard",
-        Guard,
+        BlockClaim,
         "self._entered = not self._closed",
         "self._entered = True",
         "owner",
@@ -185,7 +185,7 @@ WEAKNESSES = [
     ),
     Weakness(
         "a look at the clock before each event",
-        Receiver,
+        ReceiveAttempt,
         "actions = self.poll(now)",
         "actions = []",
         "",

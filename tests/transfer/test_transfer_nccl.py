@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.transfer.nccl import (
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, LinkError
+from kvrelay.transfer.transports.nccl import (
     MAX_CHANNELS,
     NcclLink,
     NcclTransport,
@@ -17,7 +18,6 @@ from kvrelay.transfer.nccl import (
     environment,
     nccl_missing,
 )
-from kvrelay.transfer.transport import RECEIVER, SENDER, LinkError
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 WAIT = 5.0

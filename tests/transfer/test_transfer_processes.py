@@ -7,17 +7,17 @@ from dataclasses import replace
 import torch
 
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local
-from kvrelay.transfer.exporter import Exporter
-from kvrelay.transfer.gloo import GlooTransport
+from kvrelay.transfer.control import LocalWorker
+from kvrelay.transfer.messages import Key
 from kvrelay.transfer.peers import PeerTable
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.transports.gloo import GlooTransport
 from support.decode_process import DecodeProcess, decode_process, digest
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, ExportSide, content, pair, raw
 from support.prefill_process import prefill_process
 
-CONFIG = TransferConfig(frame_timeout_seconds=1.0, lease_seconds=2.0, chunk_bytes=65536)
+CONFIG = TransferConfig(frame_timeout_seconds=1.0, lease_seconds=2.0, frame_bytes=65536)
 COUNT = 600
 TOKENS = [token % 100 for token in range(COUNT)]
 BLOCKS = list(range(LAYOUT.blocks_for(COUNT)))
@@ -34,9 +34,9 @@ class Prefill:
         self.side = ExportSide(self.ends)
         self.pool = KVPool(LAYOUT, len(BLOCKS))
         raw(self.pool).random_(0, 256)
-        local = Local(*SENDER, LAYOUT, "fingerprint")
+        local = LocalWorker(*SENDER, LAYOUT, "fingerprint")
         transports = {"gloo": GlooTransport("127.0.0.1")}
-        self.exporter = Exporter(local, self.pool, PeerTable([decode.peer]), CONFIG, transports, self.side)
+        self.exporter = KVSender(local, self.pool, PeerTable([decode.peer]), CONFIG, transports, self.side)
         self.exporter.start()
 
     def begin(self, key: Key) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrelay.transfer.events import (
+    BlocksFreed,
     Cancel,
     Commit,
     Committed,
@@ -19,6 +20,7 @@ from kvrelay.transfer.events import (
     FrameEnded,
     LinkLost,
     LinkUp,
+    Manifest,
     Outcome,
     PeerLost,
     ReceiveFrame,
@@ -26,19 +28,17 @@ from kvrelay.transfer.events import (
     Renewed,
     Reserve,
     Reserved,
-    RoomChanged,
     SendFinish,
     SendFrame,
-    Shape,
     State,
     StopFrames,
     Tell,
 )
-from kvrelay.transfer.protocol import MAX_LINK_LOSSES, Receiver, Sender
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
-from support.handoff_model import BLOCK, KEY, LIMITS, Held, Model
+from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
+from kvrelay.transfer.protocol import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
+from support.handoff_model import BLOCK, KEY, TIMEOUTS, Held, Model
 
-SHAPE = Shape(tokens=10, digest=b"d" * 16, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
+SHAPE = Manifest(tokens=10, digest=b"d" * 16, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
 OFFER = Offer(*KEY, 10, b"d" * 16)
 FRAMES = [Frame(1, 0, 0, 4, 12), Frame(1, 1, 4, 4, 12), Frame(1, 2, 8, 2, 6)]
 
@@ -115,15 +115,15 @@ def test_without_faults_every_order_of_steps_commits(seed: int) -> None:
 # The sender's rows.
 
 
-def granted(now: float = 0.0) -> Sender:
-    sender = Sender(KEY, SHAPE, LIMITS, now)
+def granted(now: float = 0.0) -> SendAttempt:
+    sender = SendAttempt(KEY, SHAPE, TIMEOUTS, now)
     sender.on(Grant(*KEY, 1, 0, 10), now)
     return sender
 
 
-def exporting(state: State) -> tuple[Sender, list[Held]]:
+def exporting(state: State) -> tuple[SendAttempt, list[Held]]:
     """A sender in `state`, with the holds that it has."""
-    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    sender = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0)
     holds: list[Held] = []
     if state in (State.PREFILLING, State.TRANSFERRING):
         sender.on(Grant(*KEY, 1, 0, 10), 0.0)
@@ -143,7 +143,7 @@ def test_sender_sends_frames_as_soon_as_they_are_computed_and_granted() -> None:
 
 
 def test_sender_sends_nothing_without_credit() -> None:
-    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    sender = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0)
     assert sender.on(Computed(4, Held("a")), 0.0) == []
     assert sender.on(Finished(7, Held("b")), 0.0) == []
     assert sender.state is State.EXPORTED
@@ -161,13 +161,13 @@ def test_sender_sends_nothing_on_a_link_that_is_lost() -> None:
 
 
 def test_sender_skips_what_the_receiver_has() -> None:
-    sender = Sender(KEY, SHAPE, LIMITS, 0.0)
+    sender = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0)
     sender.on(Finished(7, Held("a")), 0.0)
     assert sender.on(Grant(*KEY, 1, 8, 10), 0.0) == [
         SendFrame(Frame(1, 0, 8, 2, 6)),
         SendFinish(Finish(*KEY, 1, 7, 1, 6)),
     ]
-    everything = Sender(KEY, SHAPE, LIMITS, 0.0)
+    everything = SendAttempt(KEY, SHAPE, TIMEOUTS, 0.0)
     everything.on(Finished(7, Held("a")), 0.0)
     assert everything.on(Grant(*KEY, 1, 10, 10), 0.0) == [SendFinish(Finish(*KEY, 1, 7, 0, 0))]
 
@@ -237,10 +237,10 @@ def test_sender_ends_in_every_state_and_releases_all(state: State, end: str) -> 
         case "peer lost":
             actions = sender.on(PeerLost(Code.CLOSED, "gone"), at)
         case "lease":
-            actions = sender.poll(LIMITS.lease)
+            actions = sender.poll(TIMEOUTS.lease)
         case "late":
-            while at < LIMITS.prefill + LIMITS.lease and not sender.state.over:
-                at += LIMITS.lease / 2
+            while at < TIMEOUTS.prefill + TIMEOUTS.lease and not sender.state.over:
+                at += TIMEOUTS.lease / 2
                 actions = sender.on(Renewed(), at)
     assert sender.state is (State.CANCELLED if end == "cancel" else State.FAILED)
     assert (end == "cancel") == (not any(isinstance(action, Failed) for action in actions))
@@ -265,8 +265,8 @@ def test_sender_refuses_a_grant_that_cannot_be(have: int, limit: int) -> None:
 # The receiver's rows.
 
 
-def receiving(have: int = 0) -> tuple[Receiver, Held]:
-    receiver = Receiver(KEY, LIMITS, 0.0)
+def receiving(have: int = 0) -> tuple[ReceiveAttempt, Held]:
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
     receiver.on(Expected(SHAPE), 0.0)
     assert receiver.on(OFFER, 0.0) == [Reserve()]
     receiver.on(LinkUp(1), 0.0)
@@ -282,7 +282,7 @@ def push(frame: Frame) -> Push:
 
 @pytest.mark.parametrize("first", [Expected(SHAPE), OFFER], ids=["expected first", "offered first"])
 def test_receiver_reserves_when_both_notices_are_here(first: Expected | Offer) -> None:
-    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
     second = OFFER if isinstance(first, Expected) else Expected(SHAPE)
     assert receiver.on(first, 0.0) == []
     assert receiver.state is State.ADMITTED
@@ -294,7 +294,7 @@ def test_receiver_reserves_when_both_notices_are_here(first: Expected | Offer) -
     ("offer", "field"), [(Offer(*KEY, 11, b"d" * 16), "tokens"), (Offer(*KEY, 10, b"e" * 16), "digest")]
 )
 def test_receiver_refuses_a_manifest_that_was_not_announced(offer: Offer, field: str) -> None:
-    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
     receiver.on(Expected(SHAPE), 0.0)
     nack, failed = receiver.on(offer, 0.0)
     assert isinstance(nack, Tell)
@@ -305,18 +305,18 @@ def test_receiver_refuses_a_manifest_that_was_not_announced(offer: Offer, field:
 
 
 def test_receiver_waits_for_room_and_says_so_once() -> None:
-    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
     receiver.on(Expected(SHAPE), 0.0)
     receiver.on(OFFER, 0.0)
     receiver.on(LinkUp(1), 0.0)
     assert receiver.on(Reserved(None), 0.0) == [Tell(Wait(*KEY))]
-    assert receiver.on(RoomChanged(), 0.0) == [Reserve()]
-    assert receiver.on(RoomChanged(), 0.0) == [], "asked already"
+    assert receiver.on(BlocksFreed(), 0.0) == [Reserve()]
+    assert receiver.on(BlocksFreed(), 0.0) == [], "asked already"
     assert receiver.on(Reserved(None), 0.0) == [Reserve()], "room changed while it was asked"
     assert receiver.on(Reserved(None), 0.0) == []
-    for at in range(2, int(LIMITS.grant), 2):
+    for at in range(2, int(TIMEOUTS.grant), 2):
         receiver.on(Renewed(), float(at))
-    actions = receiver.poll(LIMITS.grant)
+    actions = receiver.poll(TIMEOUTS.grant)
     assert any(isinstance(action, Failed) and action.code is Code.NO_ROOM for action in actions)
 
 
@@ -412,7 +412,7 @@ def test_receiver_asks_the_next_link_for_what_has_not_verified() -> None:
 @pytest.mark.parametrize("state", [State.ADMITTED, State.WAITING, State.TRANSFERRING])
 @pytest.mark.parametrize("end", ["cancel", "abort", "peer lost", "lease", "late"])
 def test_receiver_ends_in_every_state_and_releases_all(state: State, end: str) -> None:
-    receiver = Receiver(KEY, LIMITS, 0.0)
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
     reservation = Held("reservation")
     actions = receiver.on(OFFER, 0.0) + receiver.on(LinkUp(1), 0.0)
     if state is not State.ADMITTED:
@@ -429,10 +429,10 @@ def test_receiver_ends_in_every_state_and_releases_all(state: State, end: str) -
         case "peer lost":
             actions += receiver.on(PeerLost(Code.CLOSED, "gone"), at)
         case "lease":
-            actions += receiver.poll(LIMITS.lease)
+            actions += receiver.poll(TIMEOUTS.lease)
         case "late":
-            while at < LIMITS.prefill + LIMITS.lease and not receiver.state.over:
-                at += LIMITS.lease / 2
+            while at < TIMEOUTS.prefill + TIMEOUTS.lease and not receiver.state.over:
+                at += TIMEOUTS.lease / 2
                 actions += receiver.on(Renewed(), at)
     assert receiver.state is (State.CANCELLED if end == "cancel" else State.FAILED)
     if state is State.WAITING:
@@ -450,9 +450,9 @@ def test_who_was_frozen_past_a_deadline_acts_on_nothing_that_queued_up() -> None
     for frame in FRAMES:
         receiver.on(push(frame), 0.0)
         receiver.on(FrameEnded(frame), 0.0)
-    actions = receiver.on(Finish(*KEY, 1, 7, 3, 30), LIMITS.lease + 1)
+    actions = receiver.on(Finish(*KEY, 1, 7, 3, 30), TIMEOUTS.lease + 1)
     assert not any(isinstance(action, Commit) for action in actions)
     assert ReleaseHold(reservation) in actions
     sender, _ = exporting(State.TRANSFERRING)
-    assert Committed() not in sender.on(Ack(*KEY, 1), LIMITS.lease + 1)
+    assert Committed() not in sender.on(Ack(*KEY, 1), TIMEOUTS.lease + 1)
     assert sender.state is State.FAILED

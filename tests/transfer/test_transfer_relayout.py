@@ -13,11 +13,11 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import PoolPlace
-from kvrelay.transfer.gloo import GlooTransport
-from kvrelay.transfer.relayout import ConvertedPlace
-from kvrelay.transfer.tcp import TcpTransport
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.frames import PoolFrame
+from kvrelay.transfer.messages import Key
+from kvrelay.transfer.relayout import ConvertedFrame
+from kvrelay.transfer.transports.gloo import GlooTransport
+from kvrelay.transfer.transports.tcp import TcpTransport
 from support.handoff import Pair, pair
 
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -65,8 +65,8 @@ def test_every_number_lands_where_it_belongs_and_nothing_else_moves(
                 nbytes = frame_tokens * layers * theirs.layer_bytes
                 frame = Frame(1, 0, first, frame_tokens, nbytes, layer, layers)
                 buffer = torch.empty(nbytes, dtype=torch.uint8)
-                PoolPlace(source, table, frame).read(buffer)
-                ConvertedPlace(target, theirs, there, frame, keep).write(buffer)
+                PoolFrame(source, table, frame).read(buffer)
+                ConvertedFrame(target, theirs, there, frame, keep).write(buffer)
         written.append((first, frame_tokens))
         first += frame_tokens
     for position in range(keep, count):
@@ -107,7 +107,7 @@ def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], trans
     mine = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the parameters
     make = {"tcp": TcpTransport, "gloo": GlooTransport}[transport]
     transports = {transport: make("127.0.0.1")}, {transport: make("127.0.0.1")}
-    config = TransferConfig(chunk_bytes=65536)
+    config = TransferConfig(frame_bytes=65536)
     count = 1203
 
     async def test() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.transfer.cuda_ipc import HANDLE_BYTES, CudaMemory
 from kvrelay.transfer.packing import pack
-from kvrelay.transfer.same_host import SameHostLink, SameHostTransport
-from kvrelay.transfer.shm import SharedMemory
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory
+from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport
+from kvrelay.transfer.transports.shm import SharedMemory
 from support.device_twin import DriverTwin
 from support.link_process import beside, filled, meetings, pattern
 

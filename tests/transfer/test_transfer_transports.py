@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kvrelay.transfer import transports
-from kvrelay.transfer.fake import FakeTransport
-from kvrelay.transfer.same_host import SameHostTransport
-from kvrelay.transfer.shm import SharedMemory, shm_missing
-from kvrelay.transfer.transport import RECEIVER, SENDER, LinkError
-from kvrelay.transfer.transports import available_transports, choose, entries
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, LinkError
+from kvrelay.transfer.transports.registry import available_transports, choose, entries
+from kvrelay.transfer.transports.same_host import SameHostTransport
+from kvrelay.transfer.transports.shm import SharedMemory, shm_missing
+from support.fake_transport import FakeTransport
 from support.link_process import beside, meetings
 
 HOST = "127.0.0.1"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.transfer import wire
-from kvrelay.transfer.wire import (
-    MAX_CHUNK_BYTES,
+from kvrelay.transfer.messages import (
+    MAX_CONTROL_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
     Ack,
@@ -170,7 +170,7 @@ def test_other_msgpack_is_a_wire_error(value: object) -> None:
         (b"\xc6\x40\x00\x00\x00", "not msgpack"),
         (b"\xdf\x40\x00\x00\x00", "not msgpack"),
         (b"\xdb\x40\x00\x00\x00", "not msgpack"),
-        (b"\x90" * (MAX_FRAME_BYTES + 1), "allowed: up to"),
+        (b"\x90" * (MAX_CONTROL_BYTES + 1), "allowed: up to"),
         (bytes(msgpack.packb([{"type": "Ack"}] * (MAX_MESSAGES + 1))), "array of 1 to|fields"),
     ],
 )
@@ -183,7 +183,7 @@ def test_strictness(frame: bytes, reason: str) -> None:
     ("message", "field"),
     [
         (Offer("", 1, 10, b"0" * 16), "Offer.request"),
-        (Push("r", 1, 1, 0, 0, 16, MAX_CHUNK_BYTES + 1, 0, 1), "Push.nbytes"),
+        (Push("r", 1, 1, 0, 0, 16, MAX_FRAME_BYTES + 1, 0, 1), "Push.nbytes"),
         (Grant("r", 1, 0, 0, 0), "Grant.epoch"),
         (Renew((("r", 1),) * 1025), "Renew.keys"),
         (Nack("r", 1, Code.CORRUPT, "x" * 513), "Nack.message"),
@@ -206,7 +206,11 @@ def test_a_layout_that_cannot_be_is_refused() -> None:
 
 
 def test_a_bad_frame_costs_less_than_a_millisecond() -> None:
-    frames = [b"\x91" * MAX_FRAME_BYTES, packed(request=b"x" * (MAX_FRAME_BYTES - 200)), b"\xdd\x40\x00\x00\x00" * 9]
+    frames = [
+        b"\x91" * MAX_CONTROL_BYTES,
+        packed(request=b"x" * (MAX_CONTROL_BYTES - 200)),
+        b"\xdd\x40\x00\x00\x00" * 9,
+    ]
     frames.append(bytes(msgpack.packb([{"type": "Renew", "keys": [[1]] * 1024}])))
     for frame in frames:
         best = float("inf")

@@ -232,14 +232,14 @@ class Blocks(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Requests(_message.Message):
-    __slots__ = ("waiting", "running", "seats")
+    __slots__ = ("waiting", "running", "free_slots")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
-    SEATS_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
-    seats: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., seats: _Optional[int] = ...) -> None: ...
+    free_slots: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_slots: _Optional[int] = ...) -> None: ...
 
 class Promised(_message.Message):
     __slots__ = ("requests", "blocks")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvrelay.transfer.events import (
+    BlocksFreed,
     Cancel,
     Commit,
     Expected,
@@ -10,38 +11,37 @@ from kvrelay.transfer.events import (
     Frame,
     FrameEnded,
     Hold,
-    Limits,
     LinkUp,
+    Manifest,
     Outcome,
     PeerLost,
+    ReceiveAction,
+    ReceiveEvent,
     ReceiveFrame,
-    ReceiverAction,
-    ReceiverEvent,
     ReleaseHold,
     Renewed,
     Reserve,
     Reserved,
-    RoomChanged,
-    Shape,
     State,
     StopFrames,
     Tell,
+    Timeouts,
 )
+from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, ToAttempt, Wait
 from kvrelay.transfer.packing import clip
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, Push, ToAttempt, Wait
 
 
-class Receiver:
+class ReceiveAttempt:
     """The decode worker's end of one attempt."""
 
-    def __init__(self, key: Key, limits: Limits, now: float) -> None:
+    def __init__(self, key: Key, limits: Timeouts, now: float) -> None:
         self.key = key
         self.state = State.ADMITTED
         self.dropped = 0
         self._limits = limits
         self._deadline = now + limits.prefill
         self._lease = float("inf")
-        self._shape: Shape | None = None
+        self._shape: Manifest | None = None
         self._offer: Offer | None = None
         self._asked = self._ask_again = self._told_wait = False
         self._reservation: Hold | None = None
@@ -64,7 +64,7 @@ class Receiver:
         """When `poll` will have something to say unless an event comes first; infinite once it ended."""
         return float("inf") if self.state.over else min(self._deadline, self._lease)
 
-    def poll(self, now: float) -> list[ReceiverAction]:
+    def poll(self, now: float) -> list[ReceiveAction]:
         """Ends the attempt if a deadline has passed."""
         if now < self.deadline:
             return []
@@ -73,7 +73,7 @@ class Receiver:
         what = "no sign of life from the sender" if self._lease <= now else f"still {self.state.value} at its deadline"
         return list(self._end(State.FAILED, Code.TIMEOUT, what))
 
-    def on(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
+    def on(self, event: ReceiveEvent, now: float) -> list[ReceiveAction]:
         """The actions that `event` asks for, after those of a deadline that has passed."""
         actions = self.poll(now)
         if isinstance(event, ToAttempt) and event.key != self.key:
@@ -82,7 +82,7 @@ class Receiver:
             actions += self._after_end(event) if self.state.over else self._on(event, now)
         return actions
 
-    def _on(self, event: ReceiverEvent, now: float) -> Iterator[ReceiverAction]:
+    def _on(self, event: ReceiveEvent, now: float) -> Iterator[ReceiveAction]:
         if self._offer is not None and isinstance(event, Push | Finish | Renewed):
             self._lease = now + self._limits.lease
         match event:
@@ -98,7 +98,7 @@ class Receiver:
                 self.dropped += 1
             case Reserved(reservation, have):
                 yield from self._on_reserved(reservation, have, now)
-            case RoomChanged() if self.state is State.WAITING:
+            case BlocksFreed() if self.state is State.WAITING:
                 yield from self._ask()
             case LinkUp(epoch):
                 self._epoch = max(self._epoch, epoch)
@@ -116,7 +116,7 @@ class Receiver:
             case Cancel():
                 yield from self._end(State.CANCELLED, Code.CANCELLED, "cancelled by the receiver")
 
-    def _after_end(self, event: ReceiverEvent) -> Iterator[ReceiverAction]:
+    def _after_end(self, event: ReceiveEvent) -> Iterator[ReceiveAction]:
         match event:
             case Reserved(reservation):
                 self._asked = False
@@ -128,7 +128,7 @@ class Receiver:
             case _:
                 self.dropped += 1
 
-    def _admit(self, now: float) -> Iterator[ReceiverAction]:
+    def _admit(self, now: float) -> Iterator[ReceiveAction]:
         shape, offer = self._shape, self._offer
         if self.state is not State.ADMITTED or shape is None or offer is None:
             return
@@ -142,13 +142,13 @@ class Receiver:
         self._deadline = now + self._limits.grant
         yield from self._ask()
 
-    def _ask(self) -> Iterator[ReceiverAction]:
+    def _ask(self) -> Iterator[ReceiveAction]:
         self._ask_again = self._asked
         if not self._asked:
             self._asked = True
             yield Reserve()
 
-    def _on_reserved(self, reservation: Hold | None, have: int, now: float) -> Iterator[ReceiverAction]:
+    def _on_reserved(self, reservation: Hold | None, have: int, now: float) -> Iterator[ReceiveAction]:
         self._asked = False
         if reservation is not None:
             self._reservation = reservation
@@ -162,7 +162,7 @@ class Receiver:
             self._told_wait = True
             yield Tell(Wait(*self.key))
 
-    def _grant(self) -> Iterator[ReceiverAction]:
+    def _grant(self) -> Iterator[ReceiveAction]:
         """Credit for all that is missing, once per epoch, and not while an older epoch's frame may still be written."""
         if self.state is not State.TRANSFERRING or self._granted_epoch == self._epoch or self._quarantine:
             return
@@ -173,12 +173,12 @@ class Receiver:
         self._finish = None
         yield Tell(Grant(*self.key, self._epoch, self._base, self._whole().tokens))
 
-    def _whole(self) -> Shape:
+    def _whole(self) -> Manifest:
         if self._shape is None:
             raise RuntimeError(f"hand-off {self.key} is {self.state.value} without a shape")
         return self._shape
 
-    def _on_push(self, push: Push) -> Iterator[ReceiverAction]:
+    def _on_push(self, push: Push) -> Iterator[ReceiveAction]:
         if push.epoch != self._granted_epoch or push.epoch != self._epoch or push.index < self._index:
             self.dropped += 1
             return
@@ -219,7 +219,7 @@ class Receiver:
                 self._next = first
                 self._group = first, layer + push.layers, 0
 
-    def _on_finish(self, finish: Finish, now: float) -> Iterator[ReceiverAction]:
+    def _on_finish(self, finish: Finish, now: float) -> Iterator[ReceiveAction]:
         if finish.epoch != self._granted_epoch or finish.epoch != self._epoch or self._finish is not None:
             self.dropped += 1
             return
@@ -236,7 +236,7 @@ class Receiver:
         self._deadline = min(self._deadline, now + self._limits.transfer)
         yield from self._commit()
 
-    def _on_frame_ended(self, frame: Frame, outcome: Outcome) -> Iterator[ReceiverAction]:
+    def _on_frame_ended(self, frame: Frame, outcome: Outcome) -> Iterator[ReceiveAction]:
         self._quarantine.discard(frame)
         if outcome is Outcome.CORRUPT:
             message = f"frame {frame.index} of tokens {frame.first} to {frame.first + frame.tokens} failed its checksum"
@@ -249,7 +249,7 @@ class Receiver:
         yield from self._grant()
         yield from self._commit()
 
-    def _commit(self) -> Iterator[ReceiverAction]:
+    def _commit(self) -> Iterator[ReceiveAction]:
         finish = self._finish
         if finish is None or self._quarantine or self._verified != self._whole().tokens:
             return
@@ -258,7 +258,7 @@ class Receiver:
         yield Commit(reservation, finish.first_token)
         yield Tell(Ack(*self.key, finish.epoch))
 
-    def _end(self, state: State, code: Code, message: str, tell: bool = True) -> Iterator[ReceiverAction]:
+    def _end(self, state: State, code: Code, message: str, tell: bool = True) -> Iterator[ReceiveAction]:
         self.state = state
         if tell and self._offer is not None:
             yield Tell(Nack(*self.key, code, clip(message)))
@@ -268,7 +268,7 @@ class Receiver:
             yield StopFrames(tuple(self._quarantine))
         yield from self._release()
 
-    def _release(self) -> Iterator[ReceiverAction]:
+    def _release(self) -> Iterator[ReceiveAction]:
         if self._reservation is not None and not self._quarantine:
             reservation, self._reservation = self._reservation, None
             yield ReleaseHold(reservation)

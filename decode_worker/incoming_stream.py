@@ -9,9 +9,9 @@ import grpc
 
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.transfer.control import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.messages import Code, Hello, Message, Refuse, decode
 from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.wire import Code, Hello, Message, Refuse, decode
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class IncomingStream:
         self.peer = peer
         self.layout = hello.layout
         self.gpu = hello.gpu
-        self.chunk_bytes = hello.chunk_bytes
+        self.frame_bytes = hello.frame_bytes
         """Of the sender's frames, at most."""
         self.epoch = 0
         """Of the link that the sender dialled last."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvrelay.transfer.transport import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous
 
 MAX_CHANNELS = 8
 OLDEST = (2, 26, 2)

@@ -11,9 +11,9 @@ from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.rpc.options import channel_options
 from kvrelay.transfer.control import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.messages import Code, Message, decode
 from kvrelay.transfer.packing import WireError
 from kvrelay.transfer.peers import Peer
-from kvrelay.transfer.wire import Code, Message, decode
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Links between two processes of one machine through shared memory: the CPU's form of `kvrelay.transfer.same_host`."""
+"""Links between two processes of one machine through shared memory: the CPU form of `same_host`."""
 
 import fcntl
 import mmap
@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from kvrelay.transfer.same_host import SameHostTransport, machine_id
-from kvrelay.transfer.transport import LinkError
+from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 

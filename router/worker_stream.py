@@ -32,13 +32,13 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 class Listener(Protocol):
     """One attempt of one request, as a link sees it."""
 
-    def on_event(self, link: "WorkerLink", event: RequestEvent) -> None: ...
+    def on_event(self, link: "WorkerStream", event: RequestEvent) -> None: ...
 
-    def on_lost(self, link: "WorkerLink") -> None:
+    def on_lost(self, link: "WorkerStream") -> None:
         """No event will come any more; `link.lost` says why."""
 
 
-class WorkerLink:
+class WorkerStream:
     """One stream, made once: up after the worker's hello, lost for ever when it ends.
 
     What is submitted goes out in order, through a queue that holds at most a Submit and a Cancel of each attempt that

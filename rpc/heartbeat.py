@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 
 
-class Attendance:
+class HeartbeatClient:
     """Keeps this member known to the supervisor, and the membership known to this member.
 
     A supervisor that is away changes nothing here: the last membership stays in force, and attendance goes on when it

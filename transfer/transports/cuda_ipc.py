@@ -1,6 +1,6 @@
 """Links between two processes that see the same GPUs of one machine: device memory that both map (CUDA IPC).
 
-The memory's form of `kvrelay.transfer.same_host`. Buffers come from the driver itself: torch's caching allocator would
+The GPU form of `same_host`. Buffers come from the driver itself: torch's caching allocator would
 hand out parts of larger blocks, whose handle gives the other process more than the buffer, and torch's own sharing
 keeps what it has shared until the other process says that it is done, which a killed one never does.
 
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvrelay.transfer.same_host import SameHostTransport, machine_id
-from kvrelay.transfer.shm import shm_missing
-from kvrelay.transfer.transport import LinkError
+from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
+from kvrelay.transfer.transports.shm import shm_missing
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1

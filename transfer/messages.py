@@ -37,10 +37,10 @@ Key = tuple[str, int]
 """(request_id, attempt): what a hand-off is known by."""
 
 VERSION = 2
-MAX_FRAME_BYTES = 512 * 2**10
+MAX_CONTROL_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 MAX_KEYS = 128
-MAX_CHUNK_BYTES = 16 * 2**20
+MAX_FRAME_BYTES = 16 * 2**20
 
 
 class KeyRule:
@@ -131,7 +131,7 @@ class Hello:
     checksum: Annotated[bool, Flag()]
     gpu: Annotated[bool, Flag()]
     """Whether its KV lies on a GPU. Where both ends' does, frames in GPU memory carry the GPU's checksum."""
-    chunk_bytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
+    frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     """Of the frames that it sends, at most."""
 
 
@@ -214,7 +214,7 @@ class Push(ToAttempt):
     """Frames of this attempt before it in this epoch."""
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
-    nbytes: Annotated[int, Number(1, MAX_CHUNK_BYTES)]
+    nbytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     layer: Count
     layers: Annotated[int, Number(1, 2**20)]
     """KV of layers [layer, layer + layers)."""
@@ -322,7 +322,7 @@ def in_frames(messages: Iterable[Message]) -> Iterator[bytes]:
     for message in messages:
         plain = _FORMS[type(message).__name__].write(message)
         part, more = pack(plain), 1 + values_in(plain)
-        room = len(parts) < MAX_MESSAGES and size + len(part) < MAX_FRAME_BYTES - 8 and values + more < MAX_VALUES
+        room = len(parts) < MAX_MESSAGES and size + len(part) < MAX_CONTROL_BYTES - 8 and values + more < MAX_VALUES
         if parts and not room:
             yield pack_joined(parts)
             parts, size, values = [], 0, 0
@@ -339,8 +339,8 @@ def decode(frame: bytes) -> list[Message]:
     Raises:
         WireError: they aren't exactly what `encode` makes.
     """
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_FRAME_BYTES}")
+    if len(frame) > MAX_CONTROL_BYTES:
+        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_CONTROL_BYTES}")
     items = unpack(frame, max(MAX_MESSAGES, MAX_KEYS))
     if type(items) is not list or not 1 <= len(items) <= MAX_MESSAGES:
         raise WireError(f"a frame is an array of 1 to {MAX_MESSAGES} messages, not {shown(items)}")

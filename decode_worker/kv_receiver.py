@@ -1,12 +1,12 @@
 """The decode worker's end of every hand-off: reserves blocks, takes frames in, commits.
 
 queue                producer                              consumer
-expect, cancel       the worker, on the event loop         the attempt's `Receiver` machine, at once
+expect, cancel       the worker, on the event loop         the attempt's `ReceiveAttempt` machine, at once
 messages             control streams' readers              machines, on the event loop
 outbox (per stream)  machines                              the stream's writer
 jobs (per link)      machines' ReceiveFrame                the link's thread
 ended frames         links' threads                        machines, on the event loop
-room                 offers that were told to wait         `room_changed`, first come first served
+room                 offers that were told to wait         `blocks_freed`, first come first served
 """
 
 import asyncio
@@ -21,11 +21,14 @@ from typing import Any
 
 import grpc
 
+from kvrelay.decode_worker.incoming_stream import IncomingStream, read_hello
+from kvrelay.decode_worker.reservation_queue import ReservationQueue
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local, TransferStats, every, limits_of, post, renewals, tick_seconds
+from kvrelay.transfer.control import LocalWorker, TransferStats, every, post, renewals, tick_seconds, timeouts_of
 from kvrelay.transfer.events import (
+    BlocksFreed,
     Cancel,
     Commit,
     Expected,
@@ -33,41 +36,33 @@ from kvrelay.transfer.events import (
     Frame,
     FrameEnded,
     LinkUp,
+    Manifest,
     Outcome,
     PeerLost,
+    ReceiveAction,
+    ReceiveEvent,
     ReceiveFrame,
-    ReceiverAction,
-    ReceiverEvent,
     ReleaseHold,
     Renewed,
     Reserve,
     Reserved,
-    RoomChanged,
-    Shape,
     StopFrames,
     Tell,
 )
 from kvrelay.transfer.frames import (
     CHECKSUM_BYTES,
+    BlockClaim,
+    ChecksumKind,
     DrainJob,
-    Guard,
+    FrameBuffer,
     KVBytes,
-    Place,
-    PoolPlace,
+    PoolFrame,
     ReceiveJob,
-    Seal,
     tokens_digest,
 )
 from kvrelay.transfer.hosts import ImportHost
-from kvrelay.transfer.incoming import IncomingStream, read_hello
 from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
-from kvrelay.transfer.packing import WireError, clip
-from kvrelay.transfer.peers import MEET_SECONDS, PeerTable
-from kvrelay.transfer.protocol import Receiver
-from kvrelay.transfer.relayout import ConvertedPlace
-from kvrelay.transfer.room import RoomQueue
-from kvrelay.transfer.transport import RECEIVER, Transport
-from kvrelay.transfer.wire import (
+from kvrelay.transfer.messages import (
     Abort,
     CloseLink,
     Code,
@@ -83,6 +78,11 @@ from kvrelay.transfer.wire import (
     Renew,
     encode,
 )
+from kvrelay.transfer.packing import WireError, clip
+from kvrelay.transfer.peers import MEET_SECONDS, PeerTable
+from kvrelay.transfer.protocol import ReceiveAttempt
+from kvrelay.transfer.relayout import ConvertedFrame
+from kvrelay.transfer.transports.base import RECEIVER, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -93,31 +93,31 @@ now = time.monotonic
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    machine: Receiver
+    machine: ReceiveAttempt
     peer: str
     """Incarnation of the sender."""
     stream: IncomingStream | None = None
     announced: tuple[int, bytes] | None = None
     """Tokens that the router announced, and their digest."""
-    shape: Shape | None = None
+    shape: Manifest | None = None
     """Known as soon as the sender's layout is, too."""
     table: list[int] = field(default_factory=list)
     keep: int = 0
     """Tokens whose KV is here already, perhaps in blocks that others share."""
     have: int = 0
     """Tokens that need not be sent: `keep`, or what of it the sender's blocks allow."""
-    guards: dict[Frame, Guard] = field(default_factory=dict)
+    guards: dict[Frame, BlockClaim] = field(default_factory=dict)
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
 
 
-class Importer(HandoffServiceServicer):
+class KVReceiver(HandoffServiceServicer):
     """Takes over the KV of prompts that prefill workers computed. Used on one event loop only."""
 
     def __init__(
         self,
-        local: Local,
+        local: LocalWorker,
         pool: KVBytes,
         peers: PeerTable,
         config: TransferConfig,
@@ -133,10 +133,10 @@ class Importer(HandoffServiceServicer):
         self._host = host
         self.dropped = 0
         """Messages of other attempts or epochs, so far."""
-        self._limits = limits_of(config)
+        self._limits = timeouts_of(config)
         self._attempts: dict[Key, _Attempt] = {}
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
-        self._room = RoomQueue()
+        self._room = ReservationQueue()
         self._streams: dict[str, IncomingStream] = {}
         self._epochs: dict[str, int] = {}
         self._links = LinkManager(config.max_links)
@@ -168,7 +168,7 @@ class Importer(HandoffServiceServicer):
             self._loop.call_soon(self._host.import_failed, key, *self._ended[key])
             return
         if attempt is None:
-            attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer[1])
+            attempt = self._attempts[key] = _Attempt(ReceiveAttempt(key, self._limits, now()), peer[1])
         attempt.announced = len(tokens), tokens_digest(tokens)
         self._shape(attempt)
 
@@ -180,11 +180,11 @@ class Importer(HandoffServiceServicer):
         else:
             self._remember(key, (Code.CANCELLED, "cancelled on the decode worker"))
 
-    def room_changed(self) -> None:
+    def blocks_freed(self) -> None:
         """Blocks may be free now: asks again for the offer that has waited for longest."""
         first = self._room.first
         if first is not None:
-            self._feed(self._attempts[first], RoomChanged())
+            self._feed(self._attempts[first], BlocksFreed())
 
     def peers_changed(self) -> None:
         """The membership changed: ends what is under way with workers that are no longer members."""
@@ -218,10 +218,10 @@ class Importer(HandoffServiceServicer):
 
     # Machines.
 
-    def _feed(self, attempt: _Attempt, event: ReceiverEvent) -> None:
+    def _feed(self, attempt: _Attempt, event: ReceiveEvent) -> None:
         self._apply(attempt, attempt.machine.on(event, now()))
 
-    def _apply(self, attempt: _Attempt, actions: Sequence[ReceiverAction]) -> None:
+    def _apply(self, attempt: _Attempt, actions: Sequence[ReceiveAction]) -> None:
         key = attempt.machine.key
         for action in actions:
             match action:
@@ -250,7 +250,7 @@ class Importer(HandoffServiceServicer):
     def _forget(self, attempt: _Attempt) -> None:
         key = attempt.machine.key
         if self._room.leave(key):
-            self.room_changed()
+            self.blocks_freed()
         if attempt.machine.over and self._attempts.get(key) is attempt:
             del self._attempts[key]
             self.dropped += attempt.machine.dropped
@@ -268,20 +268,20 @@ class Importer(HandoffServiceServicer):
         if attempt.announced is not None and attempt.shape is None and stream is not None:
             theirs = stream.layout
             size = theirs.block_size
-            attempt.shape = Shape(*attempt.announced, theirs.token_bytes, size, size, theirs.layers)
+            attempt.shape = Manifest(*attempt.announced, theirs.token_bytes, size, size, theirs.layers)
             self._feed(attempt, Expected(attempt.shape))
 
-    def _place(self, attempt: _Attempt, frame: Frame) -> Place:
+    def _place(self, attempt: _Attempt, frame: Frame) -> FrameBuffer:
         theirs = self._local.layout if attempt.stream is None else attempt.stream.layout
         if self._local.layout.conversion(theirs) is None:
-            return PoolPlace(self._pool, attempt.table, frame)
-        return ConvertedPlace(self._pool, theirs, attempt.table, frame, attempt.keep)
+            return PoolFrame(self._pool, attempt.table, frame)
+        return ConvertedFrame(self._pool, theirs, attempt.table, frame, attempt.keep)
 
-    def _seal(self, stream: IncomingStream | None) -> Seal:
-        return Seal.of(self._config.checksum, self._local.gpu and stream is not None and stream.gpu)
+    def _seal(self, stream: IncomingStream | None) -> ChecksumKind:
+        return ChecksumKind.of(self._config.checksum, self._local.gpu and stream is not None and stream.gpu)
 
     def _receive(self, attempt: _Attempt, frame: Frame) -> None:
-        guard = attempt.guards[frame] = Guard()
+        guard = attempt.guards[frame] = BlockClaim()
         job = ReceiveJob(
             attempt.machine.key,
             frame,
@@ -352,7 +352,7 @@ class Importer(HandoffServiceServicer):
         attempt.granted_at = now()
         self._feed(attempt, Reserved(reservation, attempt.have))
         if self._room.leave(key):
-            self.room_changed()
+            self.blocks_freed()
 
     # Streams.
 
@@ -442,7 +442,7 @@ class Importer(HandoffServiceServicer):
             stream.outbox.put(Nack(*key, Code.MANIFEST, "another worker was announced as its sender"))
         else:
             if attempt is None:
-                attempt = self._attempts[key] = _Attempt(Receiver(key, self._limits, now()), peer)
+                attempt = self._attempts[key] = _Attempt(ReceiveAttempt(key, self._limits, now()), peer)
             attempt.stream = attempt.stream or stream
             self._shape(attempt)
             self._feed(attempt, offer)
@@ -450,8 +450,8 @@ class Importer(HandoffServiceServicer):
                 self._feed(attempt, LinkUp(stream.epoch))
 
     def _on_push(self, stream: IncomingStream, push: Push) -> None:
-        if push.nbytes > stream.chunk_bytes:
-            stream.end(Code.PROTOCOL, f"frame of {push.nbytes} bytes; announced were up to {stream.chunk_bytes}")
+        if push.nbytes > stream.frame_bytes:
+            stream.end(Code.PROTOCOL, f"frame of {push.nbytes} bytes; announced were up to {stream.frame_bytes}")
         if stream.over is not None or push.epoch != stream.epoch:
             self.dropped += 1
             return
@@ -480,7 +480,7 @@ class Importer(HandoffServiceServicer):
             epoch=epoch,
             transport=transport,
             rank=RECEIVER,
-            buffer_bytes=stream.chunk_bytes + CHECKSUM_BYTES,
+            buffer_bytes=stream.frame_bytes + CHECKSUM_BYTES,
             timeout=self._config.frame_timeout_seconds,
             tell=tell,
             on_end=partial(self._on_link_end, stream),

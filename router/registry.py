@@ -17,8 +17,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, RouterHello
-from kvrelay.router.link import WorkerLink
 from kvrelay.router.placement import Room, WorkerKey, WorkerRole, WorkerView, complete
+from kvrelay.router.worker_stream import WorkerStream
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Worker:
     state: MemberState
     listed: bool = True
     """In the supervisor's latest membership. A supervisor that has just started doesn't know every member yet."""
-    link: WorkerLink | None = None
+    link: WorkerStream | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -45,7 +45,7 @@ class _Worker:
         return self.listed and self.state in (MEMBER_STATE_READY, MEMBER_STATE_SUSPECT)
 
 
-class WorkerPool:
+class WorkerRegistry:
     """Follows the membership: a link to each worker that is ready, made again when it breaks.
 
         listed READY                       a link is kept
@@ -82,7 +82,7 @@ class WorkerPool:
         """What a policy chooses from."""
         return [self._view(worker) for worker in self._workers.values()]
 
-    def link(self, key: WorkerKey) -> WorkerLink:
+    def link(self, key: WorkerKey) -> WorkerStream:
         """The link to a worker that `view` called ready."""
         link = self._workers[key].link
         if link is None:
@@ -127,7 +127,7 @@ class WorkerPool:
                 router_incarnation=self._incarnation,
                 worker_incarnation=worker.key.incarnation,
             )
-            worker.link = link = WorkerLink(worker.key, worker.address, hello, self._on_link, self._on_room)
+            worker.link = link = WorkerStream(worker.key, worker.address, hello, self._on_link, self._on_room)
             await link.run()
             failures = 0 if link.model is not None else failures + 1
             if failures <= 1:
@@ -191,7 +191,7 @@ class WorkerPool:
         self._on_room()
 
 
-def _room(link: WorkerLink) -> Room | None:
+def _room(link: WorkerStream) -> Room | None:
     """What the worker has said, and what was sent to it since."""
     load = link.room
     if load is None or not load.blocks.size:
@@ -204,7 +204,7 @@ def _room(link: WorkerLink) -> Room | None:
         block_size=size,
         total=load.blocks.total,
         free=max(0, free),
-        seats=load.requests.seats,
+        free_slots=load.requests.free_slots,
         promised_requests=load.promised.requests + len(unseen),
         promised_blocks=load.promised.blocks + sum(unseen),
     )

@@ -12,31 +12,31 @@ from kvrelay.transfer.events import (
     FrameEnded,
     Hold,
     LayersComputed,
-    Limits,
     LinkLost,
+    Manifest,
     PeerLost,
     ReleaseHold,
     Renewed,
-    SenderAction,
-    SenderEvent,
+    SendAction,
+    SendEvent,
     SendFinish,
     SendFrame,
-    Shape,
     State,
     StopFrames,
     Tell,
+    Timeouts,
 )
+from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, ToAttempt, Wait
 from kvrelay.transfer.packing import clip
-from kvrelay.transfer.wire import Abort, Ack, Code, Finish, Grant, Key, Nack, Offer, ToAttempt, Wait
 
 MAX_LINK_LOSSES = 3
 """Links that one attempt may lose before it is given up."""
 
 
-class Sender:
+class SendAttempt:
     """The prefill worker's end of one attempt."""
 
-    def __init__(self, key: Key, shape: Shape, limits: Limits, now: float) -> None:
+    def __init__(self, key: Key, shape: Manifest, limits: Timeouts, now: float) -> None:
         self.key = key
         self.state = State.ADMITTED
         self.dropped = 0
@@ -72,7 +72,7 @@ class Sender:
         """When `poll` will have something to say unless an event comes first; infinite once it ended."""
         return float("inf") if self.state.over else min(self._deadline, self._lease)
 
-    def poll(self, now: float) -> list[SenderAction]:
+    def poll(self, now: float) -> list[SendAction]:
         """Ends the attempt if a deadline has passed."""
         if now < self.deadline:
             return []
@@ -81,7 +81,7 @@ class Sender:
         )
         return list(self._end(State.FAILED, Code.TIMEOUT, what, tell=True))
 
-    def on(self, event: SenderEvent, now: float) -> list[SenderAction]:
+    def on(self, event: SendEvent, now: float) -> list[SendAction]:
         """The actions that `event` asks for, after those of a deadline that has passed."""
         actions = self.poll(now)
         if isinstance(event, ToAttempt) and event.key != self.key:
@@ -90,7 +90,7 @@ class Sender:
             actions += self._after_end(event) if self.state.over else self._on(event, now)
         return actions
 
-    def _on(self, event: SenderEvent, now: float) -> Iterator[SenderAction]:
+    def _on(self, event: SendEvent, now: float) -> Iterator[SendAction]:
         match event:
             case Computed(tokens, hold):
                 self._holds.append(hold)
@@ -129,7 +129,7 @@ class Sender:
             case FrameEnded(frame):
                 self._quarantine.discard(frame)
 
-    def _after_end(self, event: SenderEvent) -> Iterator[SenderAction]:
+    def _after_end(self, event: SendEvent) -> Iterator[SendAction]:
         match event:
             case Computed(hold=hold) | LayersComputed(hold=hold) | Finished(hold=hold):
                 if hold is not None:
@@ -154,7 +154,7 @@ class Sender:
             self.state = State.EXPORTED if finished else State.ADMITTED
             self._deadline = now + limits.grant + limits.lease
 
-    def _on_grant(self, grant: Grant, now: float) -> Iterator[SenderAction]:
+    def _on_grant(self, grant: Grant, now: float) -> Iterator[SendAction]:
         fresh = grant.epoch > self._epoch
         more = self._granted and grant.epoch == self._epoch and grant.limit > self._limit
         whole = self._shape.whole
@@ -173,7 +173,7 @@ class Sender:
                 self._enter(now)
             yield from self._send()
 
-    def _on_link_lost(self, epoch: int, now: float) -> Iterator[SenderAction]:
+    def _on_link_lost(self, epoch: int, now: float) -> Iterator[SendAction]:
         if epoch < self._epoch or (epoch == self._epoch and not self._granted):
             self.dropped += 1
             return
@@ -184,7 +184,7 @@ class Sender:
         else:
             self._enter(now)
 
-    def _send(self) -> Iterator[SenderAction]:
+    def _send(self) -> Iterator[SendAction]:
         """Frames for what is computed and granted; Finish after the last one."""
         shape = self._shape
         if not self._granted:
@@ -206,7 +206,7 @@ class Sender:
             nbytes = (shape.tokens - self._base) * shape.token_bytes
             yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, nbytes))
 
-    def _frames(self, end: int, layer: int, end_layer: int) -> Iterator[SenderAction]:
+    def _frames(self, end: int, layer: int, end_layer: int) -> Iterator[SendAction]:
         """From the next token up to `end`, in layers [layer, end_layer)."""
         shape, layers = self._shape, end_layer - layer
         most = shape.frame_tokens * shape.layers // layers
@@ -219,7 +219,7 @@ class Sender:
             self._quarantine.add(frame)
             yield SendFrame(frame)
 
-    def _end(self, state: State, code: Code, message: str, tell: bool = False) -> Iterator[SenderAction]:
+    def _end(self, state: State, code: Code, message: str, tell: bool = False) -> Iterator[SendAction]:
         self.state = state
         if tell:
             yield Tell(Abort(*self.key, code, clip(message)))
@@ -227,12 +227,12 @@ class Sender:
             yield Failed(code, message)
         yield from self._let_go()
 
-    def _let_go(self) -> Iterator[SenderAction]:
+    def _let_go(self) -> Iterator[SendAction]:
         if self._quarantine:
             yield StopFrames(tuple(self._quarantine))
         yield from self._release()
 
-    def _release(self) -> Iterator[SenderAction]:
+    def _release(self) -> Iterator[SendAction]:
         if not self._quarantine:
             holds, self._holds = self._holds, []
             yield from map(ReleaseHold, holds)

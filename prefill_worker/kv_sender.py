@@ -1,7 +1,7 @@
 """The prefill worker's end of every hand-off: offers KV, and ships it while the rest of the prompt computes.
 
     queue                producer                              consumer
-    begin, progress...   the worker, on the event loop         the attempt's `Sender` machine, at once
+    begin, progress...   the worker, on the event loop         the attempt's `SendAttempt` machine, at once
     outbox (per stream)  machines, and links' threads          the stream's writer
     jobs (per link)      machines' SendFrame                   the link's thread
     ended frames         links' threads                        machines, on the event loop
@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrelay.prefill_worker.outgoing_stream import OutgoingStream
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import Local, TransferStats, every, limits_of, post, renewals, tick_seconds
+from kvrelay.transfer.control import LocalWorker, TransferStats, every, post, renewals, tick_seconds, timeouts_of
 from kvrelay.transfer.events import (
     Cancel,
     Committed,
@@ -32,30 +33,32 @@ from kvrelay.transfer.events import (
     Hold,
     LayersComputed,
     LinkLost,
+    Manifest,
     PeerLost,
     ReleaseHold,
     Renewed,
-    SenderAction,
-    SenderEvent,
+    SendAction,
+    SendEvent,
     SendFinish,
     SendFrame,
-    Shape,
     StopFrames,
     Tell,
 )
 from kvrelay.transfer.failpoints import failpoint
-from kvrelay.transfer.frames import CHECKSUM_BYTES, Guard, KVBytes, PoolPlace, SayJob, Seal, SendJob, tokens_digest
+from kvrelay.transfer.frames import (
+    CHECKSUM_BYTES,
+    BlockClaim,
+    ChecksumKind,
+    KVBytes,
+    PoolFrame,
+    SayJob,
+    SendJob,
+    tokens_digest,
+)
 from kvrelay.transfer.hosts import ExportHost
 from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
-from kvrelay.transfer.outgoing import OutgoingStream
-from kvrelay.transfer.overlap import LinkCost
-from kvrelay.transfer.packing import WireError, clip
-from kvrelay.transfer.peers import PeerTable
-from kvrelay.transfer.protocol import Sender
-from kvrelay.transfer.transport import SENDER, LinkError, Transport
-from kvrelay.transfer.transports import choose, entries
-from kvrelay.transfer.wire import (
-    MAX_CHUNK_BYTES,
+from kvrelay.transfer.messages import (
+    MAX_FRAME_BYTES,
     Ack,
     CloseLink,
     Code,
@@ -71,6 +74,12 @@ from kvrelay.transfer.wire import (
     Wait,
     check_key,
 )
+from kvrelay.transfer.overlap import LinkCost
+from kvrelay.transfer.packing import WireError, clip
+from kvrelay.transfer.peers import PeerTable
+from kvrelay.transfer.protocol import SendAttempt
+from kvrelay.transfer.transports.base import SENDER, LinkError, Transport
+from kvrelay.transfer.transports.registry import choose, entries
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +88,12 @@ now = time.monotonic
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    machine: Sender
+    machine: SendAttempt
     stream: OutgoingStream
-    shape: Shape
+    shape: Manifest
     table: list[int] = field(default_factory=list)
     """Blocks from the first token on, as far as holds on them were given."""
-    guards: dict[Frame, Guard] = field(default_factory=dict)
+    guards: dict[Frame, BlockClaim] = field(default_factory=dict)
     late: tuple[int, SendJob] | None = None
     """Epoch and job of a frame that a failpoint has put behind the next one."""
     pushing_since: float | None = None
@@ -101,12 +110,12 @@ class _PairCost:
     fit: tuple[float, float] | None = None
 
 
-class Exporter:
+class KVSender:
     """Hands the KV of computed prompts over to decode workers. Used on one event loop only."""
 
     def __init__(
         self,
-        local: Local,
+        local: LocalWorker,
         pool: KVBytes,
         peers: PeerTable,
         config: TransferConfig,
@@ -119,8 +128,8 @@ class Exporter:
             ValueError: one KV block is larger than a frame can be.
         """
         layout = local.layout
-        if layout.block_bytes > MAX_CHUNK_BYTES:
-            raise ValueError(f"a KV block takes {layout.block_bytes} bytes; a frame takes up to {MAX_CHUNK_BYTES}")
+        if layout.block_bytes > MAX_FRAME_BYTES:
+            raise ValueError(f"a KV block takes {layout.block_bytes} bytes; a frame takes up to {MAX_FRAME_BYTES}")
         self._local = local
         self._pool = pool
         self._peers = peers
@@ -129,8 +138,8 @@ class Exporter:
         self._host = host
         self.dropped = 0
         """Messages of other attempts or epochs, so far."""
-        self._limits = limits_of(config)
-        self._frame_tokens = max(1, config.chunk_bytes // layout.block_bytes) * layout.block_size
+        self._limits = timeouts_of(config)
+        self._frame_tokens = max(1, config.frame_bytes // layout.block_bytes) * layout.block_size
         self._attempts: dict[Key, _Attempt] = {}
         self._streams: dict[str, OutgoingStream] = {}
         self._epochs: dict[str, int] = {}
@@ -172,7 +181,7 @@ class Exporter:
                 self._fail_soon(key, *refusal)
                 return
         layout = self._local.layout
-        shape = Shape(
+        shape = Manifest(
             len(tokens),
             tokens_digest(tokens),
             layout.token_bytes,
@@ -180,7 +189,7 @@ class Exporter:
             self._frame_tokens,
             layout.layers,
         )
-        machine = Sender(key, shape, self._limits, now())
+        machine = SendAttempt(key, shape, self._limits, now())
         self._attempts[key] = _Attempt(machine, stream, shape)
         stream.outbox.put(machine.offer)
 
@@ -268,10 +277,10 @@ class Exporter:
     def _fail_soon(self, key: Key, code: Code, message: str) -> None:
         self._loop.call_soon(self._host.export_failed, key, code, message)
 
-    def _feed(self, attempt: _Attempt, event: SenderEvent) -> None:
+    def _feed(self, attempt: _Attempt, event: SendEvent) -> None:
         self._apply(attempt, attempt.machine.on(event, now()))
 
-    def _apply(self, attempt: _Attempt, actions: Sequence[SenderAction]) -> None:
+    def _apply(self, attempt: _Attempt, actions: Sequence[SendAction]) -> None:
         key = attempt.machine.key
         for action in actions:
             match action:
@@ -300,13 +309,13 @@ class Exporter:
 
     def _send(self, attempt: _Attempt, frame: Frame) -> None:
         attempt.pushing_since = attempt.pushing_since or now()
-        guard = attempt.guards[frame] = Guard()
+        guard = attempt.guards[frame] = BlockClaim()
         job = SendJob(
             attempt.machine.key,
             frame,
             guard,
-            PoolPlace(self._pool, attempt.table, frame),
-            Seal.of(self._config.checksum, self._local.gpu and attempt.stream.gpu),
+            PoolFrame(self._pool, attempt.table, frame),
+            ChecksumKind.of(self._config.checksum, self._local.gpu and attempt.stream.gpu),
             partial(post, self._loop, attempt.stream.outbox.put),
             partial(post, self._loop, self._on_frame_read, attempt, frame),
         )

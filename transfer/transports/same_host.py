@@ -7,7 +7,7 @@ The receiver copies before anyone looks at the bytes, so nothing that a sender d
 was verified. The socket is of the abstract namespace and the memory has no name: both vanish with the processes. A
 killed peer is the end of the socket, seen at once; a frozen one is seen when a wait times out.
 
-What kind of memory it is, a `Memory` says: `kvrelay.transfer.shm` has the CPU's, `kvrelay.transfer.cuda_ipc` a GPU's.
+`Memory` is the kind of memory: `shm` has the CPU's, `cuda_ipc` a GPU's.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack
-from kvrelay.transfer.transport import SENDER, ByteStream, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import SENDER, ByteStream, Link, LinkError, Rendezvous
 
 MAX_BUFFER_BYTES = 64 * 2**20
 """Of one buffer that the other end may ask this one to map."""

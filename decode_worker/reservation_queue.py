@@ -1,9 +1,9 @@
 """Whose turn it is to ask for blocks."""
 
-from kvrelay.transfer.wire import Key
+from kvrelay.transfer.messages import Key
 
 
-class RoomQueue:
+class ReservationQueue:
     """Offers that found no room, in the order in which they came.
 
     While one waits, later ones don't ask at all: a small prompt must not pass a large one for ever.

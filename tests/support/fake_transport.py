@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.transport import SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import SENDER, Link, LinkError, Rendezvous
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrelay.transfer.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
-from kvrelay.transfer.gloo import GlooTransport
-from kvrelay.transfer.nccl import NcclTransport, nccl_missing
-from kvrelay.transfer.nixl import NixlTransport, nixl_missing
-from kvrelay.transfer.shm import shm_missing, shm_transport
-from kvrelay.transfer.tcp import TcpTransport
-from kvrelay.transfer.transport import LinkError, Transport
+from kvrelay.transfer.transports.base import LinkError, Transport
+from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
+from kvrelay.transfer.transports.gloo import GlooTransport
+from kvrelay.transfer.transports.nccl import NcclTransport, nccl_missing
+from kvrelay.transfer.transports.nixl import NixlTransport, nixl_missing
+from kvrelay.transfer.transports.shm import shm_missing, shm_transport
+from kvrelay.transfer.transports.tcp import TcpTransport
 
 ON_GPU = ("cuda_ipc", "nccl", "nixl", "shm", "tcp", "gloo")
 """Best first, where the KV pool lies on a GPU."""

@@ -26,18 +26,18 @@ from typing import Any
 import torch
 
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack
-from kvrelay.transfer.transport import Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.00005
-MAX_FRAME_BYTES = 2**31
+MAX_CONTROL_BYTES = 2**31
 _MAX_METADATA_BYTES = 4096
 _BACKEND = "UCX"
 
 _FRAME = Number(1, 2**48)
 _NOTES: dict[str, tuple[Rule, ...]] = {
-    "room": (_FRAME, Number(0, 2**64 - 1), Number(1, MAX_FRAME_BYTES), Number(0, 2**16), Raw(0, _MAX_METADATA_BYTES)),
+    "room": (_FRAME, Number(0, 2**64 - 1), Number(1, MAX_CONTROL_BYTES), Number(0, 2**16), Raw(0, _MAX_METADATA_BYTES)),
     "came": (_FRAME,),
     "hello": (),
     "bye": (),

@@ -1,0 +1,1 @@
+"""What carries the bulk bytes: one file for each transport, behind the interface in `base`."""
