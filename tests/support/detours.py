@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
@@ -18,7 +19,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stub do
 
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.rpc.address import join
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.worker.handoff import HandoffRole
 
 DESK = "CHAOS_DESK"
@@ -96,9 +99,9 @@ def detoured(role: type[HandoffRole]) -> type[HandoffRole]:
     """`role`, with all of its hand-off traffic through the proxies."""
 
     class Detoured(role):  # type: ignore[misc, valid-type]  # a mixin over a value
-        def transports(self) -> Mapping[str, Transport]:
-            name = self.worker.config.name
-            return {key: DetouredTransport(inner, name) for key, inner in super().transports().items()}
+        def make_setup(self) -> HandoffSetup:
+            name, setup = self.worker.config.name, super().make_setup()
+            return replace(setup, transports={k: DetouredTransport(v, name) for k, v in setup.transports.items()})
 
         def members_changed(self, members: Sequence[Member]) -> None:
             for member in members:

@@ -8,6 +8,7 @@ proxies (`support.detours`).
 Whenever no request is left here, the block pool is recounted; what doesn't add up ends the process.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
+from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
@@ -66,7 +68,7 @@ def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
 
     class Late(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def members_changed(self, members: Sequence[Member]) -> None:
-            self.worker.loop.call_later(seconds, super().members_changed, list(members))
+            asyncio.get_running_loop().call_later(seconds, super().members_changed, list(members))
 
     return Late
 
@@ -81,7 +83,7 @@ def hash_server(config: WorkerConfig) -> WorkerServer:
 
 
 if __name__ == "__main__":
-    worker_server.CHECK_SECONDS = 0.0
+    worker_module.CHECK_SECONDS = 0.0
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class

@@ -88,7 +88,7 @@ async def worker(checkpoint: Path, **options: Any) -> AsyncIterator[WorkerServer
 async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIterator[Router]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         router = Router(WorkerServiceStub(channel).Relay())
-        known = server.incarnation if incarnation is None else incarnation
+        known = server.id.incarnation if incarnation is None else incarnation
         await router.send(hello=RouterHello(router="router-0", router_incarnation="a", worker_incarnation=known))
         yield router
 
@@ -100,7 +100,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def free_again(server: WorkerServer) -> None:
     """Waits until the engine holds no block."""
     async with asyncio.timeout(SECONDS):
-        while (await server.thread.call(server.engine.scheduler.load)).held:  # noqa: ASYNC110 # no event tells it
+        while server.worker.load().blocks.held:  # noqa: ASYNC110 # no event tells it
             await asyncio.sleep(0.005)
 
 
@@ -145,12 +145,12 @@ def test_a_phase_of_another_role_and_a_second_submit_are_defects(checkpoint: Pat
 def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_is_given_back(checkpoint: Path) -> None:
     async def test() -> None:
         async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
-            release = asyncio.Event()
+            release, loop = asyncio.Event(), asyncio.get_running_loop()
 
             def block() -> None:
-                asyncio.run_coroutine_threadsafe(release.wait(), server.loop).result(SECONDS)
+                asyncio.run_coroutine_threadsafe(release.wait(), loop).result(SECONDS)
 
-            server.thread.post(block)
+            server.worker.post_to_engine(block)
             await router.send(submit=submit("first", timeout_seconds=0.2))
             await router.send(submit=submit("second"))
             full, expired = await router.event(), await router.event()

@@ -45,7 +45,7 @@ class HandoffServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Control(self, request_iterator, context):
-        """One stream per (sender incarnation, receiver). Frames are strict, bounded msgpack; kvrelay.transfer.messages has
+        """One stream per (sender incarnation, receiver). Batches are strict, bounded msgpack; kvrelay.transfer.messages has
         their fields and limits. A stream that ends fails every hand-off that was in flight on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
