@@ -88,7 +88,7 @@ class ReceiverHost(Protocol):
         """Tries to reserve blocks for the attempt's tokens.
 
         Calls `answer` exactly once, later, on the event loop: with a `Reservation`; with None if no blocks are free
-        now; or with the exception if the attempt can't be served at all.
+        now; or with an exception if this worker serves no attempt any more.
         """
 
     def release(self, reservation: Any) -> None:
@@ -293,7 +293,7 @@ class KVReceiver(Endpoint[Receiving]):
     def _on_reserved(self, transfer: Receiving, answer: Any) -> None:
         key = transfer.key
         if isinstance(answer, Exception):
-            self._feed(transfer, PeerLost(Code.INTERNAL, f"reserving blocks: {type(answer).__name__}: {answer}"))
+            self._feed(transfer, PeerLost(Code.CLOSED, f"reserving blocks: {answer}"))
             self._feed(transfer, Reserved(None))
         elif answer is None:
             if not transfer.machine.state.over:
