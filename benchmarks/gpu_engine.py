@@ -10,17 +10,17 @@ from gpu_measure import Machine
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvrelay.engine.attention.protocol import HeadNorm
+from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.gpu_runner import GpuRunner, allocate
 from kvrelay.engine.models.architecture import Traits
 from kvrelay.engine.models.config import ModelConfig, RopeConfig
 from kvrelay.engine.models.decoder import Decoder, Layer, Weights
 from kvrelay.engine.models.rope import frequencies
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.gpu import GpuRunner, allocate
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.ops import Linear
 

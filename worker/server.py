@@ -28,7 +28,7 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,

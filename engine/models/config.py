@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvrelay.engine.kv.layout import KVDtype
+from kvrelay.engine.kv.layout import KVDtype, KVLayout, Order
 from kvrelay.engine.models.architecture import Architecture, Traits
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.registry import ARCHITECTURES
@@ -46,7 +46,15 @@ class ModelConfig:
     traits: Traits
     eos_token_ids: tuple[int, ...]
     dtype: KVDtype
-    """Of the weights in the files, as config.json has it."""
+    """Of the weights in the files, as config.json says."""
+
+    def kv_layout(self, dtype: KVDtype, block_size: int, order: Order) -> KVLayout:
+        """The layout of this model's KV."""
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, block_size, dtype, order)
+
+    def windows(self, max_context: int) -> tuple[int, ...]:
+        """[layers] the window of each layer, as in `Traits`; 0 too if no context is longer than it."""
+        return tuple(window if window < max_context else 0 for window in self.traits.windows)
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: one for each size of batch that is worth one.
+"""CUDA graphs of decode steps, captured for a few batch sizes.
 
-A batch runs on the smallest graph that it fits in, its missing rows filled with harmless ones. Captured largest first,
-all graphs take their intermediate tensors from one pool of memory: those of a smaller batch fit where those of the
-largest were, and only one graph runs at a time.
+A batch runs on the smallest graph that it fits in; padding rows fill the rest. All graphs take their intermediate
+tensors from one memory pool: the largest is captured first, so the tensors of smaller ones fit where its own were, and
+only one graph runs at a time.
 """
 
 from bisect import bisect_left
@@ -14,17 +14,17 @@ import torch
 
 
 class Graph(Protocol):
-    """What is needed of a `torch.cuda.CUDAGraph`."""
+    """The part of `torch.cuda.CUDAGraph` that is used; tests stand in for it."""
 
     def replay(self) -> None: ...
 
 
 Capture = Callable[[], AbstractContextManager[Graph]]
-"""Of what is launched within the context, a graph."""
+"""Makes a graph of the kernels that are launched within the context."""
 
 
 class CudaCapture:
-    """Captures graphs that share one pool of memory."""
+    """Captures graphs that share one memory pool."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -48,8 +48,10 @@ class _Capturing:
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """The sizes that get a graph, ascending up to `most`: a batch wastes at most half of the rows up to 8, then 7 rows,
-    past 64 15, past 256 31."""
+    """The batch sizes that get a graph, ascending up to `most`.
+
+    At most half of the rows are padding in a graph of up to 8 rows, 7 rows in one of up to 64, 15 up to 256, then 31.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
     return (*[size for size in sizes if size < most], most)
 
@@ -57,26 +59,28 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """The graphs of one decode step, by batch size."""
 
-    def __init__(self, sizes: tuple[int, ...], step: Callable[[int], None], capture: Capture) -> None:
-        """Runs each step once for real, so that all its kernels are compiled, then captures it; largest first.
+    def __init__(self, sizes: tuple[int, ...], prepare: Callable[[int], Callable[[], None]], capture: Capture) -> None:
+        """Runs each step once, so that all its kernels are compiled, then captures it; the largest first.
 
         Args:
             sizes: ascending.
-            step: launches the step of so many rows, on static tensors and without waiting for the device.
+            prepare: plans a step of so many rows; returns what launches it, on static tensors and without waiting for
+                the device.
         """
         self._sizes = sizes
         self._graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
-            step(size)
+            launch = prepare(size)
+            launch()
             with capture() as graph:
-                step(size)
+                launch()
             self._graphs[size] = graph
 
     def size_for(self, rows: int) -> int | None:
-        """Rows of the graph for so many; None if that is more than any has."""
+        """The size of the smallest graph that `rows` rows fit in; None if none is large enough."""
         index = bisect_left(self._sizes, rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
     def replay(self, size: int) -> None:
-        """Launches the step of `size` rows, one of the graphs' sizes."""
+        """Launches the graph of `size` rows, which must be one of the sizes."""
         self._graphs[size].replay()

@@ -1,18 +1,20 @@
-"""The runner on a GPU: steps are launched and go on by themselves, one behind the other.
+"""The runner on a GPU: a launched step runs by itself, behind the one launched before it.
 
     host      plan N+1 -> inputs N+1 -> launch N+1 -> wait for N -> commit N -> plan N+2 ...
     device    ... step N ............................ | step N+1 .....................
                              sampled[row] of N stays there and feeds the rows of N+1 that ask for it
 
-A step's tokens are sampled on the device into `sampled`, by row; what the next step computes of them it reads there.
-Only a copy of them goes to the host, and nobody waits for it until the next step is launched. Steps of decode rows only
-are captured graphs (`graphs.py`); anything with a chunk of a prompt is launched kernel by kernel.
+A step samples its tokens on the device into `sampled`, by row, and the next step reads from there what it computes of
+them. Only a copy goes to the host, and the host waits for it after it has launched the next step. Steps that consist of
+decode rows are captured graphs (`graphs.py`); steps with a chunk of a prompt are launched kernel by kernel.
 
-On CPU tensors the same runner works under Triton's interpreter, without graphs: slow, and for tests.
+On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,28 +23,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.triton import TritonAttention
-from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.config import Dtype, EngineConfig
-from kvrelay.engine.graphs import Capture, CudaCapture, DecodeGraphs, batch_sizes
-from kvrelay.engine.kv.layout import KVDtype, KVLayout
-from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
 from kvrelay.engine.models.decoder import Decoder, Weights
-from kvrelay.engine.models.loader import Progress, load_weights
+from kvrelay.engine.models.loader import OnLoaded, load_weights
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.step_inputs import StepInputs
+from kvrelay.engine.runner.graphs import Capture, CudaCapture, DecodeGraphs, batch_sizes
+from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.sample import UNSOUND, Choices, sample
 
 MAX_BANNED = 128
-"""Token ids that a row may be forbidden at most: more than requests may name, and a model's own end-of-sequence ids."""
+"""Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
 
 
 class GpuStep:
-    """A step under way."""
+    """Implements `StepHandle`."""
 
     def __init__(self, plan: StepPlan, tokens: Tensor, done: torch.cuda.Event | None) -> None:
         self._plan = plan
@@ -50,7 +51,6 @@ class GpuStep:
         self._done = done
 
     def result(self) -> StepOutput:
-        """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
         plan = self._plan
@@ -63,15 +63,12 @@ class GpuStep:
 
 
 class GpuRunner:
-    """Implements `Runner`, and `AsyncRunner` of the engine. Not thread-safe."""
+    """Implements `Runner`."""
+
+    lag = 1
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        model: Decoder,
-        pool: KVPool,
-        config: EngineConfig,
-        capture: Capture | None = None,
+        self, spec: ModelSpec, model: Decoder, pool: KVPool, options: EngineConfig, capture: Capture | None = None
     ) -> None:
         """
         Args:
@@ -84,13 +81,13 @@ class GpuRunner:
         self.device = pool.tensor.device
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
-        rows = min(config.max_sequences, config.max_batch_tokens)
+        rows = min(options.max_sequences, options.max_batch_tokens)
         width = min(self.layout.blocks_for(spec.max_context), pool.num_blocks)
         size = self.layout.block_size
-        # A graph's inputs have room for its rows only; a step with chunks has as many tokens as the budget.
-        self._decode = StepInputs(rows, rows, width, size, MAX_BANNED, self.device)
-        self._mixed = StepInputs(rows, config.max_batch_tokens, width, size, MAX_BANNED, self.device)
-        windows = tuple(window if window < spec.max_context else 0 for window in model.config.traits.windows)
+        # A decode step has one token per row; a step with chunks may use the whole token budget.
+        self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
+        self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
+        windows = model.config.windows(spec.max_context)
         self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
         self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
         self._sampled = torch.full((rows,), UNSOUND, dtype=torch.int64, device=self.device)
@@ -99,20 +96,16 @@ class GpuRunner:
         self._sizes = batch_sizes(rows)
         self._graphs: DecodeGraphs | None = None
         if self._cuda:
-            # All of the above, the weights and the pool were made on other streams than the runner's own.
+            # The buffers above, the weights and the pool were made on other streams than the runner's own.
             torch.cuda.synchronize(self.device)
 
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """See `Runner.run`."""
-        return self.launch(plan).result()
-
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuStep:
-        """See `AsyncRunner.launch`."""
+        """See `Runner.launch`."""
         with self._on_stream():
             sampled = np.flatnonzero(plan.sample)
             if plan.num_tokens == plan.num_rows == len(sampled):
@@ -130,45 +123,40 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles the kernels and captures the graphs; nothing is written to the pool."""
+        """Compiles the kernels and captures the graphs; writes nothing to the pool."""
         capture = self._capture
         if capture is None and self._stream is not None:
             capture = CudaCapture(self._stream)
         with self._on_stream():
             self._prefill_once()
             if capture is not None:
-                self._graphs = DecodeGraphs(self._sizes, self._decode_step, capture)
+                self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        rows = plan.num_rows
-        size = self._graphs.size_for(rows) if self._graphs is not None else rows
+        size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
+        self.attention.plan(self._decode.load(plan, sampled, size or 0))
         if self._graphs is None or size is None:
-            self._load_decode(plan, sampled, rows)
-            self._decode_step(rows)
+            self._decode_step(plan.num_rows)
         else:
-            self._load_decode(plan, sampled, size)
             self._graphs.replay(size)
 
-    def _load_decode(self, plan: StepPlan, sampled: NDArray[np.int64], size: int) -> None:
-        self._decode.load(plan, sampled, size)
-        self.attention.load_spans((plan.starts + 1).tolist(), size)
+    def _prepare_decode(self, rows: int) -> Callable[[], None]:
+        """Plans a decode step of padding rows only; returns what launches it."""
+        self.attention.plan(self._decode.view(np.full(rows, -1), np.ones(rows, np.int64)))
+        return partial(self._decode_step, rows)
 
     def _decode_step(self, rows: int) -> None:
-        """A token of each of so many rows, from static inputs to `_sampled`; what a graph captures."""
+        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
         inputs = self._decode
-        self.attention.plan_decodes(inputs.slots[:rows], inputs.tables[:rows], inputs.contexts[:rows])
         logits = self.model.logits(self._forward(inputs, rows))
         sample(logits, inputs.choices.first(rows), self._scratch[:rows], self._sampled[:rows])
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        inputs, rows, tokens = self._mixed, plan.num_rows, plan.num_tokens
-        inputs.load(plan, sampled, 0)
-        self.attention.plan_rows(
-            plan.starts, plan.lengths, inputs.slots[:tokens], inputs.tables[:rows], inputs.contexts[:rows]
-        )
-        hidden = self._forward(inputs, tokens)
+        inputs = self._mixed
+        self.attention.plan(inputs.load(plan, sampled))
+        hidden = self._forward(inputs, plan.num_tokens)
         count = len(sampled)
         if count:
             last = torch.from_numpy((np.cumsum(plan.lengths) - 1)[sampled].astype(np.int64))
@@ -181,23 +169,20 @@ class GpuRunner:
             sample(logits, inputs.choices.first(count), self._scratch[:count], chosen)
             self._sampled.index_copy_(0, which, chosen)
 
-    def _forward(self, inputs: StepInputs, tokens: int) -> Tensor:
-        """[T, hidden] of the step's first tokens, some of which the step before has sampled."""
+    def _forward(self, inputs: InputBuffers, tokens: int) -> Tensor:
+        """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
         feeds = inputs.feeds[:tokens]
-        # A row that isn't sound sampled no token: its sequence has failed, and any token will do.
+        # A row with invalid logits sampled no token. Its sequence has failed, so any token will do.
         fed = self._sampled.index_select(0, feeds.clamp(min=0)).clamp_(min=0)
         known = torch.where(feeds < 0, inputs.tokens[:tokens], fed)
-        empty = np.empty(0, np.int64)
-        batch = ForwardBatch(known, inputs.positions[:tokens], empty, empty, empty, empty)
-        return self.model.forward(batch, self.attention)
+        return self.model.forward(known, inputs.positions[:tokens], self.attention)
 
     def _prefill_once(self) -> None:
-        """A step of the largest size, of tokens whose KV isn't kept."""
+        """Runs a step of the largest size, of tokens whose KV isn't kept."""
         inputs = self._mixed
-        tokens = min(len(inputs.tokens), self.spec.max_context, self.pool.num_blocks * self.layout.block_size)
+        tokens = min(len(inputs.tokens), self.spec.max_context, self.pool.num_tokens)
         inputs.contexts[0] = tokens
-        starts, lengths = np.zeros(1, np.int64), np.array([tokens])
-        self.attention.plan_rows(starts, lengths, inputs.slots[:tokens], inputs.tables[:1], inputs.contexts[:1])
+        self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens])))
         hidden = self._forward(inputs, tokens)
         choices = Choices.empty(1, MAX_BANNED, self.device)
         sample(self.model.logits(hidden[-1:]), choices, self._scratch[:1], self._sampled[:1])
@@ -207,84 +192,44 @@ class GpuRunner:
 
 
 def build_gpu_runner(
-    model_path: Path,
+    folder: Path,
     dtype: Dtype,
-    config: EngineConfig,
-    progress: Progress | None = None,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cuda",
 ) -> GpuRunner:
-    """Loads the checkpoint in folder `model_path` onto a device and allocates its KV pool there.
+    """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's.
-        progress: told the share of the weights that is loaded, 0 to 1.
+        on_loaded: called with the loaded share of the weights, 0 to 1.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    model_config = read_config(model_path)
-    checkpoint = Checkpoint(model_path)
-    kv_dtype: KVDtype = model_config.dtype if dtype == "auto" else dtype
-    pool, max_context = allocate(model_config, kv_dtype, config, device)
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
+    pool = allocate_pool(layout, options.kv_memory_bytes, device)
 
     def linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return gpu_ops.linear(weight.to(device), None if bias is None else bias.to(device))
 
     with torch.inference_mode():
-        weights = load_weights(checkpoint, model_config, TORCH_DTYPES[kv_dtype], linear, progress)
-        model = Decoder(model_config, weights_on(weights, model_config, device), gpu_ops)
-    spec = ModelSpec(
-        name=model_path.resolve().name,
-        architecture=model_config.architecture,
-        vocab_size=model_config.vocab_size,
-        max_context=max_context,
-        eos_token_ids=model_config.eos_token_ids,
-        dtype=kv_dtype,
-        fingerprint=checkpoint.fingerprint(),
-    )
-    return GpuRunner(spec, model, pool, config)
-
-
-def allocate(
-    model: ModelConfig, dtype: KVDtype, config: EngineConfig, device: torch.device | str
-) -> tuple[KVPool, int]:
-    """A KV pool on the device, and the longest context that model, options and pool allow.
-
-    Raises:
-        ValueError: the pool's memory holds no block, or the device hasn't got it.
-    """
-    layout = KVLayout(
-        layers=model.layers,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        block_size=config.block_size,
-        dtype=dtype,
-        order="HND",
-    )
-    num_blocks = layout.blocks_in(config.kv_memory_bytes)
-    try:
-        pool = KVPool(layout, num_blocks, device)
-    except torch.cuda.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise ValueError(
-            f"kv_memory_bytes is {config.kv_memory_bytes}; {free} of {total} bytes are free on {device}"
-        ) from error
-    positions = config.max_context or model.max_positions
-    return pool, min(model.max_positions, positions, num_blocks * config.block_size)
+        weights = load_weights(checkpoint, config, pool.tensor.dtype, linear, on_loaded)
+        model = Decoder(config, weights_on(weights, config, device), gpu_ops)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
+    return GpuRunner(spec, model, pool, options)
 
 
 def weights_on(weights: Weights, config: ModelConfig, device: torch.device | str) -> Weights:
-    """The weights with what isn't inside a `Linear` moved to the device; a tied embedding is there once."""
-
-    def norm_on(tensor: Tensor) -> Tensor:
-        return tensor.to(device)
-
+    """Moves the weights that aren't inside a `Linear` to the device; a tied embedding is there once."""
     layers = tuple(
         replace(
             layer,
-            input_norm=norm_on(layer.input_norm),
-            mlp_norm=norm_on(layer.mlp_norm),
-            qk_norm=None if layer.qk_norm is None else layer.qk_norm._replace(weight=norm_on(layer.qk_norm.weight)),
+            input_norm=layer.input_norm.to(device),
+            mlp_norm=layer.mlp_norm.to(device),
+            qk_norm=None if layer.qk_norm is None else layer.qk_norm._replace(weight=layer.qk_norm.weight.to(device)),
         )
         for layer in weights.layers
     )
