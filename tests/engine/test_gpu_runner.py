@@ -11,7 +11,8 @@ import torch
 from kvrelay.engine.build import device_of, engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner.cpu import Runner, build_cpu_runner
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import Graph, batch_sizes
 from kvrelay.kernels import sample as sample_kernel
