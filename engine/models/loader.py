@@ -30,11 +30,12 @@ def load_weights(
     dtype: torch.dtype,
     linear: MakeLinear,
     on_loaded: OnLoaded | None = None,
+    device: torch.device | str = "cpu",
 ) -> Weights:
-    """Loads the weights, converted to `dtype`.
+    """Loads the weights, converted to `dtype`, onto a device.
 
     Files are read tensor by tensor, so at most one layer's weights are in memory beside the model itself. A tied
-    embedding is held twice: once to look rows up, and once as the head, laid out for multiplication.
+    embedding is also given to `linear` as the head: it is held twice if that changes its layout.
 
     Args:
         linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`.
@@ -46,7 +47,7 @@ def load_weights(
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
-    files = TensorFiles(checkpoint, tuple(expected), dtype, on_loaded)
+    files = TensorFiles(checkpoint, tuple(expected), dtype, device, on_loaded)
     layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
     embedding = files.take("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else files.take("lm_head.weight")
@@ -55,7 +56,7 @@ def load_weights(
         layers=layers,
         norm=files.take("model.norm.weight"),
         head=linear(head, None),
-        frequencies=frequencies(config.rope, config.head_dim),
+        frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
 
 
@@ -63,16 +64,22 @@ class TensorFiles:
     """Reads each tensor of a checkpoint once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype, on_loaded: OnLoaded | None
+        self,
+        checkpoint: Checkpoint,
+        names: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        on_loaded: OnLoaded | None,
     ) -> None:
         self._entries = checkpoint.tensors
         self._dtype = dtype
+        self._device = device
         self._on_loaded = on_loaded
         self._total = sum(self._bytes(name) for name in names)
         self._done = 0
 
     def take(self, *names: str) -> Tensor:
-        """The tensors, converted, and joined along their first dimension."""
+        """The tensors on the device, converted, and joined along their first dimension."""
         shapes = [self._entries[name].shape for name in names]
         tensor = _allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
@@ -81,7 +88,7 @@ class TensorFiles:
             self._done += self._bytes(name)
         if self._on_loaded is not None:
             self._on_loaded(self._done / self._total)
-        return tensor
+        return tensor.to(self._device)
 
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.

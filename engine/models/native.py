@@ -91,8 +91,7 @@ class NativeDecoder:
         if count > len(self._logits):
             self._logits = torch.empty(max(count, 2 * len(self._logits)), self._head.outputs)
         self._rows.value = count
-        args = self._head.args(Epilogue.STORE, self._last_norm, self.config.norm_eps)
-        self._connect(args, hidden, self._logits)
+        args = self._linear(self._head, Epilogue.STORE, hidden, self._logits, self._last_norm)
         self._team.run(Program(self._team.library, (LINEAR, args)))
         return self._logits[:count]
 
@@ -126,14 +125,10 @@ class NativeDecoder:
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
         for index, layer in enumerate(layers):
             input_norm, mlp_norm = self._norms[index]
-            qkv = self._linear(layer.qkv, Epilogue.STORE, input_norm)
-            output = self._linear(layer.output, Epilogue.ADD)
-            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, mlp_norm)
-            down = self._linear(layer.down, Epilogue.ADD)
-            self._connect(qkv, self._residual, self._qkv)
-            self._connect(output, self._heads, self._residual)
-            self._connect(mlp, self._residual, self._inner)
-            self._connect(down, self._inner, self._residual)
+            qkv = self._linear(layer.qkv, Epilogue.STORE, self._residual, self._qkv, input_norm)
+            output = self._linear(layer.output, Epilogue.ADD, self._heads, self._residual)
+            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, self._residual, self._inner, mlp_norm)
+            down = self._linear(layer.down, Epilogue.ADD, self._inner, self._residual)
             attention = self._attention.record(
                 index,
                 self._qkv.data_ptr(),
@@ -163,14 +158,16 @@ class NativeDecoder:
             packed=table is None,
         )
 
-    def _linear(self, linear: Linear, epilogue: Epilogue, norm: Tensor | None = None) -> LinearArgs:
-        return _packed(linear).args(epilogue, norm, self.config.norm_eps)
-
-    def _connect(self, args: LinearArgs, source: Tensor, out: Tensor) -> None:
+    def _linear(
+        self, linear: Linear, epilogue: Epilogue, source: Tensor, out: Tensor, norm: Tensor | None = None
+    ) -> LinearArgs:
+        """The arguments of a projection from `source` to `out`, with a norm of its input if `norm` is given."""
+        args = _packed(linear).args(epilogue, norm, self.config.norm_eps)
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
         args.scratch = self._scratch.data_ptr()
+        return args
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -13,7 +13,6 @@ On CPU tensors the same runner works under Triton's interpreter, without graphs.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,15 +26,14 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.engine.models.checkpoint import Checkpoint
-from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import Decoder, Weights
+from kvrelay.engine.models.config import read_config
+from kvrelay.engine.models.decoder import Decoder
 from kvrelay.engine.models.loader import OnLoaded, load_weights
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.runner.graphs import Capture, CudaCapture, DecodeGraphs, batch_sizes
+from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.kernels import gpu_ops
-from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.sample import UNSOUND, Choices, sample
 
 MAX_BANNED = 128
@@ -126,7 +124,7 @@ class GpuRunner:
         """Compiles the kernels and captures the graphs; writes nothing to the pool."""
         capture = self._capture
         if capture is None and self._stream is not None:
-            capture = CudaCapture(self._stream)
+            capture = cuda_capture(self._stream)
         with self._on_stream():
             self._prefill_once()
             if capture is not None:
@@ -211,33 +209,7 @@ def build_gpu_runner(
     checkpoint = Checkpoint(folder)
     layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
     pool = allocate_pool(layout, options.kv_memory_bytes, device)
-
-    def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-        return gpu_ops.linear(weight.to(device), None if bias is None else bias.to(device))
-
     with torch.inference_mode():
-        weights = load_weights(checkpoint, config, pool.tensor.dtype, linear, on_loaded)
-        model = Decoder(config, weights_on(weights, config, device), gpu_ops)
+        weights = load_weights(checkpoint, config, pool.tensor.dtype, gpu_ops.linear, on_loaded, device)
     spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
-    return GpuRunner(spec, model, pool, options)
-
-
-def weights_on(weights: Weights, config: ModelConfig, device: torch.device | str) -> Weights:
-    """Moves the weights that aren't inside a `Linear` to the device; a tied embedding is there once."""
-    layers = tuple(
-        replace(
-            layer,
-            input_norm=layer.input_norm.to(device),
-            mlp_norm=layer.mlp_norm.to(device),
-            qk_norm=None if layer.qk_norm is None else layer.qk_norm._replace(weight=layer.qk_norm.weight.to(device)),
-        )
-        for layer in weights.layers
-    )
-    embedding = weights.embedding.to(device)
-    return Weights(
-        embedding=embedding,
-        layers=layers,
-        norm=weights.norm.to(device),
-        head=gpu_ops.linear(embedding, None) if config.tie_embeddings else weights.head,
-        frequencies=weights.frequencies.to(device),
-    )
+    return GpuRunner(spec, Decoder(config, weights, gpu_ops), pool, options)

@@ -6,9 +6,9 @@ only one graph runs at a time.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
@@ -23,28 +23,17 @@ Capture = Callable[[], AbstractContextManager[Graph]]
 """Makes a graph of the kernels that are launched within the context."""
 
 
-class CudaCapture:
-    """Captures graphs that share one memory pool."""
+def cuda_capture(stream: torch.cuda.Stream) -> Capture:
+    """Captures graphs of a stream that share one memory pool."""
+    pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
+    @contextmanager
+    def capture() -> Iterator[Graph]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            yield graph
 
-    def __call__(self) -> AbstractContextManager[Graph]:
-        return _Capturing(self._pool, self._stream)
-
-
-class _Capturing:
-    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._context = torch.cuda.graph(self._graph, pool=pool, stream=stream)
-
-    def __enter__(self) -> Graph:
-        self._context.__enter__()
-        return self._graph
-
-    def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
+    return capture
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Stands in for `CudaCapture`: its graphs launch their step anew."""
+    """Stands in for `cuda_capture`: its graphs launch their step anew."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.captured: list[int] = []
