@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,

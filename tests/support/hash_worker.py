@@ -22,7 +22,7 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient

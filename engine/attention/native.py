@@ -1,4 +1,4 @@
-"""Attention on CPU by the native kernels: straight from the pages, in float32 but for the KV."""
+"""Attention on the CPU by the native kernels: reads the pages in place, computes in float32."""
 
 import ctypes
 from collections.abc import Sequence
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.protocol import HeadNorm, Rotation
-from kvrelay.engine.batch import ForwardBatch
+from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.cpu.attention import ATTEND, WRITE, Buffer, PagedAttention, supports
 from kvrelay.kernels.cpu.program import Program, Team
@@ -16,20 +15,20 @@ __all__ = ["NativeAttention", "supports"]
 
 
 class NativeAttention:
-    """Implements `Attention`, and gives its kernels to those who record whole programs.
+    """Implements `Attention`; a `NativeDecoder` records its kernels into a program instead of calling `run`.
 
-    Nothing beyond a sequence's last token is ever read, so what other sequences left in a block does no harm.
+    It never reads past a sequence's last token, so what other sequences left in a block does no harm.
     """
 
     def __init__(self, pool: KVPool, windows: Sequence[int], heads: int, team: Team) -> None:
         """
         Args:
             windows: of each layer; see `Traits`.
-            heads: of queries.
-            team: which runs the kernels, here or in a program.
+            heads: query heads.
+            team: the threads that run the kernels, here or in a program.
 
         Raises:
-            ValueError: the pool's order or type is not one that the kernels read.
+            ValueError: the kernels can't read the pool's order or type.
         """
         if pool.layout.order != "NHD":
             raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on CPU takes NHD")
@@ -39,21 +38,21 @@ class NativeAttention:
         self._norms: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
 
-    def plan(self, batch: ForwardBatch) -> None:
-        self._kernels.plan(batch.starts, batch.lengths, batch.block_tables)
+    def plan(self, inputs: AttentionInputs) -> None:
+        self._kernels.plan(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
 
     def set_rotation(self, rotation: Rotation) -> None:
-        """The angles of the step that was planned last."""
+        """Sets the angles of the step that was planned last."""
         self._rotation = rotation
         self._kernels.rotate(rotation.cos, rotation.sin)
 
     def record(
         self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
     ) -> list[tuple[str, ctypes.Structure]]:
-        """The kernels of one layer and their arguments, good for every step.
+        """The kernels of one layer and their arguments, which stay valid for every step.
 
         Args:
-            qkv: address of float32 [T, (H + 2 Hkv) * D]; rows are `qkv_stride` numbers apart. Written to.
+            qkv: address of float32 [T, (H + 2 Hkv) * D], overwritten; `qkv_stride` numbers from one row to the next.
             out: address of float32 [T, H * D].
         """
         weight = None

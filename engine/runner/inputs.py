@@ -1,8 +1,8 @@
 """A step's inputs on the device, at fixed addresses, and the host memory that they are copied from.
 
 Copies are asynchronous: a plan is written into one of two sets of pinned memory, and its copy to the device is queued
-behind the step before it. A set is written again when the step after the next is planned, by when its copy, which
-came before a step that has ended, is long done.
+behind the step before it. A set is written again when the step after the next is planned. Its copy is done by then,
+because it was queued before a step that has ended.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrelay.engine.attention.base import AttentionInputs, token_places
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.noise import noise_keys_of
+from kvrelay.engine.sampling.noise import SEED_MASK, noise_keys
 from kvrelay.kernels.sample import Choices
 
 TOKEN_FIELDS = 4
 ROW_FIELDS = 7
 SMALL = 1024
-"""Up to so many tokens, one copy of all the room there is costs less than a copy of each field's used part."""
+"""Up to this many tokens, one copy of the whole buffer costs less than a copy of each field's used part."""
 
 
 class HostInputs:
-    """One set of host memory, as numpy arrays over it; fields as in `StepInputs`."""
+    """One set of host memory, and numpy arrays over it; fields as in `InputBuffers`."""
 
     def __init__(self, rows: int, tokens: int, width: int, pinned: bool) -> None:
         self.longs = torch.zeros(TOKEN_FIELDS, tokens, dtype=torch.int64, pin_memory=pinned)
@@ -36,12 +37,13 @@ class HostInputs:
         self.keys = words[5 * rows :].reshape(rows, 2)
 
 
-class StepInputs:
-    """Inputs of steps of at most R rows and T tokens.
+class InputBuffers:
+    """Buffers on the device for the inputs of steps of at most R rows and T tokens.
 
     Attributes:
-        tokens, positions, slots, feeds: int64 [T]; of a padding token 0, 0, -1, -1.
-        contexts: int32 [R] tokens of each row's sequence, with this step's; 0 of a padding row.
+        tokens, positions, slots: int64 [T]; 0, 0 and -1 for a padding token.
+        feeds: int64 [T] row of the step before whose sampled token this token is; -1 if `tokens` has it.
+        contexts: int32 [R] tokens of each row's sequence, including this step's; 0 for a padding row.
         tables: int32 [R, W].
         choices: [R].
     """
@@ -50,10 +52,8 @@ class StepInputs:
         """
         Args:
             width: blocks of the longest sequence.
-            banned: token ids that a row may be forbidden at most.
+            banned: token ids that may be forbidden to one row at most.
         """
-        self.rows = rows
-        self.width = width
         self._block_size = block_size
         pinned = device.type == "cuda"
         self._sets = [HostInputs(rows, tokens, width, pinned) for _ in range(2)]
@@ -73,18 +73,21 @@ class StepInputs:
         self._sampling: tuple[SamplingParams, ...] = ()
         self._columns: tuple[NDArray[np.generic], ...] = ()
 
-    def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int) -> None:
+    def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int = 0) -> AttentionInputs:
         """Queues the copy of a plan to the device.
 
         Args:
-            sampled: [S] the plan's rows that sample, in this order in the choices.
-            pad_rows: rows to fill up to, each with a token; 0 fills none.
+            sampled: [S] the plan's rows that sample, in the order of `choices`.
+            pad_rows: rows to fill a batch of decode rows up to, each with one token; 0 fills none.
         """
         host = self._sets[0]
         self._sets.reverse()
         rows, tokens = plan.num_rows, plan.num_tokens
-        end_rows, end_tokens = max(rows, pad_rows), max(tokens, pad_rows)
-        self._write_tokens(host, plan)
+        padding = max(0, pad_rows - rows)
+        end_rows, end_tokens = rows + padding, tokens + padding
+        host.tokens[:tokens] = plan.tokens
+        host.positions[:tokens], host.slots[:tokens] = token_places(plan, self._block_size)
+        host.feeds[:tokens] = -1 if plan.feeds is None else np.repeat(plan.feeds, plan.lengths)
         host.tokens[tokens:end_tokens] = host.positions[tokens:end_tokens] = 0
         host.slots[tokens:end_tokens] = host.feeds[tokens:end_tokens] = -1
         host.contexts[:rows] = plan.starts + plan.lengths
@@ -100,18 +103,20 @@ class StepInputs:
         self._words.copy_(host.words, non_blocking=True)
         self.tables[:rows, :width].copy_(host.tables[: rows * width].view(rows, width), non_blocking=True)
         self._load_bans(plan, sampled)
+        starts = np.pad(plan.starts.astype(np.int64), (0, padding), constant_values=-1)
+        return self.view(starts, np.pad(plan.lengths.astype(np.int64), (0, padding), constant_values=1))
 
-    def _write_tokens(self, host: HostInputs, plan: StepPlan) -> None:
-        lengths = plan.lengths.astype(np.int64)
-        first = np.cumsum(lengths) - lengths
-        row_of = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(len(row_of)) + (plan.starts - first)[row_of]
-        end = len(row_of)
-        host.tokens[:end] = plan.tokens
-        host.positions[:end] = positions
-        blocks = plan.block_tables[row_of, positions // self._block_size].astype(np.int64)
-        host.slots[:end] = blocks * self._block_size + positions % self._block_size
-        host.feeds[:end] = -1 if plan.feeds is None else plan.feeds[row_of]
+    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> AttentionInputs:
+        """The part of the buffers that a step of rows [R] with these starts and lengths uses."""
+        rows, tokens = len(lengths), int(lengths.sum())
+        return AttentionInputs(
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            block_tables=self.tables[:rows],
+            contexts=self.contexts[:rows],
+            starts=starts,
+            lengths=lengths,
+        )
 
     def _write_choices(self, host: HostInputs, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
         count = len(sampled)
@@ -124,10 +129,10 @@ class StepInputs:
         host.temperature[count:] = 0.0
         if temperature.any():
             ends = (plan.starts + plan.lengths)[sampled]
-            host.keys[:count] = noise_keys_of(seeds, ends.astype(np.uint64))
+            host.keys[:count] = noise_keys(seeds, ends)
 
     def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        """Rows that are short of their min_tokens may not stop."""
+        """Rows that have fewer than their min_tokens must not stop."""
         short = [
             (index, plan.sampling[row].stop_token_ids)
             for index, row in enumerate(sampled.tolist())
@@ -150,5 +155,5 @@ def _columns(sampling: Sequence[SamplingParams]) -> tuple[NDArray[np.generic], .
         np.array([params.top_k for params in sampling], np.int32),
         np.array([params.top_p for params in sampling], np.float32),
         np.array([params.min_p for params in sampling], np.float32),
-        np.array([params.seed & 0xFFFFFFFFFFFFFFFF for params in sampling], np.uint64),
+        np.array([params.seed & SEED_MASK for params in sampling], np.uint64),
     )
