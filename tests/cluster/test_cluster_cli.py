@@ -72,7 +72,7 @@ def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
     assert names == OPTIONS.keys()
     for key in OPTIONS.values():
         section, _, field = key.partition(".")
-        assert field in getattr(ClusterConfig(), section).model_dump()
+        assert field in ClusterConfig().model_dump()[section]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
     [
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
-        ("HeartbeatSection", "heartbeat", set()),
+        ("HeartbeatConfig", "heartbeat", set()),
         ("RouterSection", "router.options", {"host", "grpc_port", "cpus", "resources"}),
     ],
 )
