@@ -211,7 +211,8 @@ def visible(addresses: list[str]) -> set[str]:
     return names
 
 
-def test_what_only_a_worker_can_find_wrong_is_one_line_and_leaves_nothing(world: World) -> None:
+@pytest.mark.slow
+def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
     config.write_text("engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}\n")
     up = world.up("--detach", "--config", str(config))
