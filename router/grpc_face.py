@@ -16,7 +16,7 @@ from kvrelay.router.alarm import Alarm
 from kvrelay.router.errors import Exhausted, InternalError, InvalidArgument, RequestError, SlowReader, Unavailable
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.trace import Observer, Outcome, RequestRecord, RequestTrace
+from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
 from kvrelay.v1 import inference_pb2
 from kvrelay.v1.inference_pb2 import (
@@ -111,28 +111,18 @@ class InferenceFace:
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets a request, or the error of one that can't be parsed."""
-        unary = grpc.unary_unary_rpc_method_handler
+        generate = grpc.unary_stream_rpc_method_handler(
+            self._generate, parser(GenerateRequest), GenerateResponse.SerializeToString
+        )
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Generate": grpc.unary_stream_rpc_method_handler(
-                    self._generate, parser(GenerateRequest), GenerateResponse.SerializeToString
-                ),
-                "GetModelInfo": unary(
-                    self._answering(self._get_model_info),
-                    parser(GetModelInfoRequest),
-                    GetModelInfoResponse.SerializeToString,
-                ),
-                "Tokenize": unary(
-                    self._answering(self._tokenize), parser(TokenizeRequest), TokenizeResponse.SerializeToString
-                ),
-                "Detokenize": unary(
-                    self._answering(self._detokenize), parser(DetokenizeRequest), DetokenizeResponse.SerializeToString
-                ),
+                "Generate": generate,
+                "GetModelInfo": _unary(GetModelInfoRequest, self._get_model_info),
+                "Tokenize": _unary(TokenizeRequest, self._tokenize),
+                "Detokenize": _unary(DetokenizeRequest, self._detokenize),
             },
         )
-
-    # Generate.
 
     async def _generate(
         self,
@@ -143,18 +133,13 @@ class InferenceFace:
         # None if there is no deadline; the type stubs don't say so.
         remaining = cast("float | None", context.time_remaining())
         deadline = math.inf if remaining is None else trace.received + remaining
-        name = request.request_id if isinstance(request, GenerateRequest) else ""
-        checked: CheckedRequest | None = None
-        session: Session | None = None
-        writer: Writer | None = None
+        writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
         self._running += 1
         try:
-            checked = await self._check(request)
-            session = Session(checked, self._dispatch, trace, deadline)
-            writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
-            finish_reason = await session.run(writer.write)
+            checked = await self._check(request, trace)
+            finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
             outcome = cast(Outcome, FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome
@@ -162,35 +147,31 @@ class InferenceFace:
             outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
             raise
         except Exception:
-            logger.exception("request failed because of a defect", extra={"request": name})
+            logger.exception("request failed because of a defect", extra={"request": trace.wire_id})
             failure, outcome = InternalError("a defect in the router"), "internal"
         finally:
             self._running -= 1
-            if writer is not None:
-                writer.close()
-            record = trace.record(
-                name if checked is None else checked.request_id,
-                outcome,
-                0 if checked is None else len(checked.tokens),
-                0 if session is None else session.completion_tokens,
-                time.monotonic(),
-            )
-            self._note(record, checked, failure)
+            writer.close()
+            self._note_end(trace, outcome, failure)
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _check(self, request: GenerateRequest | InvalidArgument) -> CheckedRequest:
+    async def _check(self, request: GenerateRequest | InvalidArgument, trace: RequestTrace) -> CheckedRequest:
         if isinstance(request, InvalidArgument):
             raise request
+        trace.wire_id = request.request_id
         limit = self._dispatch.config.max_requests
         if self._running > limit:
             raise Exhausted(f"{limit} requests are in flight, the router's max_requests")
-        return await check(request, self._model(), self._tokenizer)
+        checked = await check(request, self._model(), self._tokenizer)
+        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.tokens)
+        return checked
 
-    def _note(self, record: RequestRecord, checked: CheckedRequest | None, failure: RequestError | None) -> None:
+    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None) -> None:
+        record = trace.record(outcome, time.monotonic())
         fields: dict[str, object] = {
-            "request": record.request_id if checked is None else checked.wire_id,
-            "outcome": record.outcome,
+            "request": trace.wire_id,
+            "outcome": outcome,
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "seconds": round(record.total_seconds, 4),
@@ -200,29 +181,6 @@ class InferenceFace:
         logger.info("request ended", extra=fields)
         if self._observer is not None:
             self._observer(record)
-
-    # The unary calls.
-
-    def _answering(
-        self, answer: Callable[[RequestT], Awaitable[ResponseT]]
-    ) -> Callable[[RequestT | InvalidArgument, "grpc.aio.ServicerContext[RequestT, ResponseT]"], Awaitable[ResponseT]]:
-        """The handler of a unary call: turns errors into statuses."""
-
-        async def handle(
-            request: RequestT | InvalidArgument, context: "grpc.aio.ServicerContext[RequestT, ResponseT]"
-        ) -> ResponseT:
-            try:
-                if isinstance(request, InvalidArgument):
-                    raise request
-                return await answer(request)
-            except RequestError as error:
-                failure = error
-            except Exception:
-                logger.exception("call failed because of a defect")
-                failure = InternalError("a defect in the router")
-            return await context.abort(failure.code, str(failure), failure.metadata)
-
-        return handle
 
     async def _get_model_info(self, request: GetModelInfoRequest) -> GetModelInfoResponse:
         model = self._model()
@@ -249,3 +207,25 @@ class InferenceFace:
         if model is None:
             raise Unavailable("no worker is ready yet")
         return model
+
+
+def _unary(
+    kind: type[RequestT], answer: Callable[[RequestT], Awaitable[ResponseT]]
+) -> "grpc.RpcMethodHandler[RequestT, ResponseT]":
+    """The handler of a call with one request and one response: turns errors into statuses."""
+
+    async def handle(
+        request: RequestT | InvalidArgument, context: "grpc.aio.ServicerContext[RequestT, ResponseT]"
+    ) -> ResponseT:
+        try:
+            if isinstance(request, InvalidArgument):
+                raise request
+            return await answer(request)
+        except RequestError as error:
+            failure = error
+        except Exception:
+            logger.exception("call failed because of a defect")
+            failure = InternalError("a defect in the router")
+        return await context.abort(failure.code, str(failure), failure.metadata)
+
+    return grpc.unary_unary_rpc_method_handler(handle, parser(kind), lambda response: response.SerializeToString())

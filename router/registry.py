@@ -165,9 +165,9 @@ class WorkerRegistry:
 
     def _choose_model(self) -> None:
         up = [
-            (worker, worker.stream.model)
+            (worker, model)
             for worker in self._workers.values()
-            if worker.stream is not None and worker.stream.up and worker.stream.model is not None
+            if worker.stream is not None and (model := worker.stream.serving) is not None
         ]
         if not up:
             return  # requests are still checked by the last known model
@@ -184,15 +184,16 @@ class WorkerRegistry:
                 logger.error("worker not used: it serves another model", extra=_log_fields(worker) | different)
 
     def _view(self, worker: _Worker) -> WorkerView:
-        stream, model = worker.stream, self._model
+        stream = worker.stream
         if stream is None:
             return WorkerView(worker.id, worker.role, ready=False)
-        same = stream.model is not None and model is not None and stream.model.fingerprint == model.fingerprint
+        ours, theirs = self._model, stream.serving
+        same = ours is not None and theirs is not None and ours.fingerprint == theirs.fingerprint
         blocks = None if stream.last_load is None else stream.last_load.blocks
         return WorkerView(
             worker.id,
             worker.role,
-            ready=worker.state == MEMBER_STATE_READY and stream.up and same,
+            ready=worker.state == MEMBER_STATE_READY and same,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,

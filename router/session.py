@@ -69,7 +69,7 @@ class Session:
     def __init__(self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, deadline: float) -> None:
         """
         Args:
-            trace: written while the request runs.
+            trace: has the request's ids and prompt length; written while the request runs.
             deadline: the client's, on the monotonic clock; infinite for none.
         """
         self._request = request
@@ -83,10 +83,6 @@ class Session:
         self._following: Attempt | None = None
         self._progress = trace.received
         """Time at which the latest token was sent or the latest attempt began."""
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self._completion.tokens)
 
     async def run(self, write: Write) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -137,8 +133,8 @@ class Session:
         return attempt
 
     def _demand(self) -> Demand:
-        left = self._request.sampling.max_tokens - self.completion_tokens
-        return Demand(len(self._request.tokens) + self.completion_tokens, left - 1, self._avoid)
+        have = self._trace.completion_tokens
+        return Demand(self._trace.prompt_tokens + have, self._request.sampling.max_tokens - have - 1, self._avoid)
 
     def _start(self, placement: Placement) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
@@ -163,6 +159,7 @@ class Session:
             token_ids, finish_reason = attempt.take()
             if token_ids or finish_reason:
                 piece = self._completion.add(token_ids, finish_reason)
+                self._trace.completion_tokens = len(self._completion.tokens)
                 if piece.finish_reason:
                     await self._end(attempt, piece, write)
                     return piece.finish_reason
@@ -213,18 +210,16 @@ class Session:
             except TimeoutError:
                 logger.warning("no transfer report", extra=self._log_fields())
         attempt.close()
-        trace, prompt_tokens = self._trace, len(self._request.tokens)
-        now = time.monotonic()
+        trace, now = self._trace, time.monotonic()
         if piece.token_ids:
             trace.sent(now)
         last = self._message(piece)
         last.finish_reason = finish_reason
-        cached_tokens = 0 if trace.prefill is None else min(trace.prefill.cached_tokens, prompt_tokens)
         last.usage.CopyFrom(
             Usage(
-                prompt_tokens=prompt_tokens,
-                completion_tokens=self.completion_tokens,
-                cached_tokens=cached_tokens,
+                prompt_tokens=trace.prompt_tokens,
+                completion_tokens=trace.completion_tokens,
+                cached_tokens=trace.cached_tokens,
             )
         )
         last.timeline.CopyFrom(trace.timeline(now))
@@ -306,7 +301,7 @@ class Session:
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""
         return {
-            "request": self._request.wire_id,
+            "request": self._trace.wire_id,
             "attempt": self._trace.attempts,
             "prefill": self._trace.prefill_worker,
             "decode": self._trace.decode_worker,

@@ -1,4 +1,4 @@
-"""The figures of one request: for the client's last message, the metrics and the log."""
+"""The figures of one request, for the client's last message, the metrics and the log."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavai
 class RequestRecord:
     """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
 
-    request_id: str
     outcome: Outcome
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -25,18 +24,14 @@ class RequestRecord:
     tpot_seconds: float | None = None
     """Average time between two tokens, the first one excluded."""
     total_seconds: float = 0.0
-    route_seconds: float = 0.0
     router_queue_seconds: float = 0.0
-    """The part of `route_seconds` spent waiting for capacity on a decode worker."""
+    """Time spent waiting for capacity on a decode worker."""
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     transfer_seconds: float | None = None
     handoff_seconds: float | None = None
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
-    recomputed_tokens: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
 
 
 Observer = Callable[[RequestRecord], None]
@@ -47,6 +42,10 @@ class RequestTrace:
     """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
 
     received: float
+    wire_id: str = ""
+    """The request's name in logs and towards the workers; the client's name until the request is checked."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     router_queue_seconds: float = 0.0
     submitted: float | None = None
     first_sent: float | None = None
@@ -67,6 +66,10 @@ class RequestTrace:
     def retries(self) -> int:
         return max(0, self.attempts - 1)
 
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.prefill is None else min(self.prefill.cached_tokens, self.prompt_tokens)
+
     def sent(self, now: float) -> None:
         """Notes that tokens were sent to the client."""
         if self.first_sent is None:
@@ -74,7 +77,7 @@ class RequestTrace:
         self.last_sent = now
 
     def timeline(self, now: float) -> Timeline:
-        """The client's copy; a stage that the request did not reach is 0."""
+        """The figures for the client; 0 for a stage that the request did not reach."""
         first = now if self.first_sent is None else self.first_sent
         timeline = Timeline(
             route_seconds=(now if self.submitted is None else self.submitted) - self.received,
@@ -96,23 +99,19 @@ class RequestTrace:
             timeline.decode_queue_seconds = self.decode.queue_seconds
         return timeline
 
-    def record(
-        self, request_id: str, outcome: Outcome, prompt_tokens: int, completion_tokens: int, now: float
-    ) -> RequestRecord:
-        """The copy for the metrics and the log."""
+    def record(self, outcome: Outcome, now: float) -> RequestRecord:
+        """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
-        tpot = timeline.decode_seconds / (completion_tokens - 1) if completion_tokens > 1 else None
+        tpot = timeline.decode_seconds / (self.completion_tokens - 1) if self.completion_tokens > 1 else None
         return RequestRecord(
-            request_id=request_id,
             outcome=outcome,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            cached_tokens=0 if prefill is None else min(prefill.cached_tokens, prompt_tokens),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
             retries=self.retries,
             ttft_seconds=None if self.first_sent is None else timeline.first_token_seconds,
             tpot_seconds=None if self.first_sent is None else tpot,
             total_seconds=timeline.total_seconds,
-            route_seconds=timeline.route_seconds,
             router_queue_seconds=self.router_queue_seconds,
             queue_seconds=None if prefill is None else prefill.queue_seconds,
             prefill_seconds=None if prefill is None else prefill.prefill_seconds,
@@ -120,7 +119,4 @@ class RequestTrace:
             handoff_seconds=None if transfer is None else transfer.handoff_seconds,
             transfer_bytes=self.transfer_bytes,
             decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
-            recomputed_tokens=0 if self.decode is None else self.decode.recomputed_tokens,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
         )

@@ -55,7 +55,7 @@ class WorkerStream:
         """
         self.worker = worker
         self.model: ModelInfo | None = None
-        """The model that the worker serves, once the stream is up."""
+        """The worker's model, from its hello on."""
         self.lost: str | None = None
         """Why the stream ended; None while it has not."""
         self.outstanding_tokens = 0
@@ -75,8 +75,9 @@ class WorkerStream:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def up(self) -> bool:
-        return self.model is not None and self.lost is None
+    def serving(self) -> ModelInfo | None:
+        """The worker's model while the stream is up; None before and after."""
+        return self.model if self.lost is None else None
 
     @property
     def pending_tokens(self) -> int:
