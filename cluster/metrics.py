@@ -6,7 +6,7 @@ Prometheus scrapes them from every node of the Ray cluster; Ray adds the prefix 
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from kvrelay.internal.v1.worker_pb2 import Load
-from kvrelay.router.records import RequestRecord
+from kvrelay.router.trace import RequestRecord
 
 # From a millisecond to a minute; each step about doubles.
 SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0]

@@ -1,4 +1,4 @@
-"""The options of a router, and what one router process is given at start."""
+"""The options of a router, and those of one router process."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """What an operator chooses of a router."""
+    """The options of a router that an operator chooses."""
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -20,25 +20,25 @@ class RouterOptions:
     """Requests in flight at once; one more is refused with RESOURCE_EXHAUSTED."""
 
     max_queue: int = 512
-    """Requests that may wait at the router for free KV blocks on a decode worker; one more is refused with
+    """Requests that may wait in the router for capacity on a decode worker; one more is refused with
     RESOURCE_EXHAUSTED."""
 
     backlog_share: float = 0.25
-    """Share of the prefill workers' KV memory, 0 to 1, that computed prompts may keep while they wait for a decode
-    worker. With 0 a prompt is sent only when decode can take it now, so decode waits for the next prefill
-    whenever a request ends; with a large share, finished prompts may fill prefill's memory."""
+    """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
+    on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
+    whenever a request ends. With a large share, finished prompts may fill prefill memory."""
 
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request."""
 
     first_token_timeout_seconds: float = 120.0
-    """How long a request may take to its first token before it fails with DEADLINE_EXCEEDED."""
+    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
 
     idle_timeout_seconds: float = 30.0
-    """How long a running stream may stay without a token before its worker is given up."""
+    """Time without a token after which a running stream's workers are given up."""
 
     max_attempts: int = 4
-    """Most placements of one request, the first one counted."""
+    """Placements of one request, the first one included."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -63,7 +63,7 @@ class RouterConfig(RouterOptions):
     """Unique in the cluster."""
 
     model: str = "pico"
-    """Folder of the checkpoint (its tokenizer and chat template are read here), or a bundled model's name."""
+    """Folder of the checkpoint (the router reads its tokenizer and chat template), or a bundled model's name."""
 
     supervisor: str = ""
-    """host:port of the supervisor, which sends the list of workers."""
+    """host:port of the supervisor, which tells the router its workers."""

@@ -40,7 +40,6 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
 )
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_UNSPECIFIED,
     Blocks,
     Failure,
     Load,
@@ -409,4 +408,4 @@ class WorkerServer:
     def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
         self._set_load(load)
         for event in events:
-            self.send(event, last=event.finish != FINISH_UNSPECIFIED or event.HasField("failure"))
+            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
