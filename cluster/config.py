@@ -64,7 +64,7 @@ class ModelSection(Section):
     """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
-    """Of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
+    """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
 
 
 class RoleSection(Section):
@@ -97,7 +97,7 @@ def _describe_inherited(schema: dict[str, Any], options: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RouterSection(RouterOptions):
-    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
+    """Options and resources of the router."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
 
@@ -147,7 +147,7 @@ class ClusterConfig(Section):
     """Options of the KV hand-off."""
 
     router: RouterSection = RouterSection()
-    """The front door."""
+    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
     prefill: RoleSection = RoleSection()
     """Workers that compute prompts and send their KV to decode workers."""

@@ -16,10 +16,10 @@ HISTOGRAMS = {
     "ttft_seconds": ("router_ttft_seconds", "From a request's arrival to its first token.", SECONDS),
     "tpot_seconds": ("router_tpot_seconds", "Mean time between two tokens after the first.", TOKEN_SECONDS),
     "total_seconds": ("router_request_seconds", "From a request's arrival to its last message.", SECONDS),
-    "router_queue_seconds": ("router_queue_seconds", "Waited for free KV blocks on a decode worker.", SECONDS),
+    "router_queue_seconds": ("router_queue_seconds", "Waited for capacity on a decode worker.", SECONDS),
     "queue_seconds": ("prefill_queue_seconds", "From submission to the first scheduled step.", SECONDS),
     "prefill_seconds": ("prefill_compute_seconds", "From the first scheduled step to the first token.", SECONDS),
-    "transfer_seconds": ("transfer_push_seconds", "From the first frame to the last acknowledgement.", SECONDS),
+    "transfer_seconds": ("transfer_push_seconds", "From the first frame to the acknowledgement of all.", SECONDS),
     "handoff_seconds": ("transfer_handoff_seconds", "The part of the transfer after the end of prefill.", SECONDS),
     "decode_queue_seconds": ("decode_queue_seconds", "From the KV's commit to the first scheduled step.", SECONDS),
 }
@@ -46,8 +46,7 @@ class RouterMetrics:
         self._counters = {
             field: Counter(f"kvrelay_{name}", text, ("router",)) for field, (name, text) in COUNTERS.items()
         }
-        text = "Requests that wait for free KV blocks on a decode worker."
-        self._queue = Gauge("kvrelay_router_queue_requests", text, ("router",))
+        self._queue = Gauge("kvrelay_router_queue_requests", "Requests that wait for capacity on decode.", ("router",))
         self._tags = {"router": router}
 
     def observe_load(self, load: Load) -> None:
@@ -69,8 +68,8 @@ class WorkerMetrics:
 
     def __init__(self, worker: str, role: str) -> None:
         keys = ("worker", "role")
-        self._blocks = Gauge("kvrelay_worker_kv_blocks", "KV blocks by state.", (*keys, "state"))
-        self._requests = Gauge("kvrelay_worker_requests", "Requests by state.", (*keys, "state"))
+        self._blocks = Gauge("kvrelay_worker_kv_blocks", "KV blocks by state: free, cached, held.", (*keys, "state"))
+        self._requests = Gauge("kvrelay_worker_requests", "Requests by state: waiting, running.", (*keys, "state"))
         self._pending = Gauge("kvrelay_worker_pending_tokens", "Tokens of requests still to be computed.", keys)
         self._computed = Counter("kvrelay_worker_computed_tokens", "Tokens computed since start.", keys)
         self._tags = {"worker": worker, "role": role}
