@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup lint format test test-slow demo serve proto clean
+.PHONY: setup lint format test test-slow demo serve proto docs clean
 
 setup: $(READY)
 
@@ -40,6 +40,10 @@ serve: setup
 # Regenerates the committed stubs.
 proto: setup
 	$(BIN)/python proto/generate.py
+
+# Regenerates the reference pages.
+docs: setup
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache

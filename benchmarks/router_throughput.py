@@ -38,7 +38,6 @@ import psutil
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
     PHASE_PREFILL,
     Blocks,
     Load,
@@ -55,7 +54,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options, server_options
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 HOST = "127.0.0.1"
@@ -150,7 +149,7 @@ class EchoWorker(WorkerServiceServicer):
             index = next(indices)
             event = RequestEvent(request_id=name, attempt=attempt, first_index=index, token_ids=[100 + index % 3900])
             if index == submit.sampling.max_tokens - 1:
-                event.finish = FINISH_LENGTH
+                event.finish_reason = FINISH_REASON_LENGTH
                 del self._running[name, attempt]
             self.sent[number_of(submit.token_ids)].append(now)
             events.append(event)

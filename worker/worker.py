@@ -23,7 +23,6 @@ from kvrelay.engine.scheduler import Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_UNSPECIFIED,
     Blocks,
     Failure,
     Load,
@@ -363,7 +362,7 @@ class Worker:
     def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
         self._set_load(load)
         for event in events:
-            self.send(event, last=event.finish != FINISH_UNSPECIFIED or event.HasField("failure"))
+            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
 
     # Engine thread.
 

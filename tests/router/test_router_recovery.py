@@ -82,8 +82,8 @@ def test_a_request_goes_on_with_the_lost_workers_replacement(tmp_path: Path) -> 
         prefill = FakeWorker("prefill-0", "prefill", prefill_of(token_at))
         async with fake_cluster(tmp_path, prefill, first) as cluster, AsyncClient(cluster.router.address) as client:
             running = asyncio.create_task(complete(client))
-            await until(lambda: cluster.router.pool.complete, "serving")
-            await until(lambda: not cluster.router.pool.complete, "decode lost")
+            await until(lambda: cluster.router.registry.complete, "serving")
+            await until(lambda: not cluster.router.registry.complete, "decode lost")
             second = FakeWorker("decode-0", "decode", decode_of(token_at))
             await second.start()
             cluster.supervisor.tell(prefill.member(), second.member())
@@ -204,7 +204,7 @@ def test_another_life_of_a_worker_behind_the_same_address_is_not_taken_for_it(tm
             member = worker.member()
             member.incarnation = "stale"
             cluster.supervisor.tell(member)
-            await until(lambda: not cluster.router.pool.complete, "the listed life is not there")
+            await until(lambda: not cluster.router.registry.complete, "the listed life is not there")
             with pytest.raises(Unavailable):
                 await complete(client)
             cluster.tell()
@@ -250,12 +250,12 @@ def test_refusals_end_with_the_attempts_and_with_the_budget(tmp_path: Path) -> N
 
 def test_a_full_cluster_says_when_to_come_again(tmp_path: Path) -> None:
     async def full(job: Job) -> None:
-        job.fail(Failure.CODE_FULL, "no room")
+        job.fail(Failure.CODE_FULL, "no free blocks")
 
     async def test() -> None:
         workers = [FakeWorker(f"colocated-{index}", "colocated", full) for index in range(2)]
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
-            with pytest.raises(Exhausted, match="no room") as caught:
+            with pytest.raises(Exhausted, match="no free blocks") as caught:
                 await complete(client)
             assert caught.value.retry_after == 1.0
             assert [len(worker.jobs) for worker in workers] == [1, 1]

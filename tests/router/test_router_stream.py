@@ -7,8 +7,13 @@ import grpc
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, FINISH_UNSPECIFIED, TransferReport
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams
+from kvrelay.internal.v1.worker_pb2 import TransferReport
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    GenerateRequest,
+    SamplingParams,
+)
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import (
     FakeWorker,
@@ -17,6 +22,7 @@ from support.router_fakes import (
     colocated_of,
     decode_of,
     fake_cluster,
+    length_if,
     pair,
     prefill_of,
     run,
@@ -83,7 +89,7 @@ def test_tokens_told_twice_are_shown_once_and_other_attempts_not_at_all(tmp_path
         job.submit.attempt += 1
         job.send(5, (399,))
         job.submit.attempt -= 1
-        job.send(4, tokens(6)[4:], FINISH_LENGTH)
+        job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
 
     async def test() -> None:
         workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", decode)
@@ -137,7 +143,7 @@ def test_a_colocated_worker_does_it_alone(tmp_path: Path) -> None:
 
 def test_a_first_token_that_ends_the_request_cancels_decode(tmp_path: Path) -> None:
     async def prefill(job: Job) -> None:
-        job.send(0, (1,), FINISH_STOP)
+        job.send(0, (1,), FINISH_REASON_STOP)
 
     async def test() -> None:
         workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", silent)
@@ -156,7 +162,7 @@ def test_a_stop_string_over_several_tokens_is_never_shown(tmp_path: Path) -> Non
 
     async def decode(job: Job) -> None:
         for index in range(1, len(ids)):
-            job.send(index, (ids[index],), FINISH_LENGTH if index == len(ids) - 1 else FINISH_UNSPECIFIED)
+            job.send(index, (ids[index],), length_if(index == len(ids) - 1))
             await asyncio.sleep(0)
 
     async def test() -> None:
@@ -222,7 +228,7 @@ def test_a_client_that_leaves_ends_the_request_on_both_workers(tmp_path: Path, h
                 await asyncio.wait_for((await cluster.job(name)).cancelled.wait(), 0.5)
             await until(lambda: cluster.records, "a record")
             assert cluster.records[0].outcome == "cancelled"
-            assert all(view.outstanding_tokens == 0 for view in cluster.router.pool.view())
+            assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
 
     run(test)
 

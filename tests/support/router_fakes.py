@@ -26,11 +26,8 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import (
     add_SupervisorServiceServicer_to_server,
 )
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
-    FINISH_UNSPECIFIED,
     DecodeReport,
     Failure,
-    Finish,
     Load,
     ModelInfo,
     PrefillReport,
@@ -43,9 +40,10 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.records import RequestRecord
 from kvrelay.router.server import RouterServer
+from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.options import server_options
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
 
 EOS = "</s>"
 CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
@@ -103,20 +101,29 @@ class Job:
         return len(self.submit.token_ids) - self.submit.prompt_tokens
 
     def send(
-        self, index: int = 0, tokens: tuple[int, ...] = (), finish: Finish = FINISH_UNSPECIFIED, **more: Any
+        self,
+        index: int = 0,
+        tokens: tuple[int, ...] = (),
+        finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED,
+        **more: Any,
     ) -> None:
         event = RequestEvent(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
             first_index=index,
             token_ids=tokens,
-            finish=finish,
+            finish_reason=finish_reason,
             **more,
         )
         self.stream.put_nowait(RelayResponse(events=[event]))
 
     def fail(self, code: Failure.Code, message: str = "scripted") -> None:
         self.send(failure=Failure(code=code, message=message))
+
+
+def length_if(last: bool) -> FinishReason:
+    """The finish reason of a token that reaches max_tokens if it is the `last`."""
+    return FINISH_REASON_LENGTH if last else FINISH_REASON_UNSPECIFIED
 
 
 Script = Callable[[Job], Awaitable[None]]
@@ -130,7 +137,7 @@ def prefill_of(tokens: Callable[[int], int]) -> Script:
         job.send(
             job.base,
             (tokens(job.base),),
-            FINISH_LENGTH if last else FINISH_UNSPECIFIED,
+            length_if(last),
             prefill=PrefillReport(queue_seconds=0.001, prefill_seconds=0.002, cached_tokens=1),
         )
         if job.submit.HasField("peer"):
@@ -146,7 +153,7 @@ def decode_of(tokens: Callable[[int], int], pause: float = 0.0) -> Script:
         end = job.submit.sampling.max_tokens
         for index in range(job.base + 1, end):
             report = {"decode": DecodeReport(queue_seconds=0.004)} if index == job.base + 1 else {}
-            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED, **report)
+            job.send(index, (tokens(index),), length_if(index == end - 1), **report)
             await asyncio.sleep(pause)
 
     return script
@@ -158,7 +165,7 @@ def colocated_of(tokens: Callable[[int], int]) -> Script:
     async def script(job: Job) -> None:
         end = job.submit.sampling.max_tokens
         for index in range(job.base, end):
-            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED)
+            job.send(index, (tokens(index),), length_if(index == end - 1))
 
     return script
 
@@ -309,7 +316,7 @@ class FakeCluster:
         """Waits until the router would place requests on exactly these workers."""
 
         def ready() -> bool:
-            return {view.key.name for view in self.router.pool.view() if view.ready} == set(names)
+            return {view.id.name for view in self.router.registry.view() if view.ready} == set(names)
 
         await until(ready, f"ready workers {names}")
 

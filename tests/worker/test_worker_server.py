@@ -11,7 +11,6 @@ import pytest
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
     PHASE_COLOCATED,
     PHASE_DECODE,
     Cancel,
@@ -24,6 +23,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import WorkerServer
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -57,7 +57,7 @@ class Router:
         """The next event that ends a request."""
         while True:
             event = await self.event()
-            if event.finish or event.HasField("failure"):
+            if event.finish_reason or event.HasField("failure"):
                 return event
 
 
@@ -122,7 +122,7 @@ def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> Non
                 assert event.failure.code == Failure.CODE_INVALID
                 assert why in event.failure.message
             await router.send(submit=submit("good"))
-            assert (await router.last()).finish == FINISH_LENGTH
+            assert (await router.last()).finish_reason == FINISH_REASON_LENGTH
 
     run(test)
 
@@ -197,7 +197,7 @@ def test_draining_lets_what_runs_end_and_takes_nothing_new(checkpoint: Path) -> 
             await router.send(submit=submit("late"))
             ends = {event.request_id: event for event in (await router.last(), await router.last())}
             assert ends["late"].failure.code == Failure.CODE_RETRY
-            assert ends["running"].finish == FINISH_LENGTH
+            assert ends["running"].finish_reason == FINISH_REASON_LENGTH
             await stopping
 
     run(test)

@@ -1,7 +1,7 @@
-"""What is known of a request when it is over: for the client's last message, for metrics, for the log."""
+"""The figures of one request, for the client's last message, the metrics and the log."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, TransferReport
@@ -12,31 +12,26 @@ Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavai
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request that is over. Seconds; None for what it never came to."""
+    """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
 
-    request_id: str
     outcome: Outcome
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
     ttft_seconds: float | None = None
-    """Received to first token sent."""
+    """Request received to first token sent."""
     tpot_seconds: float | None = None
-    """Between two tokens, on average after the first."""
+    """Average time between two tokens, the first one excluded."""
     total_seconds: float = 0.0
-    route_seconds: float = 0.0
     router_queue_seconds: float = 0.0
-    """Of `route_seconds`, waited for room on a decode worker."""
+    """Time spent waiting for capacity on a decode worker."""
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     transfer_seconds: float | None = None
     handoff_seconds: float | None = None
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
-    recomputed_tokens: int = 0
-    prefill_worker: str = ""
-    decode_worker: str = ""
 
 
 Observer = Callable[[RequestRecord], None]
@@ -44,33 +39,45 @@ Observer = Callable[[RequestRecord], None]
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Timestamps on the router's monotonic clock, and the workers' reports, as a request goes on."""
+    """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
 
     received: float
+    wire_id: str = ""
+    """The request's name in logs and towards the workers; the client's name until the request is checked."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     router_queue_seconds: float = 0.0
     submitted: float | None = None
     first_sent: float | None = None
     last_sent: float | None = None
-    retries: int = 0
+    attempts: int = 0
     prefill_worker: str = ""
+    """Of the latest attempt, as `decode_worker`."""
     decode_worker: str = ""
     prefill: PrefillReport | None = None
-    """Of the attempt that yielded the first token."""
-    transfers: dict[int, TransferReport] = field(default_factory=dict)
-    """By attempt."""
+    """Of the attempt that gave the request's first token."""
+    transfer: TransferReport | None = None
+    """The latest, as `decode`."""
+    transfer_bytes: int = 0
+    """Of all attempts."""
     decode: DecodeReport | None = None
-    """The latest."""
 
     @property
-    def transfer_bytes(self) -> int:
-        return sum(transfer.transfer_bytes for transfer in self.transfers.values())
+    def retries(self) -> int:
+        return max(0, self.attempts - 1)
 
     @property
-    def last_transfer(self) -> TransferReport | None:
-        return self.transfers[max(self.transfers)] if self.transfers else None
+    def cached_tokens(self) -> int:
+        return 0 if self.prefill is None else min(self.prefill.cached_tokens, self.prompt_tokens)
+
+    def sent(self, now: float) -> None:
+        """Notes that tokens were sent to the client."""
+        if self.first_sent is None:
+            self.first_sent = now
+        self.last_sent = now
 
     def timeline(self, now: float) -> Timeline:
-        """For the client; a part that never was is 0."""
+        """The figures for the client; 0 for a stage that the request did not reach."""
         first = now if self.first_sent is None else self.first_sent
         timeline = Timeline(
             route_seconds=(now if self.submitted is None else self.submitted) - self.received,
@@ -85,41 +92,31 @@ class RequestTrace:
         if self.prefill is not None:
             timeline.queue_seconds = self.prefill.queue_seconds
             timeline.prefill_seconds = self.prefill.prefill_seconds
-        transfer = self.last_transfer
-        if transfer is not None:
-            timeline.transfer_seconds = transfer.transfer_seconds
-            timeline.handoff_seconds = transfer.handoff_seconds
+        if self.transfer is not None:
+            timeline.transfer_seconds = self.transfer.transfer_seconds
+            timeline.handoff_seconds = self.transfer.handoff_seconds
         if self.decode is not None:
             timeline.decode_queue_seconds = self.decode.queue_seconds
         return timeline
 
-    def record(
-        self, request_id: str, outcome: Outcome, prompt_tokens: int, completion_tokens: int, now: float
-    ) -> RequestRecord:
-        """For the observer and the log."""
-        tpot = None
-        if self.first_sent is not None and self.last_sent is not None and completion_tokens > 1:
-            tpot = (self.last_sent - self.first_sent) / (completion_tokens - 1)
-        transfer = self.last_transfer
+    def record(self, outcome: Outcome, now: float) -> RequestRecord:
+        """The figures for the metrics and the log."""
+        timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
+        tpot = timeline.decode_seconds / (self.completion_tokens - 1) if self.completion_tokens > 1 else None
         return RequestRecord(
-            request_id=request_id,
             outcome=outcome,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            cached_tokens=0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens),
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
             retries=self.retries,
-            ttft_seconds=None if self.first_sent is None else self.first_sent - self.received,
-            tpot_seconds=tpot,
-            total_seconds=now - self.received,
-            route_seconds=(now if self.submitted is None else self.submitted) - self.received,
+            ttft_seconds=None if self.first_sent is None else timeline.first_token_seconds,
+            tpot_seconds=None if self.first_sent is None else tpot,
+            total_seconds=timeline.total_seconds,
             router_queue_seconds=self.router_queue_seconds,
-            queue_seconds=None if self.prefill is None else self.prefill.queue_seconds,
-            prefill_seconds=None if self.prefill is None else self.prefill.prefill_seconds,
+            queue_seconds=None if prefill is None else prefill.queue_seconds,
+            prefill_seconds=None if prefill is None else prefill.prefill_seconds,
             transfer_seconds=None if transfer is None else transfer.transfer_seconds,
             handoff_seconds=None if transfer is None else transfer.handoff_seconds,
             transfer_bytes=self.transfer_bytes,
             decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
-            recomputed_tokens=0 if self.decode is None else self.decode.recomputed_tokens,
-            prefill_worker=self.prefill_worker,
-            decode_worker=self.decode_worker,
         )
