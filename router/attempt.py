@@ -12,6 +12,7 @@ worker.
 """
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -84,7 +85,7 @@ class Attempt:
     ) -> None:
         """
         Args:
-            trace: gets the workers' reports; its `attempts` is this attempt's number.
+            trace: gets the workers' names and reports; its `attempts` is this attempt's number.
             generated: tokens that the client already has.
             prefill: the worker that computes the prompt and the first token.
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
@@ -92,9 +93,9 @@ class Attempt:
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
-        self.decide_by: float | None = None
-        """Monotonic time by which the decode worker must have sent a token; set when the prefill worker is lost after
-        its own token."""
+        self.decide_by = math.inf
+        """Monotonic time by which the decode worker must have sent a token; finite when the prefill worker is lost
+        after its own token."""
         self._request = request
         self._trace = trace
         self._key = (request.wire_id, self.number)
@@ -108,6 +109,8 @@ class Attempt:
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
+        trace.prefill_worker = prefill.worker.name
+        trace.decode_worker = "" if decode is None else decode.worker.name
         work = len(self._tokens)
         if decode is prefill:
             self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left)
@@ -117,17 +120,6 @@ class Attempt:
             self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left)
 
     # Towards the workers.
-
-    @property
-    def prefill_worker(self) -> str:
-        return self._prefill.stream.worker.name
-
-    @property
-    def decode_worker(self) -> str:
-        """Empty if the first token is the last."""
-        if self._prefill.phase == PHASE_COLOCATED:
-            return self.prefill_worker
-        return "" if self._decode is None else self._decode.stream.worker.name
 
     @property
     def workers(self) -> frozenset[WorkerId]:
@@ -296,7 +288,7 @@ class Attempt:
         if part.phase == PHASE_PREFILL:
             part.release()
         if part is self._decode:
-            self.decide_by = None
+            self.decide_by = math.inf
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

@@ -18,22 +18,11 @@ from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
-from kvrelay.v1 import inference_pb2
-from kvrelay.v1.inference_pb2 import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    FinishReason,
-    GenerateRequest,
-    GenerateResponse,
-    GetModelInfoRequest,
-    GetModelInfoResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from kvrelay.v1 import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -54,7 +43,9 @@ def parser(kind: type[RequestT]) -> Callable[[bytes], RequestT | InvalidArgument
 class Writer:
     """Writes one request's messages, each within a time limit: a client that stops reading blocks a write for ever."""
 
-    def __init__(self, context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]", limit: float) -> None:
+    def __init__(
+        self, context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]", limit: float
+    ) -> None:
         """
         Args:
             limit: seconds that one write may take.
@@ -65,7 +56,7 @@ class Writer:
         self._writing: asyncio.Task[None] | None = None
         self._late = False
 
-    async def write(self, message: GenerateResponse) -> None:
+    async def write(self, message: pb.GenerateResponse) -> None:
         """
         Raises:
             SlowReader: the write took longer than the limit.
@@ -112,22 +103,22 @@ class InferenceFace:
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets a request, or the error of one that can't be parsed."""
         generate = grpc.unary_stream_rpc_method_handler(
-            self._generate, parser(GenerateRequest), GenerateResponse.SerializeToString
+            self._generate, parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Generate": generate,
-                "GetModelInfo": _unary(GetModelInfoRequest, self._get_model_info),
-                "Tokenize": _unary(TokenizeRequest, self._tokenize),
-                "Detokenize": _unary(DetokenizeRequest, self._detokenize),
+                "GetModelInfo": _unary(pb.GetModelInfoRequest, self._get_model_info),
+                "Tokenize": _unary(pb.TokenizeRequest, self._tokenize),
+                "Detokenize": _unary(pb.DetokenizeRequest, self._detokenize),
             },
         )
 
     async def _generate(
         self,
-        request: GenerateRequest | InvalidArgument,
-        context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]",
+        request: pb.GenerateRequest | InvalidArgument,
+        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]",
     ) -> None:
         trace = RequestTrace(time.monotonic())
         # None if there is no deadline; the type stubs don't say so.
@@ -140,7 +131,7 @@ class InferenceFace:
         try:
             checked = await self._check(request, trace)
             finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
-            outcome = cast(Outcome, FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
+            outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome
         except asyncio.CancelledError:
@@ -156,7 +147,7 @@ class InferenceFace:
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _check(self, request: GenerateRequest | InvalidArgument, trace: RequestTrace) -> CheckedRequest:
+    async def _check(self, request: pb.GenerateRequest | InvalidArgument, trace: RequestTrace) -> CheckedRequest:
         if isinstance(request, InvalidArgument):
             raise request
         trace.wire_id = request.request_id
@@ -182,9 +173,9 @@ class InferenceFace:
         if self._observer is not None:
             self._observer(record)
 
-    async def _get_model_info(self, request: GetModelInfoRequest) -> GetModelInfoResponse:
+    async def _get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         model = self._model()
-        return GetModelInfoResponse(
+        return pb.GetModelInfoResponse(
             name=model.name,
             architecture=model.architecture,
             vocab_size=model.vocab_size,
@@ -195,12 +186,12 @@ class InferenceFace:
             version=version("kvrelay"),
         )
 
-    async def _tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        return TokenizeResponse(token_ids=await prompt_tokens(request, self._tokenizer))
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=await prompt_tokens(request, self._tokenizer))
 
-    async def _detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         check_ids("token_ids", request.token_ids, self._model().vocab_size)
-        return DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
+        return pb.DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
 
     def _model(self) -> ModelInfo:
         model = self._dispatch.registry.model

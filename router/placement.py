@@ -115,13 +115,9 @@ class LeastLoaded:
     def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
         ready = [worker for worker in workers if worker.ready]
         open_ = [worker for worker in ready if worker.role != "decode" or self._accepts(demand, worker, ready)]
-        options = [
-            option
-            for option in (self._pair(demand, open_), self._single(demand, "colocated", open_))
-            if option is not None
-        ]
+        options = self._options(demand, open_)
         if not options:
-            return NoPlace.NO_WORKERS if self._pair(demand, ready) is None else NoPlace.NO_CAPACITY
+            return NoPlace.NO_CAPACITY if self._options(demand, ready) else NoPlace.NO_WORKERS
         chosen = min(options, key=lambda option: self._cost(demand, option))
         self._turn += 1
         self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
@@ -129,18 +125,14 @@ class LeastLoaded:
         decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role == "colocated" else None
         return Placement(chosen[0].id, decode)
 
-    def _pair(self, demand: Demand, ready: Sequence[WorkerView]) -> tuple[WorkerView, ...] | None:
-        """The best prefill and decode worker; the prefill worker alone if there is nothing to decode."""
-        prefill = self._single(demand, "prefill", ready)
-        if prefill is None or not demand.decode_tokens:
-            return prefill
-        decode = self._single(demand, "decode", ready)
-        return None if decode is None else prefill + decode
-
-    def _single(self, demand: Demand, role: WorkerRole, ready: Sequence[WorkerView]) -> tuple[WorkerView, ...] | None:
-        """The best worker of a role, as a tuple of one."""
-        candidates = [worker for worker in ready if worker.role == role]
-        return (min(candidates, key=lambda worker: self._cost(demand, (worker,))),) if candidates else None
+    def _options(self, demand: Demand, workers: Sequence[WorkerView]) -> list[list[WorkerView]]:
+        """The best pair of workers and the best co-located worker, if there are any. A single token needs no pair."""
+        best: dict[WorkerRole, WorkerView] = {}
+        for worker in sorted(workers, key=lambda worker: self._cost(demand, [worker])):
+            best.setdefault(worker.role, worker)
+        pair: tuple[WorkerRole, ...] = ("prefill", "decode") if demand.decode_tokens else ("prefill",)
+        alone: tuple[WorkerRole, ...] = ("colocated",)
+        return [[best[role] for role in roles] for roles in (pair, alone) if best.keys() >= set(roles)]
 
     def _accepts(self, demand: Demand, decode: WorkerView, ready: Sequence[WorkerView]) -> bool:
         """Whether such a prompt may be computed for `decode` now."""
@@ -152,7 +144,7 @@ class LeastLoaded:
         backlog = (capacity.promised_blocks + capacity.blocks_for(demand.prompt_tokens)) * capacity.block_size
         return backlog <= self._backlog_share * prefill_tokens
 
-    def _cost(self, demand: Demand, option: tuple[WorkerView, ...]) -> tuple[int, int, int]:
+    def _cost(self, demand: Demand, option: Sequence[WorkerView]) -> tuple[int, int, int]:
         """Sort key: workers to avoid, then load, then the latest turn."""
         return (
             sum(worker.id in demand.avoid for worker in option),

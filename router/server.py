@@ -59,18 +59,18 @@ class RouterServer:
         """
         self.config = config
         self.incarnation = uuid.uuid4().hex
-        self.registry = WorkerRegistry(config.name, self.incarnation, self._on_change, self._on_load)
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
         policy = LeastLoaded(config.backlog_share)
         self._queue = PlacementQueue(lambda demand: policy.place(demand, self.registry.view()), config.max_queue)
+        self.registry = WorkerRegistry(config.name, self.incarnation, self._on_change, self._queue.wake_first)
         dispatch = Dispatch(config, self.registry, self._queue, RetryBudget(), self._tokenizer.token_bytes)
         self._face = InferenceFace(dispatch, self._tokenizer, observer)
+        self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
-            self._heartbeat = HeartbeatClient(config.supervisor, self._describe, self.registry.update, self._on_fenced)
+            self._heartbeat = HeartbeatClient(config.supervisor, self._describe, self.registry.update, self._fenced.set)
         self._state: MemberState = MEMBER_STATE_STARTING
-        self._fenced = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
         self._serving: bool | None = None
         self._setting_health: asyncio.Task[None] | None = None
@@ -139,12 +139,6 @@ class RouterServer:
         if self._load_observer is not None:
             self._load_observer(load)
         return member, load
-
-    def _on_load(self) -> None:
-        self._queue.wake_first()
-
-    def _on_fenced(self) -> None:
-        self._fenced.set()
 
     # Health.
 

@@ -17,7 +17,6 @@ part of it. Every wait has a limit:
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -144,7 +143,6 @@ class Session:
         attempt = Attempt(
             self._request, trace, tuple(self._completion.tokens), registry.stream(placement.prefill), decode
         )
-        trace.prefill_worker, trace.decode_worker = attempt.prefill_worker, attempt.decode_worker
         now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
@@ -172,8 +170,7 @@ class Session:
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
         token_limit = self._token_limit()
-        decide_by = math.inf if attempt.decide_by is None else attempt.decide_by
-        earliest = min(token_limit, decide_by, self._deadline)
+        earliest = min(token_limit, attempt.decide_by, self._deadline)
         if time.monotonic() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
@@ -182,7 +179,7 @@ class Session:
         self._check_deadline()
         if earliest == token_limit and not self._completion.tokens:
             raise self._no_first_token()
-        if earliest == decide_by:
+        if earliest == attempt.decide_by:
             attempt.fail_handoff()
         else:
             attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")

@@ -39,11 +39,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids that have a text, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
         return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))

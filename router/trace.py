@@ -52,7 +52,7 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     prefill_worker: str = ""
-    """Of the latest attempt, as `decode_worker`."""
+    """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
     decode_worker: str = ""
     prefill: PrefillReport | None = None
     """Of the attempt that gave the request's first token."""
@@ -79,9 +79,16 @@ class RequestTrace:
     def timeline(self, now: float) -> Timeline:
         """The figures for the client; 0 for a stage that the request did not reach."""
         first = now if self.first_sent is None else self.first_sent
-        timeline = Timeline(
+        prefill, decode = self.prefill or PrefillReport(), self.decode or DecodeReport()
+        transfer = self.transfer or TransferReport()
+        return Timeline(
             route_seconds=(now if self.submitted is None else self.submitted) - self.received,
+            queue_seconds=prefill.queue_seconds,
+            prefill_seconds=prefill.prefill_seconds,
+            transfer_seconds=transfer.transfer_seconds,
+            handoff_seconds=transfer.handoff_seconds,
             first_token_seconds=first - self.received,
+            decode_queue_seconds=decode.queue_seconds,
             decode_seconds=(first if self.last_sent is None else self.last_sent) - first,
             total_seconds=now - self.received,
             transfer_bytes=self.transfer_bytes,
@@ -89,15 +96,6 @@ class RequestTrace:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
         )
-        if self.prefill is not None:
-            timeline.queue_seconds = self.prefill.queue_seconds
-            timeline.prefill_seconds = self.prefill.prefill_seconds
-        if self.transfer is not None:
-            timeline.transfer_seconds = self.transfer.transfer_seconds
-            timeline.handoff_seconds = self.transfer.handoff_seconds
-        if self.decode is not None:
-            timeline.decode_queue_seconds = self.decode.queue_seconds
-        return timeline
 
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""

@@ -81,9 +81,12 @@ async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: T
     Raises:
         InvalidRequest: there is no input, or it can't be tokenized.
     """
-    match request.WhichOneof("input"):
+    given = request.WhichOneof("input")
+    match given:
         case "text":
-            tokens = await _encode(request.text, tokenizer)
+            if not request.text:
+                raise InvalidRequest("text", request.text, "at least 1 character")
+            tokens = await tokenizer.encode(request.text)
         case "messages":
             tokens = await _encode_chat(request.messages, tokenizer)
         case "token_ids" if isinstance(request, GenerateRequest):
@@ -92,6 +95,8 @@ async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: T
                 raise InvalidRequest("token_ids.ids", [], "at least 1 id")
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
+    if not tokens:
+        raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
 
 
@@ -102,30 +107,18 @@ def check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
 
 
-async def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    if not text:
-        raise InvalidRequest("text", text, "at least 1 character")
-    tokens = await tokenizer.encode(text)
-    if not tokens:
-        raise InvalidRequest("text: number of tokens", 0, "at least 1")
-    return tokens
-
-
 async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> list[int]:
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     if not messages:
         raise InvalidRequest("messages: number of messages", 0, "at least 1")
     try:
-        tokens = await tokenizer.encode_chat(messages)
+        return await tokenizer.encode_chat(messages)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
         raise InvalidRequest("messages: number of messages", len(messages), limit) from error
     except TemplateFailed as error:
         limit = f"what the model's chat template renders ({shorten(str(error))})"
         raise InvalidRequest("messages: number of messages", len(messages), limit) from error
-    if not tokens:
-        raise InvalidRequest("messages: number of tokens", 0, "at least 1")
-    return tokens
 
 
 def _names(request_id: str) -> tuple[str, str]:

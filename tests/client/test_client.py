@@ -169,7 +169,7 @@ def test_the_async_client(tmp_path: Path) -> None:
             await stream.aclose()
             with pytest.raises(Cancelled):
                 await reading
-            # A cancelled task stays cancelled: that is not an error of the call.
+            # A cancelled task stays cancelled: that is no error of the call.
             async with client.generate("hello", max_tokens=7) as stream:
                 task = asyncio.create_task(client.complete("hello", max_tokens=7))
                 await anext(stream)

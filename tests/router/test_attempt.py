@@ -1,4 +1,4 @@
-"""Two workers' events, in any order between them, make one sequence without a hole or a double."""
+"""Two workers' events, in any order between them, make one sequence without a gap or a duplicate."""
 
 import asyncio
 
@@ -99,7 +99,7 @@ def test_every_index_comes_once_and_in_order(
 
 @settings(max_examples=300, deadline=None)
 @given(interleavings(), st.data())
-def test_whatever_is_cut_short_is_cancelled_where_it_was_and_claims_nothing(
+def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
     case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject
 ) -> None:
     total, generated, events = case

@@ -53,17 +53,17 @@ def decode_script(source: random.Random) -> Script:
 
 
 async def kill_and_replace(cluster: FakeCluster, source: random.Random) -> None:
-    """Kills a worker at random, announces the death now and then, and brings another life of it."""
+    """Kills a worker at random, announces the death now and then, and brings another incarnation of it."""
     name = source.choice(sorted(cluster.workers))
     old = cluster.workers[name]
     new = FakeWorker(name, old.role, old.script)
     await old.stop()
     if source.random() < 0.5:
-        cluster.tell(**{name.replace("-", "_"): MEMBER_STATE_DEAD})
+        cluster.announce(**{name.replace("-", "_"): MEMBER_STATE_DEAD})
     await asyncio.sleep(source.uniform(0, 0.1))
     await new.start()
     cluster.workers[name] = new
-    cluster.tell()
+    cluster.announce()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -1,4 +1,4 @@
-"""Bad input: INVALID_ARGUMENT that names field, value and limit, says nothing of the prompt, and the router goes on."""
+"""Bad input: INVALID_ARGUMENT names field, value and limit, without the prompt, and the router continues."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from support.router_fakes import TEMPLATE, byte_level_tokenizer, fake_cluster, p
 SECRET = "swordfish"
 CONTEXT, VOCAB = 64, 400
 
-# What is sent beside the prompt, and what the answer must say.
+# (options, the error's text)
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, r"sampling\.max_tokens is 0; allowed: 1 or more"),
     ({"max_tokens": CONTEXT}, r"sampling\.max_tokens is 64; allowed: up to \d+: the prompt has \d+ tokens .* is 64"),
@@ -52,7 +52,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-def test_each_mistake_is_named_and_the_router_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_mistake_is_named_and_the_router_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with fake_cluster(tmp_path, *pair(lambda index: 40 + index)) as cluster:
             async with AsyncClient(cluster.router.address, timeout=10) as client:

@@ -44,7 +44,7 @@ async def full_cluster(folder: Path, **config: object) -> AsyncIterator[tuple[Fa
 
 async def tell(cluster: FakeCluster, report: Load) -> None:
     """The decode worker reports a load, and the router has received it."""
-    cluster.workers["decode-0"].tell_load(report)
+    cluster.workers["decode-0"].report_load(report)
 
     def known() -> bool:
         capacity = next(view.capacity for view in cluster.router.registry.view() if view.role == "decode")
@@ -149,7 +149,7 @@ def test_waiting_requests_are_refused_when_no_worker_is_left(tmp_path: Path) -> 
         async with full_cluster(tmp_path) as (cluster, client):
             task = ask(client)
             await until(lambda: waiting(cluster) == 1, "it waits")
-            cluster.tell(decode_0=MEMBER_STATE_DEAD)
+            cluster.announce(decode_0=MEMBER_STATE_DEAD)
             with pytest.raises(Unavailable, match="no worker can take the request"):
                 await task
 

@@ -1,11 +1,10 @@
 """A worker that runs the hash model: `python -m support.hash_worker --config FILE`, of either role.
 
-Variables of the environment: HASH_STEP_SECONDS makes each step of the engine take at least that long, so that a fault
-can hit while something is under way. HASH_NEWS_SECONDS lets the worker hear of every change of the membership that much
-later than others do. HASH_BEAT_SECONDS is the time between two heartbeats. CHAOS_DESK sends its hand-offs through
-proxies (`support.detours`).
+Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
+HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
+CHAOS_DESK routes the hand-offs through proxies (`support.detours`).
 
-Whenever no request is left here, the block pool is recounted; what doesn't add up ends the process.
+Whenever the worker has no request left, it checks the block pool's integrity; a violation ends the process.
 """
 
 import asyncio
@@ -40,13 +39,13 @@ STEP_SECONDS = "HASH_STEP_SECONDS"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 MAX_CONTEXT = 4096
-# 1 KiB a token, so that a chunk's frame has a size that a link takes time for.
+# 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 ROLES: dict[str, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 class SlowHashRunner(HashRunner):
-    """A hash runner whose steps take a while."""
+    """A hash runner with slow steps."""
 
     step_seconds = 0.0
 
@@ -56,7 +55,7 @@ class SlowHashRunner(HashRunner):
 
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
-    """As `build_engine`, of the hash model; its block size is the config's."""
+    """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
     runner = SlowHashRunner(config.kv_memory_bytes // WORKER_LAYOUT.block_bytes, WORKER_LAYOUT, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
@@ -64,7 +63,7 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
 
 
 def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
-    """`role`, to which the membership's changes come late."""
+    """A subclass of `role` that gets membership changes `seconds` late."""
 
     class Late(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def members_changed(self, members: Sequence[Member]) -> None:
