@@ -19,14 +19,16 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from kvrelay.transfer.endpoint_loop import HandoffSetup
 from kvrelay.transfer.events import Frame
 from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.messages import Key, Push
+from kvrelay.worker.handoff import HandoffRole
 
 VARIABLE = "FRAME_DAMAGE"
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
@@ -96,6 +98,17 @@ class DamagedFrames(PoolFrames):
         rule = self._rule("arrived", key, frame)
         job = super().receive(key, frame, *rest)
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
+
+
+def damaged(role: type[HandoffRole]) -> type[HandoffRole]:
+    """A subclass of `role` whose frames are damaged."""
+
+    class Damaged(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+        def make_setup(self) -> HandoffSetup:
+            setup = super().make_setup()
+            return replace(setup, frames=DamagedFrames(setup.frames))
+
+    return Damaged
 
 
 class DamagedJob:

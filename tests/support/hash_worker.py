@@ -31,6 +31,7 @@ from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
+from support import damage
 from support.detours import DESK, detoured
 from support.hash_runner import HashRunner, hash_spec
 
@@ -76,6 +77,8 @@ def hash_server(config: WorkerConfig) -> WorkerServer:
     role = ROLES[config.role]
     if DESK in os.environ:
         role = detoured(role)
+    if damage.VARIABLE in os.environ:
+        role = damage.damaged(role)
     if NEWS_SECONDS in os.environ:
         role = late(role, float(os.environ[NEWS_SECONDS]))
     return WorkerServer(config, role, build=build)
