@@ -19,14 +19,13 @@ from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
-from kvrelay.worker.colocated import ColocatedRole
-from kvrelay.worker.worker import Key, Worker
+from kvrelay.worker.worker import Key, Role, Worker
 
 # A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
 
-class HandoffRole(ColocatedRole):
+class HandoffRole(Role):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
     peer_role: MemberRole
@@ -35,6 +34,7 @@ class HandoffRole(ColocatedRole):
         super().__init__(worker)
         self.peers = PeerTable()
         self.setup = self.make_setup()
+        self.transports = entries(self.setup.transports)
         self._early: dict[Key, asyncio.Task[None]] = {}
         """Requests whose peer is unknown here yet: the router may know a new worker first."""
 
@@ -48,10 +48,6 @@ class HandoffRole(ColocatedRole):
             config.transfer,
             available_transports(config.host, config.transfer.transport, gpu),
         )
-
-    @property
-    def transports(self) -> Sequence[str]:
-        return entries(self.setup.transports)
 
     def members_changed(self, members: Sequence[Member]) -> None:
         self.peers.update(

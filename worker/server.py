@@ -39,7 +39,6 @@ from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
-from kvrelay.worker.colocated import ColocatedRole
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.worker import Role, Worker, WorkerHooks
@@ -58,7 +57,7 @@ class WorkerServer:
     def __init__(
         self,
         config: WorkerConfig,
-        role: Callable[[Worker], Role] = ColocatedRole,
+        role: Callable[[Worker], Role] = Role,
         observer: Callable[[Load], None] | None = None,
         build: Build = build_engine,
     ) -> None:

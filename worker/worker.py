@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -23,6 +23,7 @@ from kvrelay.engine.scheduler import Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
+    PHASE_COLOCATED,
     Blocks,
     Failure,
     Load,
@@ -49,19 +50,20 @@ CHECK_SECONDS = 10.0
 """Between two integrity checks of the block pool; a check takes a moment if the pool is large."""
 
 
-class Role(Protocol):
-    """What a worker does with its requests besides computing them: co-located, prefill or decode.
+class Role:
+    """What a worker does with its requests besides computing them; this one, the co-located role, does nothing more.
 
-    Every method runs on the event loop, except `on_step`, which runs on the engine thread.
+    The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
+    `on_step`, which runs on the engine thread.
     """
 
-    @property
-    def phases(self) -> Sequence[Phase]:
-        """Of the requests that this role takes."""
+    phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
+    """Of the requests that this role takes."""
+    transports: Sequence[str] = ()
+    """How the membership lists this worker's transports, best first."""
 
-    @property
-    def transports(self) -> Sequence[str]:
-        """How the membership lists this worker's transports, best first."""
+    def __init__(self, worker: "Worker") -> None:
+        self.worker = worker
 
     def add_services(self, server: grpc.aio.Server) -> None:
         """Adds the role's own gRPC services to `server`, before it starts."""
@@ -71,12 +73,14 @@ class Role(Protocol):
 
     def submit(self, request: Request, submit: Submit) -> None:
         """A request of one of `phases` has come."""
+        self.worker.compute(request)
 
     def cancel(self, key: Key) -> None:
         """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed."""
 
     def promised(self) -> Promised:
         """Requests of this role that will need blocks and have none yet."""
+        return Promised()
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
