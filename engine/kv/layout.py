@@ -10,9 +10,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KVDtype = Literal["float32", "bfloat16", "float16"]
 Order = Literal["NHD", "HND"]
 
-Layers = tuple[int, int]
-"""The first of them, and their number."""
-
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -54,11 +51,6 @@ class KVLayout:
         return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of one token's KV in one layer."""
-        return self.token_bytes // self.layers
-
-    @property
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
 
@@ -97,17 +89,12 @@ class KVLayout:
         return None
 
 
-def memory_runs(layout: KVLayout, blocks: Iterable[int], layers: Layers) -> Iterator[tuple[int, int]]:
-    """[first, end) of each run of a pool's bytes that these layers of `blocks` are, in their order.
-
-    Blocks that are neighbours make one run where all of their layers are meant.
-    """
-    block_bytes = layout.block_bytes
-    skip = layers[0] * layout.layer_bytes * layout.block_size
-    size = layers[1] * layout.layer_bytes * layout.block_size
+def memory_runs(layout: KVLayout, blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """[first, end) of each run of bytes that `blocks` are in a pool, in their order; neighbours make one run."""
+    size = layout.block_bytes
     first = end = -1
     for block in blocks:
-        start = block * block_bytes + skip
+        start = block * size
         if start != end:
             if end > first:
                 yield first, end

@@ -9,33 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout, Layers, memory_runs
+from kvrelay.engine.kv.layout import KVLayout, memory_runs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class KVPool:
-    """One tensor `[block, layer, k|v, *inner]`, zeroed, so that all of its memory is there from the start.
+    """One zeroed tensor `[block, layer, k|v, *inner]`.
 
-    `read` and `write` touch the named blocks only, so that other threads may ship some blocks while a step computes in
-    others; whoever holds a block decides who may touch it. On CPU they copy in the calling thread alone and take none
-    of the forward pass's threads.
+    `read` and `write` touch the named blocks only, so other threads may send some blocks while a step computes in
+    others; the holder of a block decides who may touch it. On the CPU they copy in the calling thread and use none of
+    the forward pass's threads.
 
-    A frame is the bytes of tokens [first_token, first_token + num_tokens) of one sequence in `layers` (first, number;
-    all of them unless given), `first_token` being the first of a block: whole blocks as they lie in the pool, then what
-    the tokens use of a partial last block, compacted.
+    A frame is the KV of tokens [first_token, first_token + num_tokens) of one sequence, where `first_token` is the
+    first of a block: whole blocks as they lie in the pool, then what the tokens use of a partial last block, compacted.
 
         whole      [layer, k|v, *inner] each
         partial    [layer, k|v, slot, head, dim] of its first slots (NHD), or [layer, k|v, head, slot, dim] (HND)
 
-    In host memory `runs` gives a frame's whole blocks as they lie there, to be sent or received without a copy.
+    In host memory, `runs` gives a frame's whole blocks in place, to be sent or received without a copy.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        # Written to now: the memory is taken at start, where running out of it is a clear error, and not as blocks are
-        # first used, so that a worker's size doesn't grow with the requests it served.
+        # Zeroed now, so that all memory is taken at start, where running out of it is a clear error. Otherwise a
+        # worker's size would grow as blocks are first used.
         self.tensor = _empty(layout.shape(num_blocks), TORCH_DTYPES[layout.dtype], torch.device(device)).zero_()
         self._bytes = self.tensor.view(torch.uint8)
         # Block by block, a GPU would spend its time on starting copies.
@@ -46,26 +45,21 @@ class KVPool:
         """Tokens that the pool holds at most."""
         return self.num_blocks * self.layout.block_size
 
-    def runs(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None = None
-    ) -> list[memoryview]:
-        """The whole blocks of a frame where they lie: writable bytes, in the frame's order, neighbours in one run.
+    def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
+        """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
 
         Raises:
             ValueError: as `read`, or the pool isn't in host memory.
         """
         if self._bytes.device.type != "cpu":
             raise ValueError(f"the KV pool is on {self._bytes.device}; runs are of host memory only")
-        layers = layers or (0, self.layout.layers)
-        self._check_range(blocks, first_token, num_tokens, layers)
+        self._check_range(blocks, first_token, num_tokens)
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
         memory = memoryview(self._bytes.view(-1).numpy().data)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used, layers)]
+        return [memory[first:end] for first, end in memory_runs(self.layout, used)]
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor, layers: Layers | None = None
-    ) -> int:
+    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor) -> int:
         """Copies a frame into the beginning of `out`.
 
         Args:
@@ -73,24 +67,20 @@ class KVPool:
             out: uint8, contiguous, at least `num_tokens * layout.token_bytes` long.
 
         Returns:
-            The frame's bytes, `num_tokens * layout.token_bytes` where it has all layers.
+            The frame's bytes, `num_tokens * layout.token_bytes`.
 
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
-        layers = layers or (0, self.layout.layers)
-        size = self._check(blocks, first_token, num_tokens, out, layers)
+        size = self._check(blocks, first_token, num_tokens, out)
         if self._by_kernel:
-            used = self._used(blocks, first_token, num_tokens)
-            self._gather(used, num_tokens, out[:size], layers)
+            self._gather(self._used(blocks, first_token, num_tokens), num_tokens, out[:size])
         else:
-            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, layers):
+            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out):
                 framed[...] = pooled
         return size
 
-    def write(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor, layers: Layers | None = None
-    ) -> None:
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor) -> None:
         """Copies a frame from the beginning of `data` into the pool; the rest of a partial last block becomes zero.
 
         Args:
@@ -100,33 +90,32 @@ class KVPool:
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
-        layer, count = layers = layers or (0, self.layout.layers)
-        size = self._check(blocks, first_token, num_tokens, data, layers)
+        size = self._check(blocks, first_token, num_tokens, data)
         if self._by_kernel:
-            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size], layers)
+            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size])
             return
         end = first_token + num_tokens
         if end % self.layout.block_size:
-            self._bytes[blocks[end // self.layout.block_size], layer : layer + count].zero_()
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, layers):
+            self._bytes[blocks[end // self.layout.block_size]].zero_()
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data):
             pooled[...] = framed
 
-    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor, layers: Layers) -> None:
+    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor) -> None:
         """`read` by one kernel; `out`, as long as the frame, may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
 
         near = out.device == blocks.device
         frame = out if near else torch.empty(len(out), dtype=torch.uint8, device=blocks.device)
-        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order, layers)
+        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order)
         if not near:
             out.copy_(frame)
         self._settle()
 
-    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor, layers: Layers) -> None:
+    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor) -> None:
         """`write` by one kernel; `data`, as long as the frame, may be on another device."""
         from kvrelay.kernels.kv_gather import kv_scatter
 
-        kv_scatter(self.tensor, blocks, num_tokens, data.to(blocks.device), self.layout.order, layers)
+        kv_scatter(self.tensor, blocks, num_tokens, data.to(blocks.device), self.layout.order)
         self._settle()
 
     def _used(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
@@ -136,11 +125,11 @@ class KVPool:
         return torch.tensor(used, dtype=torch.int64, device=self.tensor.device)
 
     def _settle(self) -> None:
-        """Waits for this thread's copies on a GPU: what comes after may be on another thread, or another stream."""
+        """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
         if self._bytes.is_cuda:
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
-    def _check_range(self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers) -> None:
+    def _check_range(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> None:
         size, end = self.layout.block_size, first_token + num_tokens
         if first_token < 0 or first_token % size:
             raise ValueError(f"first_token is {first_token}; allowed: multiples of the block size, {size}")
@@ -151,36 +140,32 @@ class KVPool:
         used = blocks[first_token // size : self.layout.blocks_for(end)]
         if min(used) < 0 or max(used) >= self.num_blocks:
             raise ValueError(f"blocks holds {min(used)} to {max(used)}; allowed: 0 to {self.num_blocks - 1}")
-        layer, count = layers
-        if not (layer >= 0 and 1 <= count <= self.layout.layers - layer):
-            raise ValueError(f"layers are {count} from {layer} on; there are {self.layout.layers}")
 
-    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, layers: Layers) -> int:
-        """Bytes of the frame, if there can be one."""
-        self._check_range(blocks, first_token, num_tokens, layers)
-        needed = num_tokens * self.layout.layer_bytes * layers[1]
+    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor) -> int:
+        """Bytes of the frame, after all checks."""
+        self._check_range(blocks, first_token, num_tokens)
+        needed = num_tokens * self.layout.token_bytes
         if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or len(frame) < needed:
             raise ValueError(f"frame is {frame.dtype} {list(frame.shape)}; allowed: torch.uint8 [{needed} or more]")
         return needed
 
     def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, layers: Layers
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor
     ) -> Iterator[tuple[Any, Any]]:
         """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of.
 
-        NumPy arrays when both are on CPU, for torch would split a copy of this size over threads; else tensors.
+        NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
         on_cpu = self._bytes.device.type == frame.device.type == "cpu"
         pool: Any = self._bytes.numpy() if on_cpu else self._bytes
         rest: Any = frame.numpy() if on_cpu else frame
         layout = self.layout
-        layer, count = layers
         index = first_token // layout.block_size
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block = pool[blocks[index], layer : layer + count]
+            block = pool[blocks[index]]
             piece = block[:, :, :used] if layout.order == "NHD" else block[:, :, :, :used]
-            size = used * layout.layer_bytes * count
+            size = used * layout.token_bytes
             yield piece, rest[:size].reshape(piece.shape)
             rest = rest[size:]
             num_tokens -= used

@@ -28,23 +28,19 @@ def pools(order: Order) -> tuple[KVPool, KVPool]:
     blocks=st.permutations(range(7)),
     first=st.integers(0, 2),
     tokens=st.integers(1, 4 * SIZE),
-    layers=st.sampled_from([None, (0, 1), (1, 2)]),
 )
-def test_frames_are_the_same_bytes(
-    order: Order, blocks: list[int], first: int, tokens: int, layers: tuple[int, int] | None
-) -> None:
+def test_frames_are_the_same_bytes(order: Order, blocks: list[int], first: int, tokens: int) -> None:
     by_kernel, plain = pools(order)
-    room = tokens * plain.layout.token_bytes + 5
-    frames = [torch.zeros(room, dtype=torch.uint8) for _ in range(2)]
+    size = tokens * plain.layout.token_bytes + 5
+    frames = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     sizes = [
-        pool.read(blocks, first * SIZE, tokens, frame, layers)
-        for pool, frame in zip((by_kernel, plain), frames, strict=True)
+        pool.read(blocks, first * SIZE, tokens, frame) for pool, frame in zip((by_kernel, plain), frames, strict=True)
     ]
     assert sizes[0] == sizes[1]
     assert torch.equal(*frames)
-    data = torch.randint(0, 256, (room,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     for pool in (by_kernel, plain):
-        pool.write(blocks, first * SIZE, tokens, data, layers)
+        pool.write(blocks, first * SIZE, tokens, data)
     assert torch.equal(by_kernel.tensor.cpu().view(torch.int16), plain.tensor.view(torch.int16))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, Layers, memory_runs
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, memory_runs
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request
@@ -104,42 +104,32 @@ class HashPool:
         whole = torch.from_numpy(self.array).view(getattr(torch, self.layout.dtype))
         return whole.view(self.layout.shape(self.num_blocks))
 
-    def runs(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None = None
-    ) -> list[memoryview]:
+    def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
         """The whole blocks of a token range where they lie."""
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
         memory = memoryview(self.array.reshape(-1).data)
-        whole = layers or (0, self.layout.layers)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used, whole)]
+        return [memory[first:end] for first, end in memory_runs(self.layout, used)]
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes", layers: Layers | None = None
-    ) -> int:
+    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes") -> int:
         """Copies the KV of a token range of a sequence into the start of `out`; returns the bytes."""
         target = _flat(out)
         offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens, layers):
+        for piece in self._pieces(blocks, first_token, num_tokens):
             target[offset : offset + piece.size] = piece.reshape(-1)
             offset += piece.size
         return offset
 
-    def write(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes", layers: Layers | None = None
-    ) -> None:
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes") -> None:
         """Copies what `read` yields into the pool."""
         source = _flat(data)
         offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens, layers):
+        for piece in self._pieces(blocks, first_token, num_tokens):
             piece[...] = source[offset : offset + piece.size].reshape(piece.shape)
             offset += piece.size
 
-    def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None
-    ) -> Iterable[NDArray[np.uint8]]:
+    def _pieces(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Iterable[NDArray[np.uint8]]:
         """Views of the whole blocks, then of the used slots of a partial last one."""
-        layer, count = layers or (0, self.layout.layers)
         size = self.layout.block_size
         if first_token % size:
             raise ValueError(f"first_token is {first_token}; it must be a multiple of {size}")
@@ -147,7 +137,7 @@ class HashPool:
             raise ValueError(f"num_tokens is {num_tokens} from {first_token} on; {len(blocks)} blocks are held")
         for start in range(first_token, first_token + num_tokens, size):
             used = min(size, first_token + num_tokens - start)
-            block = self._blocks[blocks[start // size], layer : layer + count]
+            block = self._blocks[blocks[start // size]]
             yield block[:, :, :used] if self.layout.order == "NHD" else block[:, :, :, :used]
 
 
