@@ -35,7 +35,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.step_inputs import StepInputs
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.ops import Linear
-from kvrelay.kernels.sample import UNSOUND, Choices, sample
+from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
 """Token ids that a row may be forbidden at most: more than requests may name, and a model's own end-of-sequence ids."""
@@ -56,7 +56,7 @@ class GpuStep:
         plan = self._plan
         tokens = self._tokens[: plan.num_rows].tolist()
         sampled = plan.sample.tolist()
-        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == UNSOUND]
+        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
         return StepOutput(
             tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(nonfinite)
         )
@@ -93,7 +93,7 @@ class GpuRunner:
         windows = tuple(window if window < spec.max_context else 0 for window in model.config.traits.windows)
         self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
         self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
-        self._sampled = torch.full((rows,), UNSOUND, dtype=torch.int64, device=self.device)
+        self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._capture = capture
         self._sizes = batch_sizes(rows)
