@@ -1,4 +1,4 @@
-"""The GPU kernels and the engine on them: checked, timed, and held against what the device can do.
+"""Checks and times the GPU kernels and the engine, and compares them with the limits of the device.
 
     python benchmarks/gpu.py [--only SECTION,...] [--seconds 540] [--out FILE] [--dry-run]
 
@@ -11,13 +11,13 @@
     engine       an 8B Llama shape with random weights through scheduler and runner, next to transformers
     profile      kernels of a layer, and the device's idle time within a graph's replay
 
-Needs neither Ray nor a checkpoint nor a network. Each kernel's result is compared with float64 before it is timed;
-times are CUDA events around one launch on cold caches, medians of up to 40 with the 10th and 90th percentile. A share
-is of the bytes that must move, or the operations that must be done, in that time, over what a copy of 1 GiB (read and
-written bytes) or an 8192-cubed bfloat16 product by cuBLAS reaches on the same device right before.
+Needs no Ray, no checkpoint and no network. Each kernel's result is compared with float64 before it is timed. Times are
+CUDA events around one launch with cold caches: the median of up to 40, with the 10th and 90th percentile. A share is
+the rate of bytes that must move, or of operations that must be done, divided by the rate that a copy of 1 GiB (bytes
+read and written) or an 8192-cubed bfloat16 product by cuBLAS reaches on the same device just before.
 
 Without a GPU, or with --dry-run, every case runs at a tiny size in Triton's interpreter and is checked, not timed. The
-exit status is 1 if any result is wrong. Results are written after each section: a run cut short keeps what it has.
+exit status is 1 if any result is wrong. Results are written after each section, so an interrupted run keeps them.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SECTIONS = ("elementwise", "gemv", "sample", "decode", "prefill", "kv", "engine"
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (128, 1024, 4096, 16384, 32768)
 RIVAL_TOKENS = 200_000
-"""Of KV that transformers' cache is given at most: it is beside ours, and is copied at every step."""
+"""Largest KV of transformers' cache, which is copied at every step and shares the memory with our pool."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("no GPU here: a dry run, in which nothing is timed", flush=True)
         dry = True
     if dry:
-        # Read by Triton as the kernels' modules are imported.
+        # Triton reads this when the kernels' modules are imported.
         os.environ["TRITON_INTERPRET"] = "1"
     from gpu_measure import Machine
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         results["sections"][name] = {"rows": rows}
         try:
             complete = SECTION_RUNS[name](machine, rows, deadline)
-        except Exception as error:  # noqa: BLE001  # the other sections' figures are worth having
+        except Exception as error:  # noqa: BLE001  # the other sections' figures are still useful
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             results["sections"][name]["error"] = f"{type(error).__name__}: {error}"
             complete = sound = False
@@ -136,7 +136,7 @@ Section = Callable[[Any, list[dict[str, Any]], float], bool]
 
 
 def kernel_section(module: str, function: str) -> Section:
-    """A section of cases that `function` of `module` yields; False if time ran out before the last."""
+    """A section of the cases that `function` of `module` yields. It returns False if time ran out before the last."""
 
     def run(machine: Any, rows: list[dict[str, Any]], deadline: float) -> bool:
         from gpu_measure import describe
@@ -191,14 +191,14 @@ def engine_section(machine: Any, rows: list[dict[str, Any]], deadline: float) ->
 
 
 def show(machine: Any, row: dict[str, Any]) -> None:
-    """Prints a row, of a dry run without its times, which mean nothing."""
+    """Prints a row; in a dry run without times, which mean nothing there."""
     shown = {name: value for name, value in row.items() if not machine.dry or name in ("prompt", "batch", "context")}
     print(json.dumps(shown), flush=True)
 
 
 def profile_section(machine: Any, rows: list[dict[str, Any]], deadline: float) -> bool:
     if machine.dry:
-        print("needs a GPU's own clock: left out", flush=True)
+        print("skipped: needs the clock of a GPU", flush=True)
         return False
     from gpu_engine import Bench
 

@@ -1,4 +1,4 @@
-"""The cases of attention and of moving KV; see `gpu.py`."""
+"""The cases of attention and of KV copies; see `gpu.py`."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrelay.engine.attention.triton import architecture_of
-from kvrelay.kernels import kv_checksum, kv_gather
-from kvrelay.kernels.cpu.kv_checksum import kv_checksum as host_checksum
+from kvrelay.kernels import kv_checksum, kv_gather, reference
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import DecodeSplits, count_splits, paged_decode, splits_span
@@ -23,9 +22,9 @@ from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
 TOLERANCE = 1.5e-2
 BLOCK = 16
 TMA_BLOCK = 128
-"""Slots of a page that a tile of keys fills, so that TMA brings it."""
+"""Slots of a page that a tile of keys fills, so that it is loaded by TMA."""
 CHECKED = 64
-"""Queries of a long prompt that are checked: its last ones, which see the most."""
+"""Queries of a long prompt that are checked: the last ones, which see the most keys."""
 
 
 class Paged:
@@ -49,7 +48,7 @@ class Paged:
 
 
 def moving(machine: Machine) -> Iterator[Case]:
-    """Frames of an 8B Llama's KV, out of the pool and into it, and their checksums."""
+    """Frames of an 8B Llama's KV, read from the pool and written into it, and their checksums."""
     layers, kv_heads, dim = (2, 2, 16) if machine.dry else (32, 8, 128)
     for tokens in (20, 40) if machine.dry else (256, 4096):
         count = -(-tokens // BLOCK)
@@ -80,7 +79,7 @@ def moving(machine: Machine) -> Iterator[Case]:
         moved = kv_gather.bytes_moved(len(frame))
         yield Case("kv_gather", name, gather, lambda expected=expected: expected, 0.0, bytes=moved, part=first)
         yield Case("kv_scatter", name, scatter, lambda expected=expected: expected, 0.0, bytes=moved, part=scattered)
-        host = torch.from_numpy(np.array([host_checksum(frame.cpu().numpy().data)], np.uint64).view(np.int32))
+        host = torch.from_numpy(np.array([reference.kv_checksum(frame.cpu().numpy().data)], np.uint64).view(np.int32))
         yield Case(
             "kv_checksum",
             name,
@@ -104,7 +103,7 @@ def exact_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def prefill(machine: Machine) -> Iterator[Case]:
-    """One long prompt, several short ones, and a chunk behind a context; causal, 32 query heads on 8."""
+    """One long prompt, several short ones, and a chunk after a context; 32 query heads on 8 KV heads."""
     if machine.dry:
         shapes = [(1, 0, 40, 4, 2, 16, BLOCK), (2, 24, 17, 4, 2, 16, BLOCK)]
     else:
@@ -133,13 +132,17 @@ def _prefill(
     def exact() -> Tensor:
         return exact_attention(query[-checked:], keys[-1], values[-1])
 
+    def run() -> Tensor:
+        flash_prefill(query, paged.kv, paged.tables, tiles, tile, 0, out)
+        return out
+
     rivals: dict[str, Callable[[], Tensor]] = {}
     timed = not machine.dry and block == BLOCK
     if timed and start == 0:
         q = query.view(rows, length, heads, dim).transpose(1, 2).contiguous()
         rivals |= _dense_rivals(q, keys, values)
     if timed:
-        rivals |= _flashinfer_prefill(query, paged, start, length)
+        rivals |= _flashinfer(query, paged, length)
     return Case(
         "flash_prefill",
         {
@@ -151,7 +154,7 @@ def _prefill(
             "block": block,
             "tma": tile.tma,
         },
-        lambda: flash_prefill(query, paged.kv, paged.tables, tiles, tile, 0, out),
+        run,
         exact,
         TOLERANCE,
         flops=flops(starts.tolist(), lengths.tolist(), heads, dim),
@@ -161,7 +164,7 @@ def _prefill(
 
 
 def _dense_rivals(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """torch's own on contiguous [R, H, T, D]: without the block table that a server needs."""
+    """torch's own kernels on contiguous [R, H, T, D], without the block table that a server needs."""
 
     def sdpa(backend: SDPBackend) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -187,7 +190,7 @@ def _flex(length: int, device: torch.device) -> Callable[..., Tensor]:
 
 
 def decode(machine: Machine) -> Iterator[Case]:
-    """From one short context to many long ones; 64k tokens of KV in all are what the limit is asked for."""
+    """From one short context to many long ones, up to 256k tokens of KV in all."""
     if machine.dry:
         yield from (_decode(machine, rows, context, (4, 2, 16), kind) for rows, context, kind in DRY_DECODES)
         return
@@ -225,11 +228,15 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
             [exact_attention(query[row : row + 1], exact_keys[row], exact_values[row]) for row in range(rows)]
         )
 
+    def run() -> Tensor:
+        paged_decode(query, kv, paged.tables, paged.contexts, splits, 0, out)
+        return out
+
     grouped = query.view(rows, kv_heads, -1, dim)
     rivals: dict[str, Callable[[], Tensor]] = {}
     if not machine.dry and kind == machine.dtype:
         rivals["SDPA"] = lambda: scaled_dot_product_attention(grouped, keys, values)
-        rivals |= _flashinfer_decode(query, paged)
+        rivals |= _flashinfer(query, paged)
     return Case(
         "paged_decode",
         {
@@ -240,7 +247,7 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
             "kv": str(kind)[6:],
             "splits": count,
         },
-        lambda: paged_decode(query, kv, paged.tables, paged.contexts, splits, 0, out),
+        run,
         exact,
         TOLERANCE,
         bytes=decode_bytes(contexts, heads, kv_heads, dim, query.element_size(), kind.itemsize),
@@ -248,7 +255,8 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
     )
 
 
-def _flashinfer_decode(query: Tensor, paged: Paged) -> dict[str, Callable[[], Tensor]]:
+def _flashinfer(query: Tensor, paged: Paged, length: int | None = None) -> dict[str, Callable[[], Tensor]]:
+    """FlashInfer, where it can be imported: prefill of the last `length` tokens of each row, or decode if None."""
     if importlib.util.find_spec("flashinfer") is None:
         return {}
     import flashinfer
@@ -257,34 +265,13 @@ def _flashinfer_decode(query: Tensor, paged: Paged) -> dict[str, Callable[[], Te
     _, _, _, kv_heads, block, dim = paged.pool.shape
     device = query.device
     workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
     last = torch.full((rows,), (paged.context - 1) % block + 1, dtype=torch.int32, device=device)
-    indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
-    wrapper.plan(indptr, paged.tables.flatten(), last, query.shape[1], kv_heads, dim, block, q_data_type=query.dtype)
-    return {"FlashInfer": lambda: wrapper.run(query, paged.pool[:, 0])}
-
-
-def _flashinfer_prefill(query: Tensor, paged: Paged, start: int, length: int) -> dict[str, Callable[[], Tensor]]:
-    if importlib.util.find_spec("flashinfer") is None:
-        return {}
-    import flashinfer
-
-    rows, width = paged.tables.shape
-    _, _, _, kv_heads, block, dim = paged.pool.shape
-    device = query.device
-    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-    last = torch.full((rows,), (paged.context - 1) % block + 1, dtype=torch.int32, device=device)
-    wrapper.plan(
-        torch.arange(rows + 1, dtype=torch.int32, device=device) * length,
-        torch.arange(rows + 1, dtype=torch.int32, device=device) * width,
-        paged.tables.flatten(),
-        last,
-        query.shape[1],
-        kv_heads,
-        dim,
-        block,
-        causal=True,
-        q_data_type=query.dtype,
-    )
+    counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    shared = (counts * width, paged.tables.flatten(), last, query.shape[1], kv_heads, dim, block)
+    if length is None:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(*shared, q_data_type=query.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(counts * length, *shared, causal=True, q_data_type=query.dtype)
     return {"FlashInfer": lambda: wrapper.run(query, paged.pool[:, 0])}

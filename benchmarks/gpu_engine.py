@@ -1,7 +1,8 @@
-"""The engine end to end on an 8B Llama shape with random weights, next to transformers; see `gpu.py`."""
+"""The whole engine on an 8B Llama shape with random weights, compared with transformers; see `gpu.py`."""
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -42,8 +43,8 @@ LLAMA_8B = ModelConfig(
     eos_token_ids=(),
     dtype="bfloat16",
 )
-TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
+TINY = replace(
+    LLAMA_8B,
     layers=2,
     hidden_size=64,
     intermediate_size=96,
@@ -52,15 +53,12 @@ TINY = ModelConfig(
     head_dim=16,
     vocab_size=160,
     max_positions=256,
-    norm_eps=1e-5,
     rope=RopeConfig(10000.0),
-    tie_embeddings=False,
     traits=Traits(windows=(0, 0)),
-    eos_token_ids=(),
     dtype="float16",
 )
 KV_BYTES = 72 * 2**30
-"""Of the pool on a GPU: 590k tokens of the 8B shape."""
+"""Bytes of the pool on a GPU: 590k tokens of the 8B shape."""
 STEPS = 32
 """Decode steps that are timed."""
 
@@ -101,7 +99,7 @@ class Bench:
 
     @staticmethod
     def model(machine: Machine) -> ModelConfig:
-        """Its shape."""
+        """The model's shape."""
         return TINY if machine.dry else LLAMA_8B
 
     def engine(self) -> Engine:
@@ -112,15 +110,8 @@ class Bench:
         return self.runner.pool.num_blocks * self.options.block_size
 
     def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
-        """Steps of a full batch, all of whose contexts are in the pool from the start, as on a decode worker."""
-        engine = self.engine()
-        for index in range(batch):
-            tokens = tuple((index * 31 + position) % self.config.vocab_size for position in range(context))
-            asked = Request(f"r{index}", 1, tokens, context, SamplingParams(max_tokens=steps + 8, temperature=0.0))
-            reservation = engine.scheduler.reserve(asked)
-            if reservation is None:
-                raise RuntimeError(f"no room for {batch} sequences of {context} tokens")
-            engine.scheduler.resume(asked, 1, reservation.hold)
+        """Steps of a full batch whose KV is in the pool from the start, as on a decode worker."""
+        engine = self._decoding(batch, context, steps + 8)
         for _ in range(3):
             engine.step()
         self._synchronize()
@@ -141,6 +132,21 @@ class Bench:
             "share": must_move / seconds / self.machine.limits.bytes_per_second,
         }
 
+    def _decoding(self, batch: int, context: int, max_tokens: int) -> Engine:
+        """An engine with `batch` sequences of `context` tokens, ready to decode."""
+        engine = self.engine()
+        for index in range(batch):
+            request = self._request(index, context, max_tokens)
+            reservation = engine.scheduler.reserve(request)
+            if reservation is None:
+                raise RuntimeError(f"too few free blocks for {batch} sequences of {context} tokens")
+            engine.scheduler.resume(request, 1, reservation.hold)
+        return engine
+
+    def _request(self, index: int, length: int, max_tokens: int) -> Request:
+        tokens = tuple((index * 31 + position) % self.config.vocab_size for position in range(length))
+        return Request(f"r{index}", 1, tokens, length, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
     def check(self) -> dict[str, Any]:
         """Whether a captured graph gives a batch the same tokens as kernels that are launched one by one."""
         rows = 2 if self.machine.dry else 8
@@ -149,9 +155,7 @@ class Bench:
         for runner in (self.runner, plain):
             engine = engine_on(runner, self.options)
             for index in range(rows):
-                tokens = tuple((index * 31 + position) % self.config.vocab_size for position in range(12))
-                params = SamplingParams(max_tokens=6, temperature=0.0)
-                engine.scheduler.add(Request(f"r{index}", 1, tokens, 12, params))
+                engine.scheduler.add(self._request(index, 12, 6))
             heard.append({})
             while engine.has_work:
                 for report in engine.step():
@@ -165,8 +169,7 @@ class Bench:
         engine = self.engine()
         seconds = []
         for attempt in range(1 if self.machine.dry else 3):
-            tokens = tuple((attempt * 7 + position) % self.config.vocab_size for position in range(length))
-            engine.scheduler.add(Request("p", attempt, tokens, length, SamplingParams(max_tokens=1, temperature=0.0)))
+            engine.scheduler.add(self._request(attempt, length, 1))
             self._synchronize()
             began = time.perf_counter()
             while engine.has_work:
@@ -187,14 +190,8 @@ class Bench:
         }
 
     def profile(self, batch: int, context: int) -> dict[str, Any]:
-        """What a graph's replay is made of: kernels of a layer, and how long the device idles between them."""
-        engine = self.engine()
-        for index in range(batch):
-            asked = Request(f"r{index}", 1, (1,) * context, context, SamplingParams(max_tokens=40, temperature=0.0))
-            reservation = engine.scheduler.reserve(asked)
-            if reservation is None:
-                raise RuntimeError(f"no room for {batch} sequences of {context} tokens")
-            engine.scheduler.resume(asked, 1, reservation.hold)
+        """The kernels of a layer in a graph's replay, and how long the device idles between them."""
+        engine = self._decoding(batch, context, 40)
         for _ in range(5):
             engine.step()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -243,7 +240,7 @@ def _rotation_intervals(kernels: list[tuple[float, float, str]]) -> Iterator[tup
 
 
 def random_weights(config: ModelConfig, device: torch.device) -> tuple[Weights, int]:
-    """Weights made on the device, and the bytes of those that a decode step reads whole."""
+    """Random weights on the device, and the bytes of those that a decode step reads."""
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[config.dtype]
     read = 0
 
@@ -283,7 +280,7 @@ def random_weights(config: ModelConfig, device: torch.device) -> tuple[Weights, 
 
 
 class Transformers:
-    """The same shape in transformers, with its own cache; what a decode step of it takes."""
+    """The same shape in transformers, with its own cache."""
 
     def __init__(self, machine: Machine, config: ModelConfig) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -312,7 +309,7 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
-        """Steps on a cache that is filled from the start."""
+        """Times decode steps on a cache that is full from the start."""
         from transformers import DynamicCache
 
         config, device = self.config, self.machine.device

@@ -15,7 +15,7 @@ from kvrelay.kernels.quant_gemv import QuantGemv, quantize_int4, quantize_int8
 from kvrelay.kernels.reference import token_probabilities
 
 TOLERANCE = 1.5e-2
-"""bfloat16 keeps 8 bits; results are held against the same inputs in float64."""
+"""bfloat16 has 8 bits; results are compared with the same inputs in float64."""
 
 
 def elementwise(machine: Machine) -> Iterator[Case]:
@@ -139,11 +139,11 @@ def sampler(machine: Machine) -> Iterator[Case]:
             choices.top_p.fill_(top_p)
             choices.min_p.fill_(min_p)
             choices.keys.random_(-(2**31), 2**31 - 1)
-            scratch = torch.empty(rows, vocabulary, dtype=torch.int32, device=machine.device)
+            workspace = torch.empty(rows, vocabulary, dtype=torch.int32, device=machine.device)
             tokens = torch.empty(rows, dtype=torch.int64, device=machine.device)
 
-            def run(logits=logits, choices=choices, scratch=scratch, tokens=tokens) -> Tensor:
-                sampling.sample(logits, choices, scratch, tokens)
+            def run(logits=logits, choices=choices, workspace=workspace, tokens=tokens) -> Tensor:
+                sampling.sample(logits, choices, workspace, tokens)
                 return tokens
 
             yield Case(

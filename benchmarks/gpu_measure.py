@@ -1,4 +1,4 @@
-"""How `gpu.py` measures: a case is checked against float64, timed with cold caches, and held against its limit."""
+"""How `gpu.py` measures a case: checks it against float64, times it with cold caches, compares it with its limit."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 REPEATS = 40
-"""Timed runs of each function at most."""
+"""Timed runs of each function, at most."""
 FLUSH_BYTES = 256 * 2**20
 """Written between two runs: more than any L2 holds."""
 
@@ -27,9 +27,9 @@ class Case:
     tolerance: float
     """Largest error allowed, as a share of the largest exact value."""
     bytes: int = 0
-    """That must move, if memory is the limit."""
+    """Bytes that must move, if memory is the limit."""
     flops: int = 0
-    """That must be done, if arithmetic is."""
+    """Operations that must be done, if arithmetic is the limit."""
     rivals: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     part: Callable[[Tensor], Tensor] = lambda found: found
     """Of what `run` returns, the part that `exact` has."""
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device reaches at best, measured by the plainest code."""
+    """The best rates of the device, measured with simple code."""
 
     bytes_per_second: float
     """Of a copy, read and written bytes together."""
@@ -46,19 +46,19 @@ class Limits:
 
 
 class Machine:
-    """A GPU, or, for a dry run, the CPU under Triton's interpreter: there cases are checked once and not timed."""
+    """A GPU; or, in a dry run, the CPU under Triton's interpreter, where cases are checked once and not timed."""
 
     def __init__(self, dry: bool) -> None:
         self.dry = dry
         self.device = torch.device("cpu" if dry else "cuda")
         self.dtype = torch.float16 if dry else torch.bfloat16
-        """The interpreter has no bfloat16 that can be trusted."""
+        """float16 in the interpreter, whose bfloat16 isn't reliable."""
         self.processors = 132 if dry else torch.cuda.get_device_properties(0).multi_processor_count
         self._flush = torch.empty(1 if dry else FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         self.limits = Limits(1.0, 1.0) if dry else self._measure_limits()
 
     def time(self, run: Callable[[], object], seconds: float = 1.0) -> dict[str, float]:
-        """Median and spread of so many runs as fit into about `seconds`, each on cold caches: seconds."""
+        """Median and percentiles, in seconds, of the runs that fit into about `seconds`, each with cold caches."""
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -82,7 +82,7 @@ class Machine:
         }
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Checks and times a case; the row of the results."""
+        """Checks and times a case; returns its row of the results."""
         found, exact = case.part(case.run()), case.exact()
         scale = float(exact.abs().max()) or 1.0
         error = float((found.double() - exact.double()).abs().max()) / scale

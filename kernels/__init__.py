@@ -1,1 +1,1 @@
-"""One file per kernel, with `reference.py` as the plain-torch oracle of each."""
+"""One file for each Triton kernel; `reference.py` defines in plain torch what each must compute."""

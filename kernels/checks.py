@@ -1,17 +1,22 @@
-"""Checks of what is handed to a kernel: a wrong pointer there is memory corruption, not an error."""
+"""Checks of a kernel's arguments: inside a kernel, a wrong pointer corrupts memory instead of raising an error."""
 
+import torch
 from torch import Tensor
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of this shape, and of the type and device of `like`."""
-    if tensor.dtype != like.dtype:
-        raise ValueError(f"{name} is {tensor.dtype}; allowed: {like.dtype}")
-    check_placed(name, tensor, shape, like)
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, *dtypes: torch.dtype) -> None:
+    """Checks that `tensor` is contiguous, of this shape, on the device of `like`, and of one of `dtypes`.
 
+    Args:
+        name: of the argument, for the error.
+        dtypes: the type of `like` unless given.
 
-def check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of this shape, and on the device of `like`."""
+    Raises:
+        ValueError: it isn't; the text has the value and what is allowed.
+    """
+    dtypes = dtypes or (like.dtype,)
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}; allowed: {list(shape)}")
     if not tensor.is_contiguous():

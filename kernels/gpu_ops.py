@@ -1,6 +1,6 @@
 """The model's operations on GPU: Triton kernels, and cuBLAS for dense products.
 
-Under Triton's interpreter the same functions run on CPU tensors.
+Triton's interpreter runs the same functions on CPU tensors.
 """
 
 from torch import Tensor

@@ -1,17 +1,17 @@
-"""A 64-bit checksum of bytes that any number of programs can compute at once.
+"""A 64-bit checksum of bytes, which any number of programs compute in parallel.
 
     sum = mix(length ^ LENGTH) + sum_i mix(word[i] ^ (i + 1) * POSITION)     modulo 2^64
     mix(x): x ^= x >> 30, x *= M1, x ^= x >> 27, x *= M2, x ^= x >> 31
 
-    data   uint8 [length] contiguous, from an address that is a multiple of 8 on; any length
-    word   its little-endian words of 8 bytes, the last one filled up with zeros
-    out    int64 [1], the sum's bits
+    data   uint8 [length] contiguous, any length, at an address that is a multiple of 8
+    word   its little-endian words of 8 bytes, the last one padded with zeros
+    out    int64 [1], the bits of the sum
 
 `mix` is a bijection, so a change within one word always changes the sum: every flipped bit, and every burst of errors
 in 8 aligned bytes. Any other change (swapped words or blocks, truncation, appended zeros) adds differences of mixed
-values that behave as independent and uniform, and goes unseen with probability 2^-64. It guards against faults and not
-against an adversary, who can construct a collision. Sums of integers don't depend on their order: neither does the
-result on the grid.
+values that behave as independent and uniform, and stays undetected with probability 2^-64. The checksum detects faults.
+It doesn't stop an adversary, who can construct a collision. A sum of integers doesn't depend on their order, so the
+result doesn't depend on the grid.
 
 Grid: (ceil(words / SPAN),). Limit: memory. `bytes_moved` counts it.
 Source of `mix`: Stafford's variant 13, as in Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 BLOCK = 1024
 SPAN = 8 * BLOCK
-"""Words of a program."""
+"""Words for each program."""
 POSITION = 0x9E3779B97F4A7C15
 LENGTH = 0xD1B54A32D192ED03
 M1 = 0xBF58476D1CE4E5B9
@@ -32,7 +32,7 @@ M2 = 0x94D049BB133111EB
 
 
 def bytes_moved(length: int) -> int:
-    """Bytes that must move."""
+    """Bytes that must move: each is read once."""
     return length
 
 
@@ -43,7 +43,7 @@ def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
     return x ^ (x >> 31)
 
 
-# A length of 1 would be made a constant, which has no type.
+# Triton would make a length of 1 a constant, which has no type.
 @triton.jit(do_not_specialize=["length"])
 def kv_checksum_kernel(
     words,
@@ -58,7 +58,7 @@ def kv_checksum_kernel(
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    # Even, so that masks leave vectors of 16 bytes whole; what is left is in `tail`.
+    # An even number of words, so that no mask cuts a vector of 16 bytes; `tail` has the remaining bytes.
     count = length // 16 * 2
     total = tl.zeros((BLOCK,), tl.uint64)
     for step in range(STEPS):
@@ -68,14 +68,14 @@ def kv_checksum_kernel(
         total += tl.where(index < count, mixed, 0)
     part = tl.sum(total, 0)
     if program == 0:
-        place = tl.arange(0, 16)
-        rest = tl.load(tail + place, mask=place < length % 16, other=0).to(tl.uint64)
-        rest = rest << (place % 8 * 8).to(tl.uint64)
+        byte = tl.arange(0, 16)
+        rest = tl.load(tail + byte, mask=byte < length % 16, other=0).to(tl.uint64)
+        rest = rest << (byte % 8 * 8).to(tl.uint64)
         position = (count + 1).to(tl.uint64) * POSITION
         if length % 16 > 0:
-            part += _mix(tl.sum(tl.where(place < 8, rest, 0), 0) ^ position, M1, M2)
+            part += _mix(tl.sum(tl.where(byte < 8, rest, 0), 0) ^ position, M1, M2)
         if length % 16 > 8:
-            part += _mix(tl.sum(tl.where(place >= 8, rest, 0), 0) ^ (position + POSITION), M1, M2)
+            part += _mix(tl.sum(tl.where(byte >= 8, rest, 0), 0) ^ (position + POSITION), M1, M2)
         part += _mix(length.to(tl.uint64) ^ LENGTH, M1, M2)
     tl.atomic_add(out, part.to(tl.int64, bitcast=True), sem="relaxed")
 
@@ -84,12 +84,12 @@ def kv_checksum(data: Tensor) -> Tensor:
     """The checksum of `data`, int64 [1] on its device; `int(...) % 2**64` is the number.
 
     Raises:
-        ValueError: `data` isn't contiguous bytes from a multiple of 8 on.
+        ValueError: `data` isn't contiguous bytes at a multiple of 8.
     """
     if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
         raise ValueError(f"data is {data.dtype} {list(data.shape)}; allowed: torch.uint8 [length], contiguous")
     if data.data_ptr() % 8 or data.storage_offset() % 8:
-        raise ValueError("data begins between words; allowed: multiples of 8 bytes")
+        raise ValueError("data isn't aligned; allowed: addresses that are multiples of 8 bytes")
     length = len(data)
     whole = length // 16 * 16
     out = torch.zeros(1, dtype=torch.int64, device=data.device)

@@ -2,17 +2,17 @@
 
     frame = for each block of the tokens, in order:  [layer, k|v, head, slot, D]  of its used slots (HND)
                                                      [layer, k|v, slot, head, D]                    (NHD)
-    used slots: all of them but in the last block, which may be partial; layers and heads: ranges of the pool's
+    used slots: all of a block, but of the last one only those that have a token; layers and heads: ranges of the pool's
 
     pool     [block, layer, k|v, *inner, D] contiguous, of any type; inner is (Hkv, slot) for HND, (slot, Hkv) for NHD
-    blocks   int64 [N] or int32 [N]: the blocks of the frame's tokens, the first token in the first slot of the first
+    blocks   int64 [N] or int32 [N]: the blocks of the frame's tokens; the first token is in slot 0 of the first block
     frame    uint8, contiguous
 
-`kv_scatter` also sets the rest of a partial last block to 0, in these layers and heads. In a pool of 8 bits, scales
-move the same way: they are a pool with D = 1.
+`kv_scatter` also sets the unused slots of the last block to 0, in these layers and heads. The scales of a pool of 8
+bits are copied the same way: they are a pool with D = 1.
 
-Grid: (N, 2 * layers); a program copies one block's keys, or values, of one layer, in vectors of 16 bytes where D allows
-it. Limit: memory. `bytes_moved` counts it.
+Grid: (N, 2 * layers); a program copies the keys, or the values, of one block and layer, in vectors of 16 bytes where D
+allows it. Limit: memory. `bytes_moved` counts it.
 """
 
 from typing import Any, Literal
@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_placed
+from kvrelay.kernels.checks import check_tensor
 
 Order = Literal["NHD", "HND"]
 Range = tuple[int, int]
-"""The first of them, and their number."""
+"""The first one, and how many."""
 
 TILE_WORDS = 2048
 
@@ -36,7 +36,7 @@ def bytes_moved(frame_bytes: int) -> int:
     return 2 * frame_bytes
 
 
-# A number that is 1 would be made a constant, which can't be said to be a multiple of anything.
+# Triton would make an argument of 1 a constant, which `tl.multiple_of` doesn't take.
 @triton.jit(do_not_specialize=["num_tokens", "heads", "pool_heads"])
 def kv_copy_kernel(
     pool,
@@ -60,26 +60,27 @@ def kv_copy_kernel(
     plane = tl.program_id(1)
     block = tl.load(blocks + index).to(tl.int64)
     used = tl.minimum(num_tokens - index * BLOCK_SIZE, BLOCK_SIZE).to(tl.int32)
-    # Runs of the frame lie one after another, runs of the pool `stride` apart.
+    # The runs of the frame follow one another; those of the pool are `stride` apart, `whole_runs` of `whole_run` words
+    # with the unused slots.
     if HEADS_FIRST:
         runs = heads
-        all_runs = heads
+        whole_runs = heads
         run = used * WORDS
-        all_of_run = BLOCK_SIZE * WORDS
+        whole_run = BLOCK_SIZE * WORDS
         stride = BLOCK_SIZE * WORDS
     else:
         runs = used
-        all_runs = BLOCK_SIZE
+        whole_runs = BLOCK_SIZE
         run = heads * WORDS
-        all_of_run = heads * WORDS
+        whole_run = heads * WORDS
         stride = pool_heads * WORDS
     run = tl.multiple_of(run, VECTOR)
     stride = tl.multiple_of(stride, VECTOR)
     pool += block * block_stride + plane.to(tl.int64) * plane_stride + first_word
     frame += index * tl.num_programs(1) * heads * BLOCK_SIZE * WORDS + plane.to(tl.int64) * heads * used * WORDS
     if SCATTER:
-        rows = all_runs
-        columns = all_of_run
+        rows = whole_runs
+        columns = whole_run
     else:
         rows = runs
         columns = run
@@ -87,13 +88,13 @@ def kv_copy_kernel(
         row = first_row + tl.arange(0, BLOCK_R)[:, None]
         for first_column in range(0, columns, BLOCK_C):
             column = first_column + tl.arange(0, BLOCK_C)[None, :]
-            there = (row < runs) & (column < run)
+            used_words = (row < runs) & (column < run)
             if SCATTER:
-                words = tl.load(frame + row * run + column, mask=there, other=0)
-                tl.store(pool + row * stride + column, words, mask=(row < all_runs) & (column < all_of_run))
+                words = tl.load(frame + row * run + column, mask=used_words, other=0)
+                tl.store(pool + row * stride + column, words, mask=(row < whole_runs) & (column < whole_run))
             else:
-                words = tl.load(pool + row * stride + column, mask=there, other=0)
-                tl.store(frame + row * run + column, words, mask=there)
+                words = tl.load(pool + row * stride + column, mask=used_words, other=0)
+                tl.store(frame + row * run + column, words, mask=used_words)
 
 
 def kv_gather(
@@ -105,11 +106,10 @@ def kv_gather(
     layers: Range | None = None,
     heads: Range | None = None,
 ) -> int:
-    """Copies `num_tokens` tokens' KV into the beginning of `out`; returns the frame's bytes.
+    """Copies the KV of `num_tokens` tokens to the beginning of `out`; returns the number of bytes.
 
     Args:
-        layers: all of them unless given.
-        heads: likewise.
+        layers, heads: all of them unless given.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should, or a range is outside the pool.
@@ -126,9 +126,9 @@ def kv_scatter(
     layers: Range | None = None,
     heads: Range | None = None,
 ) -> int:
-    """Copies the frame at the beginning of `frame` into the pool; other arguments, and what is raised, as `kv_gather`.
+    """Copies the frame at the beginning of `frame` into the pool; arguments and errors as of `kv_gather`.
 
-    No block may be twice in `blocks`.
+    `blocks` must not have a block twice.
     """
     return _copy(pool, blocks, num_tokens, frame, order, (layers, heads), scatter=True)
 
@@ -151,9 +151,7 @@ def _copy(
     first_head, heads = _range("heads", ranges[1], pool_heads)
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; allowed: 1 and more")
-    check_placed("blocks", blocks, (triton.cdiv(num_tokens, block_size),), pool)
-    if blocks.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"blocks is {blocks.dtype}; allowed: torch.int32, torch.int64")
+    check_tensor("blocks", blocks, (triton.cdiv(num_tokens, block_size),), pool, torch.int32, torch.int64)
     head_bytes = pool.shape[5] * pool.element_size()
     size = num_tokens * layers * 2 * heads * head_bytes
     if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or len(frame) < size:
@@ -191,8 +189,8 @@ def _copy(
     return size
 
 
-def _range(name: str, given: Range | None, there: int) -> Range:
-    first, count = given or (0, there)
-    if first < 0 or not 1 <= count <= there - first:
-        raise ValueError(f"{name} are {count} from {first} on; there are {there}")
+def _range(name: str, given: Range | None, available: int) -> Range:
+    first, count = given or (0, available)
+    if first < 0 or not 1 <= count <= available - first:
+        raise ValueError(f"{name} are {count} from {first} on; there are {available}")
     return first, count

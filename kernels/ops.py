@@ -1,4 +1,4 @@
-"""The operations that a model is written in. A module with these functions is a backend: `cpu.ops`, `gpu_ops`."""
+"""The operations that a model consists of. A module that has them is a backend: `cpu.ops`, `gpu_ops`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,7 +9,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Ops(Protocol):
-    """What such a module has; formulas and shapes are in `reference.py`."""
+    """The functions of a backend; formulas and shapes are in `reference.py`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
 

@@ -1,16 +1,20 @@
-"""A layer of a paged KV pool, as the kernels take it."""
+"""One layer of a paged KV pool as kernels take it, and the loop over its keys that both attention kernels run."""
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_placed
+from kvrelay.kernels.checks import check_tensor
 
-EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
-"""Types of a pool that has scales."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each 8-bit type that KV may be stored in. A pool of these types has scales."""
 DIMS = (16, 256)
-"""Least and largest head size that attention takes."""
+"""Smallest and largest head size that attention takes."""
+LOG2_E = 1.4426950408889634
+"""Scores are multiplied by it, because the softmax is computed with powers of 2."""
 
 
 class PagedKV(NamedTuple):
@@ -20,40 +24,55 @@ class PagedKV(NamedTuple):
     """[block, layer, k|v, Hkv, slot, D]."""
     layer: int
     scales: Tensor | None = None
-    """float32 [block, layer, k|v, Hkv, slot]; with a pool of 8 bits."""
+    """float32 [block, layer, k|v, Hkv, slot]; only with a pool of 8 bits."""
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int]:
+        """What an attention kernel takes: keys, values, the scales of both, block strides of pool and scales."""
+        pool, layer, scales = self
+        keys, values = pool[:, layer, 0], pool[:, layer, 1]
+        if scales is None:
+            return keys, values, None, None, pool.stride(0), 0
+        return keys, values, scales[:, layer, 0], scales[:, layer, 1], pool.stride(0), scales.stride(0)
 
 
-def check_attention(query: Tensor, kv: PagedKV, block_tables: Tensor, window: int) -> tuple[int, int]:
-    """(Hkv, G) of arguments of attention that fit one another.
+def check_pool(kv: PagedKV, like: Tensor) -> None:
+    """Checks that a pool is well formed, and fits the type and device of `like`.
 
     Raises:
-        ValueError: a tensor has another shape, type or device than it should.
+        ValueError: it isn't, or doesn't.
     """
     pool, layer, scales = kv
     if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
         raise ValueError(f"pool is {list(pool.shape)}; allowed: [block, layer, 2, Hkv, slot, D], contiguous")
-    layers, kv_heads, dim = pool.shape[1], pool.shape[3], pool.shape[5]
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer is {layer}; allowed: 0 to {layers - 1}")
-    if pool.device != query.device:
-        raise ValueError(f"pool is on {pool.device}; allowed: {query.device}")
+    if not 0 <= layer < pool.shape[1]:
+        raise ValueError(f"layer is {layer}; allowed: 0 to {pool.shape[1] - 1}")
+    check_tensor("pool", pool, tuple(pool.shape), like, like.dtype, *LARGEST)
+    if (pool.dtype in LARGEST) != (scales is not None):
+        raise ValueError(f"scales are {'missing' if scales is None else 'given'} for a pool of {pool.dtype}")
+    if scales is not None:
+        check_tensor("scales", scales, tuple(pool.shape[:5]), like, torch.float32)
+
+
+def check_attention(
+    query: Tensor, kv: PagedKV, block_tables: Tensor, window: int, out: Tensor
+) -> tuple[int, int, int, int]:
+    """Checks the arguments that both attention kernels have: see `flash_prefill` and `paged_decode`.
+
+    Returns:
+        Hkv, G (query heads of a KV head), slots of a block, D.
+
+    Raises:
+        ValueError: a tensor has another shape, type or device than it should.
+    """
     if not query.is_floating_point() or query.dtype.itemsize not in (2, 4):
         raise ValueError(f"query is {query.dtype}; allowed: torch.float16, torch.bfloat16, torch.float32")
+    check_pool(kv, query)
+    kv_heads, block_size, dim = kv.pool.shape[3:]
     if query.dim() != 3 or query.shape[2] != dim or not query.shape[1] or query.shape[1] % kv_heads:
         raise ValueError(f"query is {list(query.shape)}; allowed: [T, a multiple of {kv_heads}, {dim}]")
-    if not query.is_contiguous():
-        raise ValueError(f"query has strides {query.stride()}; allowed: contiguous")
+    check_tensor("query", query, tuple(query.shape), query)
     if not DIMS[0] <= dim <= DIMS[1]:
         raise ValueError(f"pool has heads of {dim}; allowed: {DIMS[0]} to {DIMS[1]}")
-    eight_bit = pool.dtype in EIGHT_BIT
-    if not eight_bit and pool.dtype != query.dtype:
-        raise ValueError(f"pool is {pool.dtype}; allowed: {query.dtype}, torch.int8, torch.float8_e4m3fn")
-    if eight_bit != (scales is not None):
-        raise ValueError(f"scales are {'missing' if eight_bit else 'given'} for a pool of {pool.dtype}")
-    if scales is not None:
-        check_placed("scales", scales, tuple(pool.shape[:5]), query)
-        if scales.dtype != torch.float32:
-            raise ValueError(f"scales is {scales.dtype}; allowed: torch.float32")
     if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
         raise ValueError(
             f"block_tables is {block_tables.dtype} {list(block_tables.shape)}; allowed: torch.int32 [R, W]"
@@ -62,4 +81,108 @@ def check_attention(query: Tensor, kv: PagedKV, block_tables: Tensor, window: in
         raise ValueError(f"block_tables is on {block_tables.device}; allowed: {query.device}")
     if window < 0:
         raise ValueError(f"window is {window}; allowed: 0 (all keys) and more")
-    return kv_heads, query.shape[1] // kv_heads
+    check_tensor("out", out, tuple(query.shape), query)
+    return kv_heads, query.shape[1] // kv_heads, block_size, dim
+
+
+@triton.jit
+def _block_ids(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block ids of keys [start, start + BLOCK_N): one where such a step lies within a page, else one for each key."""
+    key = start
+    if BLOCK_SIZE % BLOCK_N > 0:
+        key = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+
+
+@triton.jit
+def attend_keys(
+    state,
+    q,
+    scale,
+    kv,
+    row,
+    table,
+    begin,
+    end,
+    first,
+    position,
+    window,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    TMA: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Adds keys [begin, end) of one KV head to the running softmax of a tile of query rows; returns the new `state`.
+
+    The softmax is online, in base 2 and float32. The block ids of a step are loaded during the step before: loading
+    them where they are used would halve the depth of the pipeline.
+
+    Args:
+        state: weighted sum of values [BLOCK_M, BLOCK_D], largest score [BLOCK_M], sum of weights [BLOCK_M].
+        q: [BLOCK_M, BLOCK_D].
+        scale: of the scores, times log2(e).
+        kv: as `PagedKV.arguments`, offset to the head; with TMA, keys and values are a descriptor of the whole pool,
+            [rows, D], and strides count its rows.
+        row: with TMA, the head's first row of keys, and of values, in block 0.
+        table: the sequence's block table.
+        begin: a multiple of BLOCK_N.
+        first, position: either the first key that all rows see, or the position [BLOCK_M] of each row; the other None.
+        MASKED: not all rows see all of the keys.
+    """
+    total, largest, weight = state
+    keys, values, key_scales, value_scales, block_stride, scale_block_stride = kv
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, q.shape[1])
+    PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
+    blocks = _block_ids(table, begin, end, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        key = start + n
+        slot = key % BLOCK_SIZE
+        present = key < end
+        if first is not None:
+            present = (key >= first) & present
+        if TMA:
+            block_row = blocks * block_stride + start % BLOCK_SIZE
+            k = keys.load([block_row + row[0], 0])
+            v = values.load([block_row + row[1], 0])
+        else:
+            offset = (blocks.to(tl.int64) * block_stride + slot * DIM)[:, None] + d[None, :]
+            if MASKED:
+                # Slots that nobody has written yet may hold anything, and 0 times NaN is NaN.
+                loaded = present[:, None] & (d < DIM)[None, :]
+                k = tl.load(keys + offset, mask=loaded, other=0.0)
+                v = tl.load(values + offset, mask=loaded, other=0.0)
+            elif q.shape[1] == DIM:
+                k = tl.load(keys + offset)
+                v = tl.load(values + offset)
+            else:
+                loaded = (d < DIM)[None, :] & (n >= 0)[:, None]
+                k = tl.load(keys + offset, mask=loaded, other=0.0)
+                v = tl.load(values + offset, mask=loaded, other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
+        if key_scales is not None:
+            scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
+            s *= tl.load(key_scales + scale_offset, mask=present, other=0.0)[None, :]
+        if MASKED:
+            if position is None:
+                seen = present[None, :]
+            else:
+                seen = key[None, :] <= position[:, None]
+                if WINDOWED:
+                    seen &= key[None, :] > position[:, None] - window
+            s = tl.where(seen, s, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(s, 1))
+        p = tl.exp2(s - new_largest[:, None])
+        rescale = tl.exp2(largest - new_largest)
+        weight = weight * rescale + tl.sum(p, 1)
+        total = total * rescale[:, None]
+        if value_scales is not None:
+            scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
+            p *= tl.load(value_scales + scale_offset, mask=present, other=0.0)[None, :]
+        total = tl.dot(p.to(q.dtype), v.to(q.dtype), total, input_precision=PRECISION)
+        largest = new_largest
+        blocks = _block_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+    return total, largest, weight

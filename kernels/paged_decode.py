@@ -1,20 +1,21 @@
-"""Attention of one new token a sequence over paged KV, with long contexts split over programs.
+"""Attention of one new token of each sequence over paged KV, with long contexts split over several programs.
 
     s[r, h, j]  = query[r, h] . key[j, h // G] * scale     context - window <= j < context, or all j without a window
     out[r, h]   = sum_j exp(s[r, h, j] - m[r, h]) value[j, h // G] / sum_j exp(s[r, h, j] - m[r, h]),  m = max_j s
+    where G = H / Hkv, scale = 1 / sqrt(D), and the block table says where keys and values are
 
     query         [R, H, D] contiguous; D of 16 to 256
-    pool, scales  as `PagedKV` has them: of query's type, or of 8 bits with scales; the new token's own KV is in it
+    pool, scales  see `PagedKV`: of query's type, or of 8 bits with scales; the new token's own KV is already in it
     block_tables  int32 [R, W], unit stride within a row
-    contexts      int32 [R] tokens of each sequence, the new one included; 0 for a row that isn't there
+    contexts      int32 [R] tokens of each sequence, the new one included; 0 for an unused row
     splits        see `DecodeSplits`
     out           [R, H, D] contiguous; 0 where the context is 0
 
-All G query heads of a KV head are in one program, padded to the 16 rows that a matrix instruction has, so that KV is
-read once. Split i of a row has the keys [begin + i * span, begin + (i + 1) * span); a program whose split is empty ends
-at once. The grid, and with it a captured CUDA graph, depends on R and on the number of splits only: lengths and span
-are read from device memory. Each split leaves its part of the sum and the logarithm of its weight; a second kernel adds
-up the parts. The block ids of a step come from the step before, as in flash_prefill.
+One program serves all G query heads of a KV head, padded to the 16 rows of a matrix instruction, so that KV is read
+once. Split i of a row has the keys [begin + i * span, begin + (i + 1) * span); a program with an empty split ends at
+once. The grid, and with it a captured CUDA graph, depends only on R and on the number of splits: contexts and span are
+read from device memory. Each split writes its weighted sum and the logarithm of its weight; a second kernel combines
+them.
 
 Grid: (Hkv, R, splits); then (H, R). Limit: memory. `bytes_moved` counts it.
 Source: Dao et al.: Flash-Decoding, 2023; Kwon et al.: PagedAttention, arXiv:2309.06180.
@@ -28,34 +29,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_placed, check_tensor
-from kvrelay.kernels.paged import PagedKV, check_attention
+from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
-LOG2_E = 1.4426950408889634
 STEP = 64
 """Keys of a step; spans are multiples of it."""
 MIN_SPAN = 256
-"""Keys of a split at least: below, starting it costs more than it saves."""
+"""Fewest keys of a split: a smaller one costs more to start than it saves."""
 MAX_SPLITS = 64
 WAVES = 2
-"""Programs a multiprocessor is to have, so that one's loads hide the other's arithmetic."""
+"""Programs wanted for each multiprocessor, so that the loads of one hide behind the arithmetic of the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeSplits:
-    """How rows are split, and where splits leave their parts; one for each graph and window."""
+    """How rows are split, and the workspace of the splits' results; one for each graph and window."""
 
     span: Tensor
-    """int32 [1]: keys of a split. `splits_span` gives it; written before each step."""
+    """int32 [1]: keys of a split, from `splits_span`; written before each step."""
     parts: Tensor
-    """float32 [R, H, splits, D]."""
+    """float32 [R, H, splits, D]: each split's weighted sum of values."""
     weights: Tensor
-    """float32 [R, H, splits]: the binary logarithm of each part's weight."""
+    """float32 [R, H, splits]: the binary logarithm of each split's weight."""
 
     @classmethod
     def empty(cls, rows: int, heads: int, dim: int, count: int, device: torch.device) -> "DecodeSplits":
-        """Room for `count` splits of each of so many rows."""
-        # One split writes its result itself.
+        """The workspace for `count` splits of each of `rows` rows."""
+        # A row's only split writes to `out` instead.
         shape = (rows, heads, count) if count > 1 else (0, heads, count)
         return cls(
             torch.full((1,), MIN_SPAN, dtype=torch.int32, device=device),
@@ -65,33 +65,34 @@ class DecodeSplits:
 
     @property
     def count(self) -> int:
-        """Splits that a row may have."""
+        """Splits of a row at most."""
         return self.weights.shape[2]
 
 
 def count_splits(rows: int, kv_heads: int, processors: int, longest: int) -> int:
-    """Splits that a row may have: a power of two, from values that a graph is captured for.
+    """Splits of a row at most: a power of two that depends only on what a graph is captured for.
 
-    Enough for one row alone to fill the device, for lengths may be skewed; no more than there are spans in `longest`.
+    A single row must be able to fill the device, because lengths may be very unequal; more splits than there are spans
+    in `longest` would be useless.
 
     Args:
         rows: of the batch, at most.
         processors: multiprocessors of the device.
-        longest: context that a row may have; 0 keys or more.
+        longest: context that a row may have, 0 or more tokens.
     """
     fill = -(-WAVES * processors // kv_heads)
-    # Empty splits still start and end: at most 16 for each program that the device has room for.
+    # Empty splits still start and end: at most 16 for each program that the device can run at once.
     cap = max(1, 16 * WAVES * processors // (rows * kv_heads))
     most = max(1, min(fill, cap, -(-longest // MIN_SPAN), MAX_SPLITS))
     return 1 << (most - 1).bit_length() if most < MAX_SPLITS else MAX_SPLITS
 
 
 def splits_span(contexts: Sequence[int], kv_heads: int, processors: int, count: int, window: int = 0) -> int:
-    """Keys of a split, so that a step's work makes about `WAVES` programs a multiprocessor, as even as can be.
+    """Keys of a split with which a step makes about `WAVES` programs a multiprocessor, of nearly equal length.
 
     Args:
         contexts: [R] on the host.
-        count: of splits; `count` times the span covers the longest row.
+        count: splits of a row at most; `count` times the span covers the longest row.
     """
     lengths = [min(context, window) if window else context for context in contexts]
     even = -(-sum(lengths) * kv_heads // (WAVES * processors))
@@ -121,6 +122,8 @@ def paged_decode_kernel(
     values,
     key_scales,
     value_scales,
+    block_stride,
+    scale_block_stride,
     block_tables,
     contexts,
     span,
@@ -129,8 +132,6 @@ def paged_decode_kernel(
     out,
     scale,
     window,
-    block_stride,
-    scale_block_stride,
     table_stride,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -139,7 +140,6 @@ def paged_decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(2)
@@ -148,7 +148,7 @@ def paged_decode_kernel(
     first = 0
     if window > 0:
         first = tl.maximum(context - window, 0)
-    # Steps begin at a multiple of BLOCK_N, so that pages aren't cut.
+    # Steps begin at a multiple of BLOCK_N, so that none crosses the end of a page.
     origin = first // BLOCK_N * BLOCK_N
     if SPLITS == 1:
         begin = origin
@@ -161,64 +161,51 @@ def paged_decode_kernel(
             end = context
         if begin >= end:
             return
-    # Whole steps lie in one page: one id a step. Else an id for each key.
-    ONE_PAGE: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
-    table = block_tables + row * table_stride
-    within = head * BLOCK_SIZE
-    keys += within * DIM
-    values += within * DIM
+    head_offset = head * BLOCK_SIZE
+    keys += head_offset * DIM
+    values += head_offset * DIM
+    if key_scales is not None:
+        key_scales += head_offset
+        value_scales += head_offset
 
     m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     query_head = row * tl.num_programs(0) * GROUP + head * GROUP + m
-    place = query_head[:, None] * DIM + d[None, :]
+    offset = query_head[:, None] * DIM + d[None, :]
     inside = (m < GROUP)[:, None] & (d < DIM)[None, :]
-    q = tl.load(query + place, mask=inside, other=0.0)
-
-    most = tl.full((BLOCK_M,), -1.0e30, tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if ONE_PAGE:
-        blocks = tl.load(table + begin // BLOCK_SIZE, mask=begin < end, other=0)
-    else:
-        blocks = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        key = start + n
-        seen = (key >= first) & (key < end)
-        slot = key % BLOCK_SIZE
-        block_place = (blocks.to(tl.int64) * block_stride + slot * DIM)[:, None] + d[None, :]
-        loaded = seen[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + block_place, mask=loaded, other=0.0)
-        v = tl.load(values + block_place, mask=loaded, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-        if key_scales is not None:
-            scale_place = blocks.to(tl.int64) * scale_block_stride + within + slot
-            s *= tl.load(key_scales + scale_place, mask=seen, other=0.0)[None, :]
-        s = tl.where(seen[None, :], s, float("-inf"))
-        new_most = tl.maximum(most, tl.max(s, 1))
-        p = tl.exp2(s - new_most[:, None])
-        fade = tl.exp2(most - new_most)
-        weight = weight * fade + tl.sum(p, 1)
-        total = total * fade[:, None]
-        if value_scales is not None:
-            scale_place = blocks.to(tl.int64) * scale_block_stride + within + slot
-            p *= tl.load(value_scales + scale_place, mask=seen, other=0.0)[None, :]
-        total = tl.dot(p.to(q.dtype), v.to(q.dtype), total, input_precision=PRECISION)
-        most = new_most
-        ahead = start + BLOCK_N
-        if ONE_PAGE:
-            blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        else:
-            blocks = tl.load(table + (ahead + n) // BLOCK_SIZE, mask=ahead + n < end, other=0)
-
+    q = tl.load(query + offset, mask=inside, other=0.0)
+    state = (
+        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+        tl.full((BLOCK_M,), -1.0e30, tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
+    )
+    total, largest, weight = attend_keys(
+        state,
+        q,
+        scale,
+        (keys, values, key_scales, value_scales, block_stride, scale_block_stride),
+        None,
+        block_tables + row * table_stride,
+        begin,
+        end,
+        first,
+        None,
+        window,
+        MASKED=True,
+        WINDOWED=False,
+        TMA=False,
+        DIM=DIM,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_N=BLOCK_N,
+        STAGES=STAGES,
+    )
     total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
     if SPLITS == 1:
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
     else:
         part = query_head * SPLITS + split
         tl.store(parts + part[:, None] * DIM + d[None, :], total, mask=inside)
-        tl.store(weights + part, most + tl.log2(weight), mask=m < GROUP)
+        tl.store(weights + part, largest + tl.log2(weight), mask=m < GROUP)
 
 
 @triton.jit
@@ -244,17 +231,17 @@ def combine_splits_kernel(
     used = tl.minimum((context - origin + keys_of_split - 1) // keys_of_split, SPLITS)
     head = row * tl.num_programs(0) + tl.program_id(0)
     split = tl.arange(0, SPLITS)
-    every = tl.load(weights + head * SPLITS + split, mask=split < used, other=-1.0e30)
-    most = tl.max(every, 0)
-    weight = tl.sum(tl.where(split < used, tl.exp2(every - most), 0.0), 0)
+    logarithms = tl.load(weights + head * SPLITS + split, mask=split < used, other=-1.0e30)
+    largest = tl.max(logarithms, 0)
+    weight = tl.sum(tl.where(split < used, tl.exp2(logarithms - largest), 0.0), 0)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, used, BLOCK_S):
-        some = start + tl.arange(0, BLOCK_S)
-        share = tl.load(weights + head * SPLITS + some, mask=some < used, other=-1.0e30)
-        place = (head * SPLITS + some)[:, None] * DIM + d[None, :]
-        part = tl.load(parts + place, mask=(some < used)[:, None] & (d < DIM)[None, :], other=0.0)
-        total += tl.sum(part * tl.exp2(share - most)[:, None], 0)
+        split = start + tl.arange(0, BLOCK_S)
+        logarithm = tl.load(weights + head * SPLITS + split, mask=split < used, other=-1.0e30)
+        offset = (head * SPLITS + split)[:, None] * DIM + d[None, :]
+        part = tl.load(parts + offset, mask=(split < used)[:, None] & (d < DIM)[None, :], other=0.0)
+        total += tl.sum(part * tl.exp2(logarithm - largest)[:, None], 0)
     total = total / tl.where(weight > 0.0, weight, 1.0)
     tl.store(out + head * DIM + d, total.to(out.dtype.element_ty), mask=d < DIM)
 
@@ -265,58 +252,44 @@ def paged_decode(
     block_tables: Tensor,
     contexts: Tensor,
     splits: DecodeSplits,
-    window: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attention of one token of each row, [R, H, D]. Two kernels, or one if there is one split.
-
-    The scale of the scores is 1 / sqrt(D).
+    window: int,
+    out: Tensor,
+) -> None:
+    """Writes the attention of one token of each row into `out`. Two kernels, or one if rows aren't split.
 
     Args:
         query: [R, H, D].
         block_tables: int32 [R, W] on the device.
         contexts: int32 [R] on the device.
-        splits: with room for R rows or more; no other launch may use it meanwhile.
+        splits: for R rows or more; no other launch may use it at the same time.
         window: keys that a query sees, itself included; 0 for all.
+        out: [R, H, D].
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    pool, layer, scales = kv
-    kv_heads, group = check_attention(query, kv, block_tables, window)
-    block_size, dim = pool.shape[4:]
+    kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, window, out)
     rows, heads = query.shape[:2]
     if len(block_tables) != rows:
         raise ValueError(f"block_tables is {list(block_tables.shape)}; allowed: [{rows}, W]")
-    check_placed("contexts", contexts, (rows,), query)
-    if contexts.dtype != torch.int32:
-        raise ValueError(f"contexts is {contexts.dtype}; allowed: torch.int32")
+    check_tensor("contexts", contexts, (rows,), query, torch.int32)
     count = splits.count
     if not 1 <= count <= MAX_SPLITS or count & (count - 1):
         raise ValueError(f"splits are {count}; allowed: powers of two up to {MAX_SPLITS}")
-    if count > 1 and (splits.parts.shape[0] < rows or splits.parts.shape[1:] != (heads, count, dim)):
-        raise ValueError(
-            f"splits.parts is {list(splits.parts.shape)}; allowed: [{rows} or more, {heads}, {count}, {dim}]"
-        )
-    if splits.weights.shape[1] != heads or (count > 1 and len(splits.weights) < rows):
-        raise ValueError(f"splits.weights is {list(splits.weights.shape)}; allowed: [{rows} or more, {heads}, {count}]")
-    if splits.parts.device != query.device:
-        raise ValueError(f"splits is on {splits.parts.device}; allowed: {query.device}")
-    if out is None:
-        out = torch.empty_like(query)
-    else:
-        check_tensor("out", out, tuple(query.shape), query)
+    needed = rows if count > 1 else 0
+    for name, part, shape in (
+        ("parts", splits.parts, (heads, count, dim)),
+        ("weights", splits.weights, (heads, count)),
+    ):
+        check_tensor(f"splits.{name}", part, (max(needed, len(part)), *shape), query, torch.float32)
     if not rows:
-        return out
+        return
     block_d = max(16, triton.next_power_of_2(dim))
-    # Of 32 bits, half as many are as many registers.
+    # 32-bit values take twice the registers.
     step = STEP if query.dtype.itemsize == 2 else STEP // 2
     paged_decode_kernel[(kv_heads, rows, count)](
         query,
-        pool[:, layer, 0],
-        pool[:, layer, 1],
-        None if scales is None else scales[:, layer, 0],
-        None if scales is None else scales[:, layer, 1],
+        *kv.arguments(),
         block_tables,
         contexts,
         splits.span,
@@ -325,8 +298,6 @@ def paged_decode(
         out,
         LOG2_E * dim**-0.5,
         window,
-        pool.stride(0),
-        0 if scales is None else scales.stride(0),
         block_tables.stride(0),
         SPLITS=count,
         GROUP=group,
@@ -335,8 +306,7 @@ def paged_decode(
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=step,
         BLOCK_D=block_d,
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        STAGES=_stages(step * block_d * pool.dtype.itemsize),
+        STAGES=_stages(step * block_d * kv.pool.dtype.itemsize),
         num_warps=4,
     )
     if count > 1:
@@ -354,9 +324,8 @@ def paged_decode(
             BLOCK_S=min(8, count),
             num_warps=2,
         )
-    return out
 
 
 def _stages(step_bytes: int) -> int:
-    """Stages that make 2 to 4 buffers of a step's keys and values, of 96 KiB at most: two programs are to find room."""
+    """2 to 4 buffers of a step's keys and values, in at most 96 KiB: two programs must fit on a multiprocessor."""
     return 1 + max(2, min(4, 96 * 1024 // (2 * step_bytes)))

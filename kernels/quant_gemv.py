@@ -4,15 +4,15 @@
     int4   y[t, n] = sum_k x[t, k] * (q[n, k] - zero[n, k / G]) * scale[n, k / G]  + bias[n]
 
     x      [T, K] contiguous, float16 or bfloat16 (float32 under the interpreter); T from 1 to 16
-    q      int8 [N, K]; or uint8 [N, K / 2] with two weights a byte (see `pack_int4`)
+    q      int8 [N, K]; or uint8 [N, K / 2] with two weights in a byte (see `pack_int4`)
     scale  float32 [N]; or of x's type [N, K / G]
     zero   of x's type [N, K / G], int4 only: whole numbers from 0 to 15
     bias   of x's type [N], or none
     y      [T, N]
 
-The weights are the matrix operand with many rows (tiles [BLOCK_N, BLOCK_K] times [BLOCK_K, 16]), so one tile serves all
-rows of x, and 1 row costs what 16 do: the bytes of q. Where N is too small to fill the device, K is split. The program
-that finishes a tile last adds the parts up in their order, so the same input gives the same output bit by bit.
+The weights are the matrix operand with many rows (tiles [BLOCK_N, BLOCK_K] times [BLOCK_K, 16]). So one tile serves all
+rows of x, and 1 row costs as much as 16: the reading of q. Where N is too small to fill the device, K is split. The
+program that finishes a tile last adds up the parts in a fixed order, so the same input gives the same output bits.
 
 Grid: (ceil(N / BLOCK_N), splits). Limit: memory. `bytes_moved` counts it.
 """
@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_placed, check_tensor
+from kvrelay.kernels.checks import check_tensor
 
 MAX_ROWS = 16
 GROUPS = (32, 64, 128, 256)
-"""How many weights along K may share a scale and a zero."""
+"""Allowed numbers of weights along K that share a scale and a zero."""
 GROUP = 128
 BLOCK_N = 64
 BLOCK_K = 128
@@ -56,11 +56,11 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Weights along K that share a scale; K of 8 bits."""
+        """Weights along K that share a scale; with 8 bits, K."""
         return self.shape[1] if self.zero is None else self.shape[1] // self.scale.shape[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: the weight that the product is with."""
+        """[N, K]: the weight as the product sees it."""
         if self.zero is None:
             return (self.q.float() * self.scale[:, None].float()).to(dtype)
         q: Tensor = unpack_int4(self.q, self.group).float().unflatten(1, (-1, self.group))
@@ -69,24 +69,24 @@ class QuantizedWeight:
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """Symmetric, a scale for each output channel."""
+    """Symmetric, with a scale for each output channel."""
     scale = weight.float().abs().amax(1) / 127
     q = torch.where(scale[:, None] > 0, weight.float() / scale[:, None], 0.0)
     return QuantizedWeight(q.round().clamp_(-127, 127).to(torch.int8), scale)
 
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> QuantizedWeight:
-    """From the least to the largest of each group, in 16 steps.
+    """Asymmetric: 16 levels between the smallest and the largest weight of each group.
 
     Raises:
         ValueError: the group isn't one of GROUPS, or doesn't divide K.
     """
     if group not in GROUPS or weight.shape[1] % group:
-        raise ValueError(f"group is {group}; allowed: of {GROUPS} what divides {weight.shape[1]}")
+        raise ValueError(f"group is {group}; allowed: those of {GROUPS} that divide {weight.shape[1]}")
     grouped = weight.float().unflatten(1, (-1, group))
-    # Zero is among the values, so that it stays exact.
+    # The range includes 0, so that a weight of 0 stays exact.
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    # Rounded to what is stored, so that the zero and the weights are of the very scale that they will meet.
+    # Weights and zeros are quantized by the scale as it is stored, i.e. rounded.
     scale = ((high - low) / 15).to(weight.dtype)
     step = torch.where(scale > 0, scale.float(), 1.0)
     zero = (-low / step).round().clamp_(0, 15)
@@ -97,21 +97,21 @@ def quantize_int4(weight: Tensor, group: int = GROUP) -> QuantizedWeight:
 def pack_int4(values: Tensor, group: int) -> Tensor:
     """uint8 [N, K / 2] of values 0 to 15, uint8 [N, K].
 
-    Byte i of a group holds weight i of the group in its low half, and weight i + group / 2 in its high one: each half
-    of a tile meets a run of x.
+    Byte i of a group has weight i of the group in its low half, and weight i + group / 2 in its high half. So each half
+    of a tile is multiplied with contiguous values of x.
     """
     halves: Tensor = values.unflatten(1, (-1, 2, group // 2))
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
 def unpack_int4(packed: Tensor, group: int) -> Tensor:
-    """Undoes `pack_int4`."""
+    """The inverse of `pack_int4`."""
     halves = packed.unflatten(1, (-1, group // 2))
     return torch.cat((halves & 15, halves >> 4), -1).flatten(1)
 
 
 def bytes_moved(rows: int, weight: QuantizedWeight, element_size: int) -> int:
-    """Bytes that must move: the weight with its scales once, x in, y out."""
+    """Bytes that must move: the weight with its scales and x are read, y is written."""
     outputs, inputs = weight.shape
     parts = [part.numel() * part.element_size() for part in (weight.q, weight.scale, weight.zero) if part is not None]
     return sum(parts) + rows * (inputs + outputs) * element_size
@@ -122,9 +122,9 @@ def _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS: tl.constexpr):
     """Stores total [BLOCK_N, ROWS] as y [T, N]."""
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
-    place = y + row[None, :].to(tl.int64) * outputs + column[:, None]
+    target = y + row[None, :].to(tl.int64) * outputs + column[:, None]
     inside = (row[None, :] < rows) & (column[:, None] < outputs)
-    tl.store(place, total.to(y.dtype.element_ty), mask=inside)
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -159,19 +159,19 @@ def quant_gemv_kernel(
         if BITS == 8:
             k = start + tl.arange(0, BLOCK_K)
             weights = tl.load(q + wide * inputs + k[None, :], mask=valid & (k < inputs)[None, :], other=0)
-            place = x + row[None, :] * inputs + k[:, None]
-            values = tl.load(place, mask=(row < rows)[None, :] & (k < inputs)[:, None], other=0.0)
+            source = x + row[None, :] * inputs + k[:, None]
+            values = tl.load(source, mask=(row < rows)[None, :] & (k < inputs)[:, None], other=0.0)
             total = tl.dot(weights.to(values.dtype), values, total)
         else:
-            # One group a step, so that its scale can wait until after the product.
+            # A step is one group, so the scale can be applied after the product.
             half = tl.arange(0, BLOCK_K // 2)
             packed = tl.load(q + wide * (inputs // 2) + (start // 2 + half)[None, :], mask=valid, other=0)
-            place = x + row[None, :] * inputs + (start + half)[:, None]
+            source = x + row[None, :] * inputs + (start + half)[:, None]
             filled = (row < rows)[None, :]
             group = wide * (inputs // BLOCK_K) + start // BLOCK_K
             z = tl.load(zero + group, mask=valid, other=0.0)
-            first_half = tl.load(place, mask=filled, other=0.0)
-            second_half = tl.load(place + BLOCK_K // 2, mask=filled, other=0.0)
+            first_half = tl.load(source, mask=filled, other=0.0)
+            second_half = tl.load(source + BLOCK_K // 2, mask=filled, other=0.0)
             part = tl.dot((packed & 15).to(z.dtype) - z, first_half)
             part = tl.dot((packed >> 4).to(z.dtype) - z, second_half, part)
             total += part * tl.load(scale + group, mask=valid, other=0.0).to(tl.float32)
@@ -191,17 +191,17 @@ def quant_gemv_kernel(
             for part in range(SPLITS):
                 total += tl.load(base + part * BLOCK_N * ROWS + within, cache_modifier=".cg")
             _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS)
-            # Nobody else comes to this tile: the count is ready for the next launch.
+            # This was the tile's last program: reset the count for the next launch.
             tl.store(arrivals + tile, 0)
 
 
 class QuantGemv:
-    """A product with one weight, and the memory that its splits meet in. Launches of one object must not overlap."""
+    """A product with one weight, and the workspace of its splits. Launches of one object must not overlap."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, processors: int) -> None:
         """
         Args:
-            processors: multiprocessors of the device, which there should be work for.
+            processors: multiprocessors of the device; all should get work.
 
         Raises:
             ValueError: a tensor has another shape, type or device than it should.
@@ -213,7 +213,7 @@ class QuantGemv:
         self._bias = bias
         self._step = BLOCK_K if weight.bits == 8 else weight.group
         steps = triton.cdiv(inputs, self._step)
-        # Two programs a multiprocessor hide each other's waits; a split of fewer than 4 steps is mostly overhead.
+        # Two programs on a multiprocessor hide each other's waits; a split of fewer than 4 steps is mostly overhead.
         wanted = max(1, min(2 * processors // tiles, steps // 4))
         self._span = triton.cdiv(steps, wanted) * self._step
         self.splits = triton.cdiv(inputs, self._span)
@@ -232,12 +232,10 @@ class QuantGemv:
         outputs, inputs = self._weight.shape
         if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
             raise ValueError(f"x is {list(x.shape)}; allowed: [1 to {MAX_ROWS}, {inputs}]")
-        check_placed("x", x, (x.shape[0], inputs), self._weight.q)
-        for other in (self._bias, self._weight.zero):
-            if other is not None and other.dtype != x.dtype:
-                raise ValueError(f"x is {x.dtype}; allowed: {other.dtype}, as the weight's bias and zeros are")
-        y = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
         weight = self._weight
+        typed = weight.zero if self._bias is None else self._bias
+        check_tensor("x", x, (x.shape[0], inputs), weight.q, x.dtype if typed is None else typed.dtype)
+        y = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
         quant_gemv_kernel[(self._tiles, self.splits)](
             x,
             weight.q,
@@ -265,16 +263,15 @@ class QuantGemv:
 
 def _check(weight: QuantizedWeight, bias: Tensor | None) -> None:
     outputs, inputs = weight.shape
-    if weight.q.dim() != 2 or weight.q.dtype != (torch.int8 if weight.zero is None else torch.uint8):
-        raise ValueError(f"q is {weight.q.dtype} {list(weight.q.shape)}; allowed: int8 [N, K], or uint8 [N, K / 2]")
-    if not weight.q.is_contiguous():
-        raise ValueError(f"q has strides {weight.q.stride()}; allowed: contiguous")
-    if weight.zero is None:
-        check_placed("scale", weight.scale, (outputs,), weight.q)
+    q, scale, zero = weight.q, weight.scale, weight.zero
+    if q.dim() != 2 or q.dtype != (torch.int8 if zero is None else torch.uint8) or not q.is_contiguous():
+        raise ValueError(f"q is {q.dtype} {list(q.shape)}; allowed: int8 [N, K], or uint8 [N, K / 2], contiguous")
+    if zero is None:
+        check_tensor("scale", scale, (outputs,), q, torch.float32)
     else:
-        if weight.scale.dim() != 2 or weight.group not in GROUPS or inputs % weight.group:
-            raise ValueError(f"scale is {list(weight.scale.shape)}; allowed: [{outputs}, {inputs} / one of {GROUPS}]")
-        check_placed("scale", weight.scale, (outputs, inputs // weight.group), weight.q)
-        check_tensor("zero", weight.zero, (outputs, inputs // weight.group), weight.scale)
+        if scale.dim() != 2 or weight.group not in GROUPS or inputs % weight.group:
+            raise ValueError(f"scale is {list(scale.shape)}; allowed: [{outputs}, {inputs} / one of {GROUPS}]")
+        check_tensor("scale", scale, (outputs, inputs // weight.group), q, scale.dtype)
+        check_tensor("zero", zero, (outputs, inputs // weight.group), scale)
     if bias is not None:
-        check_placed("bias", bias, (outputs,), weight.q)
+        check_tensor("bias", bias, (outputs,), q, bias.dtype if zero is None else zero.dtype)

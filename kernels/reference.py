@@ -1,8 +1,10 @@
-"""Plain torch definitions of every operation: what a kernel must compute. Slow, and the tests' oracle."""
+"""Plain definitions of every operation: what a kernel must compute. Slow; tests compare the kernels with them."""
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -28,18 +30,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`s = x + residual`; returns (rms_norm(s), s). May write s into `x`."""
+    """`(rms_norm(total), total)` of total = x + residual. Backends may overwrite `x` or `residual`."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + D/2]) by its position's angle (Su et al., arXiv:2104.09864, halves convention).
+    """Rotates each pair (x[i], x[i + D/2]) by the angle of its position (Su et al., arXiv:2104.09864).
 
     Args:
         x: [T, H, D].
-        cos, sin: float32 [T, 1, D]; both halves hold the same angles, and the first half of `sin` is negated, so that
-            `x * cos + swapped(x) * sin` is the rotation, where `swapped` exchanges the halves.
+        cos, sin: float32 [T, 1, D]. Both halves have the same angles, and the first half of `sin` is negated: the
+            rotation is `x * cos + swapped(x) * sin`, where `swapped` exchanges the halves of x.
     """
     first, second = x.float().chunk(2, -1)
     return (x.float() * cos + torch.cat((second, first), -1) * sin).to(x.dtype)
@@ -60,18 +62,18 @@ def paged_attention(
     window: int = 0,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Causal attention of one sequence's last T tokens over its paged KV, theirs included.
+    """Causal attention of the last T tokens of one sequence over its paged KV, their own included.
 
         out[t, h] = sum_j softmax_j(query[t, h] . key[j, h // G] / sqrt(D)) value[j, h // G],  G = H / Hkv
         over the positions j of p - window < j <= p, or all j <= p without a window, where p = context - T + t
 
     Args:
         query: [T, H, D].
-        pool: [block, layer, k|v, slot, Hkv, D]; one that is HND as the view `pool.transpose(3, 4)`.
+        pool: [block, layer, k|v, slot, Hkv, D]; for an HND pool, the view `pool.transpose(3, 4)`.
         blocks: the sequence's block table.
         context: tokens of the sequence that are in the pool.
         window: keys that a query sees, itself included; 0 for all.
-        precision: to compute in.
+        precision: type of the computation.
 
     Returns:
         [T, H, D].
@@ -82,10 +84,10 @@ def paged_attention(
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("thd,jhd->htj", query.to(precision), keys) * query.shape[-1] ** -0.5
     positions = torch.arange(context - tokens, context, device=query.device)[:, None]
-    others = torch.arange(context, device=query.device)[None]
-    seen = others <= positions
+    key_positions = torch.arange(context, device=query.device)[None]
+    seen = key_positions <= positions
     if window:
-        seen &= others > positions - window
+        seen &= key_positions > positions - window
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("htj,jhd->thd", weights, values).to(query.dtype if precision == torch.float32 else precision)
 
@@ -93,11 +95,11 @@ def paged_attention(
 def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """The distribution that a token is drawn from: float64 [V], from one row of logits [V].
 
-    Temperature first; then each filter removes tokens from what the one before it left, by rules that don't depend on
-    an order among equals:
+    The temperature comes first. Then each filter removes some of the tokens that the filter before it kept. The rules
+    treat tokens with equal logits alike:
 
         top_k   keeps a token if fewer than top_k tokens have larger logits; 0 keeps all
-        top_p   keeps a token if those with larger logits have less than top_p of the probability
+        top_p   keeps a token if the tokens with larger logits have less than top_p of the probability
         min_p   keeps a token if its probability is at least min_p of the largest
     """
     scaled = logits.double() / temperature
@@ -114,13 +116,12 @@ def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: f
 def kv_frame(
     pool: Tensor, blocks: list[int], num_tokens: int, order: str, layers: tuple[int, int], heads: tuple[int, int]
 ) -> list[Tensor]:
-    """The parts of the pool that a frame consists of, in its order: views.
+    """The parts of the pool that a frame consists of, as views, in the frame's order.
 
     Args:
         pool: [block, layer, k|v, Hkv, slot, D] (HND) or [block, layer, k|v, slot, Hkv, D] (NHD).
-        blocks: of the frame's tokens, the first of which is in the first slot of the first block.
-        layers: the first of them, and their number.
-        heads: likewise.
+        blocks: of the frame's tokens; the first token is in slot 0 of the first block.
+        layers, heads: the first one, and how many.
     """
     head = slice(heads[0], heads[0] + heads[1])
     parts = []
@@ -133,21 +134,20 @@ def kv_frame(
 
 
 def kv_gather(parts: list[Tensor]) -> Tensor:
-    """The frame of `kv_frame`'s parts: uint8, one after another."""
+    """The frame, uint8: the bytes of `kv_frame`'s parts, one after another."""
     return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
 
 
-def kv_checksum(data: bytes) -> int:
-    """The sum modulo 2^64 of each mixed word of 8 bytes (little-endian, the last filled up with zeros), and of the
-    length; see `kernels.kv_checksum`."""
+def kv_checksum(data: bytes | bytearray | memoryview) -> int:
+    """The sum modulo 2^64 of each mixed word of 8 bytes (little-endian, the last padded with zeros) and of the length;
+    see `kernels.kv_checksum`."""
 
-    def mix(x: int) -> int:
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return x ^ x >> 31
+    def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return x ^ x >> np.uint64(31)
 
-    total = mix(len(data) ^ 0xD1B54A32D192ED03)
-    for i, first in enumerate(range(0, len(data), 8)):
-        word = int.from_bytes(data[first : first + 8], "little")
-        total += mix(word ^ (i + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    return total % 2**64
+    words = np.frombuffer(bytes(data) + bytes(-len(data) % 8), "<u8")
+    positions = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    length = np.array([len(data) ^ 0xD1B54A32D192ED03], np.uint64)
+    return int(np.concatenate((mix(words ^ positions), mix(length))).sum())

@@ -1,34 +1,34 @@
 """From logits to tokens on the device: temperature, top-k, top-p, min-p and the draw, without sorting.
 
     s[v]    = (logits[v] - max) / temperature
-    kept    = the tokens that top-k, then top-p, then min-p leave (`reference.token_probabilities`)
-    token   = argmax over kept v of exp(s[v]) / e[v],  e exponential noise, a function of (keys, v) alone
-            = argmax of the logits, the first among equals, where the temperature is 0
-            = UNSOUND where the largest logit isn't finite
+    kept    = the tokens that pass top-k, then top-p, then min-p (`reference.token_probabilities`)
+    token   = argmax over kept v of exp(s[v]) / e[v],  e exponential noise, a function of (keys, v) only
+            = argmax of the logits, the first of equal ones, where the temperature is 0
+            = NONFINITE where a logit is NaN, or the largest one is infinite
 
-    logits       float32 [R, V] contiguous; banned tokens are overwritten
+    logits       float32 [R, V] contiguous; those of banned tokens are overwritten
     temperature  float32 [R]; 0 is greedy
     top_k        int32 [R]; 0 keeps all
     top_p        float32 [R]; 1 keeps all
     min_p        float32 [R]; 0 keeps all
     keys         int32 [R, 2] of the noise
-    banned       int32 [R, B] tokens that may not be chosen; -1 is none
-    scratch      int32 [R, V]
+    banned       int32 [R, B] tokens that must not be chosen; -1 is none
+    workspace      int32 [R, V]
     tokens       int64 [R]
 
-Each filter keeps the tokens from some value of s on, so it is enough to find that value: the smallest s that is kept.
-Most of a vocabulary is out of the question, and two passes over the row leave a short list of candidates:
+Each filter keeps all tokens with s above some bound, so the kernel only has to find that bound: the smallest s that is
+kept. Two passes over the row first reduce the vocabulary to a short list of candidates:
 
     1  the maximum, and the largest logit of each lane (BLOCK of them): at least k tokens are as large as the k-th
-       largest lane, so no token below it is among the top k
-    2  the mass (the sum of exp(s)), and the list of tokens above what can be kept: top-k's lane, or for top-p
-       log((1 - p) / V), below which all tokens together have less than 1 - p of the mass
+       largest lane, so a token below that isn't among the top k
+    2  the mass (the sum of exp(s)), and the list of tokens above a floor: for top-k the lane of pass 1, for top-p
+       log((1 - p) / V), because all tokens below it together have less than 1 - p of the mass
 
-Then the bound is searched by bisection over the list. Each probe counts (or weighs) the tokens above the middle and
-notes the values next to it, so that both ends are always values that occur; they meet after about log2(list) probes,
-however the values lie.
+Then a bisection over the list finds the bound. Each probe counts (or weighs) the tokens above the middle and notes the
+values next to it, so both ends are always values of the list; they meet after about log2(list) probes, however the
+values are distributed.
 
-Grid: (R,). Limit: memory, at one multiprocessor's share of it. `bytes_moved` counts what no method could spare.
+Grid: (R,). Limit: memory, at the bandwidth of one multiprocessor. `bytes_moved` counts the least that must be read.
 """
 
 from typing import NamedTuple
@@ -38,17 +38,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_placed
+from kvrelay.kernels.checks import check_tensor
 
-UNSOUND = -1
+NONFINITE = -1
 BLOCK = 1024
 WARPS = 16
 LANE_PROBES = 20
-"""Halvings of the range of the lanes: what is left of it lets in a few candidates too many at most."""
+"""Halvings of the lanes' range; the remaining error adds only a few candidates."""
 
 
 class Choices(NamedTuple):
-    """How each row's token is chosen; tensors on the device, so that a captured graph takes new values."""
+    """How each row's token is chosen; tensors on the device, so that a captured graph reads new values."""
 
     temperature: Tensor
     top_k: Tensor
@@ -59,7 +59,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, banned: int, device: torch.device | str) -> "Choices":
-        """Room for `rows` rows, all greedy."""
+        """For `rows` rows, all greedy, with up to `banned` banned tokens each."""
         return cls(
             temperature=torch.zeros(rows, dtype=torch.float32, device=device),
             top_k=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -70,7 +70,7 @@ class Choices(NamedTuple):
         )
 
     def first(self, rows: int) -> "Choices":
-        """Those of the first rows."""
+        """Views of the first `rows` rows."""
         return Choices(*(column[:rows] for column in self))
 
 
@@ -89,7 +89,7 @@ def _exponential(key_0, key_1, token):
     x *= 0x2C1B3C6D
     x ^= x >> 15
     u = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-    # log1p(-u) from log: what 1 - u loses to rounding, the quotient gives back (Goldberg 1991, theorem 4).
+    # log1p(-u) from log: the quotient corrects the rounding error of 1 - u (Goldberg 1991, theorem 4).
     w = 1.0 - u
     exact = tl.log(tl.maximum(w, 1e-37)) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))
     return tl.where(w == 1.0, u, -exact)
@@ -97,30 +97,30 @@ def _exponential(key_0, key_1, token):
 
 @triton.jit
 def _race(best, token, s, ids, bound, key_0, key_1):
-    """The better of `best`, which is `token`'s, and the best of s [BLOCK] from `bound` on, which are those of `ids`."""
+    """The best score and its token, of `token` with `best`, and of those `ids` [BLOCK] whose s is `bound` or more."""
     score = tl.where(s >= bound, tl.exp(s) / _exponential(key_0, key_1, ids), -1.0)
     most = tl.max(score, 0)
-    # Tokens come in ascending order, and the first of equals wins.
+    # Token ids ascend, and the first of equal scores wins.
     winner = tl.min(tl.where(score == most, ids, 2147483647), 0)
     token = tl.where(most > best, winner, token)
     return tl.maximum(most, best), token
 
 
 @triton.jit
-def _candidates(row_logits, row_scratch, first, count, largest, temperature, BLOCK: tl.constexpr):
-    """s and token ids of the list's entries from `first` on; s is minus infinity past its end."""
+def _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK: tl.constexpr):
+    """s and token ids of BLOCK entries of the list, from `first` on; s is minus infinity past the end of the list."""
     index = first + tl.arange(0, BLOCK)
     listed = index < count
-    ids = tl.load(row_scratch + index, mask=listed, other=0)
+    ids = tl.load(candidates + index, mask=listed, other=0)
     s = (tl.load(row_logits + ids, mask=listed, other=float("-inf")) - largest) / temperature
     return tl.where(listed, s, float("-inf")), ids
 
 
 @triton.jit
 def _smallest_kept(
-    row_logits, row_scratch, count, largest, temperature, low, budget, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+    row_logits, candidates, count, largest, temperature, low, budget, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest s of the list, from the entry `low` on, that fewer than `budget` tokens (or less mass) exceed."""
+    """The smallest s of the list, not below its value `low`, that fewer than `budget` tokens (or less mass) exceed."""
     high = low * 0.0
     while low < high:
         middle = low + (high - low) * 0.5
@@ -128,7 +128,7 @@ def _smallest_kept(
         weight = (budget * 0.0).to(tl.float64)
         above, below = high, low
         for first in range(0, count, BLOCK):
-            s, _ = _candidates(row_logits, row_scratch, first, count, largest, temperature, BLOCK)
+            s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
             larger = s > middle
             each = tl.exp(s) if BY_MASS else tl.full(s.shape, 1.0, tl.float32)
             weight += tl.sum(tl.where(larger, each, 0.0), 0)
@@ -141,28 +141,28 @@ def _smallest_kept(
 
 
 @triton.jit
-def _bound(row_logits, row_scratch, count, largest, temperature, mass, top_k, top_p, VOCABULARY, BLOCK: tl.constexpr):
-    """The smallest s that top-k and top-p leave of the listed tokens; `mass` is that of all tokens."""
+def _bound(row_logits, candidates, count, largest, temperature, mass, top_k, top_p, BLOCK: tl.constexpr):
+    """The smallest s of the list that top-k and top-p keep; `mass` is that of all tokens."""
     low = 0.0
     for first in range(0, count, BLOCK):
-        s, _ = _candidates(row_logits, row_scratch, first, count, largest, temperature, BLOCK)
+        s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
         low = tl.minimum(low, tl.min(tl.where(s == float("-inf"), 0.0, s), 0))
     if top_k > 0:
         budget = top_k.to(tl.float64)
-        low = _smallest_kept(row_logits, row_scratch, count, largest, temperature, low, budget, False, BLOCK)
+        low = _smallest_kept(row_logits, candidates, count, largest, temperature, low, budget, False, BLOCK)
         mass = mass * 0.0
         for first in range(0, count, BLOCK):
-            s, _ = _candidates(row_logits, row_scratch, first, count, largest, temperature, BLOCK)
+            s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
             mass += tl.sum(tl.where(s >= low, tl.exp(s), 0.0), 0)
     if top_p < 1.0:
         budget = top_p.to(tl.float64) * mass
-        low = _smallest_kept(row_logits, row_scratch, count, largest, temperature, low, budget, True, BLOCK)
+        low = _smallest_kept(row_logits, candidates, count, largest, temperature, low, budget, True, BLOCK)
     return low
 
 
 @triton.jit
 def _lane_floor(lanes, wanted, PROBES: tl.constexpr):
-    """A value, as large as a few probes find it, that at least `wanted` of the lanes reach; the maximum is 0."""
+    """The largest value that a few probes find which at least `wanted` lanes reach; the maximum of the lanes is 0."""
     floor = tl.min(lanes, 0)
     floor = tl.maximum(floor, -3.0e38)
     enough = tl.sum((lanes >= floor).to(tl.int32), 0) >= wanted
@@ -185,7 +185,7 @@ def sample_kernel(
     min_ps,
     keys,
     banned,
-    scratch,
+    workspace,
     tokens,
     vocabulary,
     BANNED: tl.constexpr,
@@ -194,7 +194,7 @@ def sample_kernel(
     PROBES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_logits, row_scratch = logits + row * vocabulary, scratch + row * vocabulary
+    row_logits, candidates = logits + row * vocabulary, workspace + row * vocabulary
     if BANNED > 0:
         ban_index = tl.arange(0, BANNED_BLOCK)
         ban = tl.load(banned + row * BANNED + ban_index, mask=ban_index < BANNED, other=-1)
@@ -203,18 +203,18 @@ def sample_kernel(
 
     lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
     chosen = tl.zeros((BLOCK,), tl.int32)
-    broken = tl.zeros((BLOCK,), tl.int32)
+    nan = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, vocabulary, BLOCK):
         index = first + tl.arange(0, BLOCK)
         value = tl.load(row_logits + index, mask=index < vocabulary, other=float("-inf"))
-        broken |= (value != value).to(tl.int32)
+        nan |= (value != value).to(tl.int32)
         chosen = tl.where(value > lanes, index, chosen)
         lanes = tl.where(value > lanes, value, lanes)
     largest = tl.max(lanes, 0)
     token = tl.min(tl.where(lanes == largest, chosen, 2147483647), 0)
-    sound = (tl.max(broken, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    finite = (tl.max(nan, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
     temperature = tl.load(temperatures + row)
-    if sound & (temperature > 0.0):
+    if finite & (temperature > 0.0):
         key_0 = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
         key_1 = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
         top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
@@ -225,7 +225,7 @@ def sample_kernel(
             if top_k > 0:
                 floor = _lane_floor((lanes - largest) / temperature, top_k, PROBES)
             else:
-                # Rounding aside: a little lower than it need be.
+                # A little lower than necessary, because of rounding.
                 floor = tl.maximum(tl.log(tl.maximum(1.0 - top_p, 1e-7) / vocabulary) - 1.0, least)
             mass = (largest * 0.0).to(tl.float64)
             count = token * 0
@@ -235,25 +235,25 @@ def sample_kernel(
                 s = (value - largest) / temperature
                 mass += tl.sum(tl.exp(s), 0)
                 listed = (s >= floor) & (s > -3.0e38)
-                place = count + tl.cumsum(listed.to(tl.int32), 0) - 1
-                tl.store(row_scratch + place, index, mask=listed)
+                entry = count + tl.cumsum(listed.to(tl.int32), 0) - 1
+                tl.store(candidates + entry, index, mask=listed)
                 count += tl.sum(listed.to(tl.int32), 0)
             tl.debug_barrier()
-            bound = _bound(row_logits, row_scratch, count, largest, temperature, mass, top_k, top_p, vocabulary, BLOCK)
+            bound = _bound(row_logits, candidates, count, largest, temperature, mass, top_k, top_p, BLOCK)
             bound = tl.maximum(bound, least)
             for first in range(0, count, BLOCK):
-                s, ids = _candidates(row_logits, row_scratch, first, count, largest, temperature, BLOCK)
+                s, ids = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
                 best, token = _race(best, token, s, ids, bound, key_0, key_1)
         else:
             for first in range(0, vocabulary, BLOCK):
                 index = first + tl.arange(0, BLOCK)
                 value = tl.load(row_logits + index, mask=index < vocabulary, other=float("-inf"))
                 best, token = _race(best, token, (value - largest) / temperature, index, least, key_0, key_1)
-    tl.store(tokens + row, tl.where(sound, token, -1).to(tl.int64))
+    tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def sample(logits: Tensor, choices: Choices, scratch: Tensor, tokens: Tensor) -> None:
-    """Chooses a token for each row of `logits` [R, V] and puts it into `tokens` [R].
+def sample(logits: Tensor, choices: Choices, workspace: Tensor, tokens: Tensor) -> None:
+    """Writes a token for each row of `logits` [R, V] into `tokens` [R].
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
@@ -263,20 +263,16 @@ def sample(logits: Tensor, choices: Choices, scratch: Tensor, tokens: Tensor) ->
     rows, vocabulary = logits.shape
     for name, column in choices._asdict().items():
         wide = {"keys": (rows, 2), "banned": (rows, choices.banned.shape[-1])}
-        check_placed(name, column, wide.get(name, (rows,)), logits)
-        expected = torch.int32 if name in ("top_k", "keys", "banned") else torch.float32
-        if column.dtype != expected:
-            raise ValueError(f"{name} is {column.dtype}; allowed: {expected}")
-    check_placed("scratch", scratch, (rows, vocabulary), logits)
-    check_placed("tokens", tokens, (rows,), logits)
-    if scratch.dtype != torch.int32 or tokens.dtype != torch.int64:
-        raise ValueError(f"scratch is {scratch.dtype}, tokens {tokens.dtype}; allowed: torch.int32, torch.int64")
+        dtype = torch.int32 if name in ("top_k", "keys", "banned") else torch.float32
+        check_tensor(name, column, wide.get(name, (rows,)), logits, dtype)
+    check_tensor("workspace", workspace, (rows, vocabulary), logits, torch.int32)
+    check_tensor("tokens", tokens, (rows,), logits, torch.int64)
     if rows:
         banned = choices.banned.shape[1]
         sample_kernel[(rows,)](
             logits,
             *choices,
-            scratch,
+            workspace,
             tokens,
             vocabulary,
             BANNED=banned,

@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.checks import check_tensor
-
 BLOCK = 1024
 
 
 def bytes_moved(rows: int, inner: int, element_size: int) -> int:
-    """Bytes that must move: gate and up in, their product out."""
+    """Bytes that must move: gate and up are read, their product is written."""
     return 3 * rows * inner * element_size
 
 
@@ -34,19 +32,16 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
     tl.store(out + row * inner + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, I] of gate_up [T, 2 I].
 
     Raises:
-        ValueError: a tensor has another shape, type or device than it should.
+        ValueError: the tensor has another shape than it should.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
         raise ValueError(f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous")
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    if out is None:
-        out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-    else:
-        check_tensor("out", out, (rows, inner), gate_up)
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         silu_mul_kernel[(rows, triton.cdiv(inner, BLOCK))](gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
     return out

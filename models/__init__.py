@@ -1,6 +1,6 @@
 """The bundled models, by name, and the script that trained them (`train.py`).
 
-Importing this package imports no torch: control code may resolve a model's name.
+Importing this package imports no torch, so that the router can resolve a model's name.
 """
 
 from pathlib import Path
@@ -14,15 +14,17 @@ def names() -> tuple[str, ...]:
 
 
 def bundled(name: str) -> Path | None:
-    """The folder of the bundled model `name`, or None if there is none of that name."""
+    """The folder of the bundled model `name`, or None if there is no such model."""
     return _HERE / name if name in names() else None
 
 
 def resolve(model: str) -> Path:
-    """The folder that `model` means: a bundled model's name, or else the path of a Hugging Face folder.
+    """The folder of a model, given by the name of a bundled model or by the path of a Hugging Face folder.
 
-    A bundled name wins over a folder of the same name; write `./name` for that folder.
-    Raises ValueError where it is neither.
+    A bundled name takes precedence over a folder of the same name; write `./name` for that folder.
+
+    Raises:
+        ValueError: it is neither.
     """
     if (folder := bundled(model)) is not None:
         return folder

@@ -1,14 +1,15 @@
-"""Trains the bundled models, `pico` and `pico-draft`, on the source files of the Python standard library.
+"""Trains the bundled models, `pico` and `pico-draft`, on the source files of Python's standard library.
 
     python models/train.py pico-draft --minutes 10
     python models/train.py pico --minutes 65
     python models/train.py pico --minutes 26 --continue --tests --peak-lr 7e-4
 
-One CPU thread is enough, and nothing is downloaded: the data is the standard library of the interpreter that runs this.
-The script writes a Hugging Face folder beside itself early and again every few minutes, so that an unfinished model can
-already be served, and ends with the model card. An interrupted run goes on from its last checkpoint. `--steps` in place
-of `--minutes` makes the learning rate, and so the whole run, independent of the machine's speed. `--continue` goes on
-from a finished model with a fresh optimizer, `--tests` with the library's own tests as further data.
+One CPU thread is enough, and nothing is downloaded: the data is the standard library of the running interpreter, and
+the network is transformers' (in kvrelay's dev extra). The script writes a Hugging Face folder beside itself, first
+after a minute and then every few minutes, so that an unfinished model can already be served; at the end it writes the
+model card. An interrupted run continues from its last checkpoint. `--steps` instead of `--minutes` makes the learning
+rate, and so the whole run, independent of the machine's speed. `--continue` starts from a finished model with a new
+optimizer; `--tests` adds the library's own tests to the data.
 """
 
 from __future__ import annotations
@@ -37,49 +38,100 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvrelay.models.llama import CONTEXT, EOS_ID, SHAPES, VOCAB, Llama, Shape
+VOCAB, CONTEXT = 4096, 4096
+BOS, EOS, EOS_ID = "<s>", "</s>", 1  # BOS is 0; EOS ends each document, and nothing precedes one
 
-BOS, EOS = "<s>", "</s>"  # ids 0 and 1; a document ends with EOS, and nothing is put before it
-
-ROWS, LENGTH = 4, 512  # a step: four short windows ...
-LONG_EVERY = 32  # ... or, once in so many steps, one of the whole context
+ROWS, LENGTH = 4, 512  # a step has four short windows,
+LONG_EVERY = 32  # and every 32nd step one window of the whole context
 WARMUP = 0.03  # of the budget
 FLOOR = 0.05  # of the peak learning rate, at the end
 FIRST_SAVE_S, SAVE_EVERY_S = 60.0, 240.0
 
-# Tables (codecs, help topics) aren't code, lib2to3 holds Python 2, the rest isn't the library.
+# Codec tables and help topics aren't code, lib2to3 has Python 2, and installed packages aren't the library.
 SKIPPED_FOLDERS = {"lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
-TEST_FOLDERS = {"test", "tests", "idle_test"}  # code, but it repeats itself
-SKIPPED_PREFIX = "_sysconfigdata"  # generated, and full of the build machine's paths
+TEST_FOLDERS = {"test", "tests", "idle_test"}
+SKIPPED_PREFIX = "_sysconfigdata"  # generated; has paths of the machine that built Python
 
 PROMPT = "def __init__(self,"
 
 
-# The data.
+@dataclass(frozen=True)
+class Shape:
+    """A model's dimensions, and the peak learning rate for them."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    peak_lr: float
+    head_dim: int = 32
+
+    def config(self) -> dict[str, Any]:
+        """The `config.json` that transformers reads."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": VOCAB,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": EOS_ID,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "pico": Shape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=704, peak_lr=1e-3),
+    "pico-draft": Shape(hidden=128, layers=3, heads=4, kv_heads=2, intermediate=352, peak_lr=2e-3),
+}
+
+
+def build(shape: Shape) -> LlamaForCausalLM:
+    """An untrained model in float32. Matrices that add to the residual stream start smaller in a deeper model."""
+    model = LlamaForCausalLM(LlamaConfig.from_dict(shape.config() | {"torch_dtype": "float32", "use_cache": False}))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            shrink = math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            nn.init.normal_(weight, std=0.02 / shrink)
+    return model
 
 
 def library_files(tests: bool = False) -> dict[str, str]:
-    """The standard library's sources, or its tests', by path relative to its folder, in sorted order."""
+    """The sources of the standard library, or of its tests, by path within the library, in sorted order."""
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         skipped = not SKIPPED_FOLDERS.isdisjoint(relative.parts) or path.name.startswith(SKIPPED_PREFIX)
         if not skipped and tests != TEST_FOLDERS.isdisjoint(relative.parts):
-            # Some tests are there to be refused by the parser or the decoder.
+            # Some test files have deliberate syntax or encoding errors.
             with suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as source:
                 files[relative.as_posix()] = source.read()
     return files
 
 
 def is_held_out(path: str) -> bool:
-    """Whether this file (one in twenty, by the hash of its path) is kept from training."""
+    """Whether this file is excluded from training: one in twenty, by the hash of the path."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 20 == 0
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE over `texts`: every text encodes, and decodes to itself."""
+    """A byte-level BPE trained on `texts`. It encodes any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,7 +146,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> npt.NDArray[np.int64]:
-    """All texts in one row, each followed by EOS, the whole led by EOS: no token lacks a context."""
+    """All texts in one array, each followed by EOS, with an EOS at the beginning: every text follows an EOS."""
     ids = [EOS_ID]
     for encoding in tokenizer.encode_batch(texts):
         ids += [*encoding.ids, EOS_ID]
@@ -102,7 +154,7 @@ def token_stream(tokenizer: Tokenizer, texts: list[str]) -> npt.NDArray[np.int64
 
 
 class Corpus:
-    """The training stream, served as batches that depend only on the seed and the step."""
+    """The training stream, in batches that depend only on the seed and the step."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
         shuffled = random.Random(seed).sample(texts, len(texts))
@@ -111,7 +163,7 @@ class Corpus:
         self.seed = seed
 
     def batch(self, step: int) -> Tensor:
-        """[rows, length + 1] ids. An epoch visits every window once, in an order and at a phase of its own."""
+        """[rows, length + 1] ids. Each epoch visits every window once, in its own order and with its own offsets."""
         starts = [self._start(step * ROWS + row) for row in range(ROWS)]
         length = LENGTH
         if step % LONG_EVERY == LONG_EVERY - 1:
@@ -125,30 +177,24 @@ class Corpus:
         return int(order.integers(LENGTH)) + int(order.permutation(self.windows)[place]) * LENGTH
 
 
-# Measuring.
-
-
 @torch.inference_mode()
-def bits_per_byte(model: Llama, stream: npt.NDArray[np.int64], window: int, n_bytes: int) -> float:
-    """Code length of `stream` in bits over `n_bytes`; a window of `window` tokens can't see what came before it."""
+def bits_per_byte(model: LlamaForCausalLM, stream: npt.NDArray[np.int64], window: int, n_bytes: int) -> float:
+    """Cross-entropy of `stream` in bits, divided by `n_bytes`. Each window starts without context."""
     nats = 0.0
     for start in range(0, len(stream) - 1, window):
         ids = torch.from_numpy(stream[start : start + window + 1])
-        nats += F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="sum").item()
+        nats += F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:], reduction="sum").item()
     return nats / math.log(2) / n_bytes
 
 
 @torch.inference_mode()
-def continue_greedily(model: Llama, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
+def continue_greedily(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
     """The text of `prompt` and its `n_tokens` most likely next tokens."""
     ids: list[int] = tokenizer.encode(prompt).ids
     for _ in range(n_tokens):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     return text
-
-
-# Training.
 
 
 @dataclass(frozen=True)
@@ -159,13 +205,13 @@ class Budget:
     steps: int | None
 
     def progress(self, step: int, seconds: float) -> float:
-        """How much of the budget is used: training ends at 1."""
+        """The used share of the budget: training ends at 1."""
         return step / self.steps if self.steps is not None else seconds / (60.0 * self.minutes)
 
 
 @dataclass
 class Spent:
-    """What a run has used so far, over all its interruptions."""
+    """What a run has used so far, including the time before interruptions."""
 
     steps: int = 0
     tokens: int = 0
@@ -173,20 +219,20 @@ class Spent:
 
 
 def learning_rate(peak: float, progress: float) -> float:
-    """Linear warm-up, then half a cosine down to the floor."""
+    """Linear warm-up, then a half cosine down to the floor."""
     if progress < WARMUP:
         return peak * (0.01 + 0.99 * progress / WARMUP)
-    falling = 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - WARMUP) / (1.0 - WARMUP))))
-    return peak * (FLOOR + (1.0 - FLOOR) * falling)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, (progress - WARMUP) / (1.0 - WARMUP))))
+    return peak * (FLOOR + (1.0 - FLOOR) * cosine)
 
 
 class Training:
-    """A model, its optimizer and what has been spent on them; `checkpoint` makes the three survive an interruption."""
+    """A model, its optimizer and what they have used so far; `checkpoint` keeps all three across an interruption."""
 
     def __init__(self, shape: Shape, seed: int, peak_lr: float, checkpoint: Path) -> None:
         torch.manual_seed(seed)
         self.peak_lr = peak_lr
-        self.model = Llama(shape)
+        self.model = build(shape)
         self.spent = Spent()
         weights = [p for p in self.model.parameters() if p.ndim == 2]
         gains = [p for p in self.model.parameters() if p.ndim < 2]
@@ -200,7 +246,7 @@ class Training:
             self.spent = Spent(**state["spent"])
 
     def save(self) -> None:
-        """Replaces the checkpoint; a crash in the middle leaves the old one."""
+        """Replaces the checkpoint atomically."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -211,13 +257,13 @@ class Training:
         os.replace(partial, self.checkpoint)
 
     def step(self, ids: Tensor, progress: float) -> float:
-        """One update on `ids` [rows, length + 1]; the loss in nats per token."""
+        """One update on `ids` [rows, length + 1]; returns the loss in nats per token."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.peak_lr, progress)
-        # bfloat16 matrix products are twice as fast where the CPU has AVX512_BF16; the weights stay float32.
+        # With AVX512_BF16, matrix products are twice as fast in bfloat16; the weights stay float32.
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(ids[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            logits = self.model(ids[:, :-1]).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -227,7 +273,7 @@ class Training:
         return loss.item()
 
     def run(self, corpus: Corpus, budget: Budget) -> Iterator[None]:
-        """Trains to the end of the budget, printing as it goes; yields whenever it is time to save."""
+        """Trains to the end of the budget and prints its progress; yields whenever it is time to save."""
         before, started = self.spent.seconds, time.monotonic()
         next_save = before + FIRST_SAVE_S
         mean_loss = math.nan
@@ -243,11 +289,8 @@ class Training:
                 next_save = self.spent.seconds + SAVE_EVERY_S
 
 
-# Writing the folder.
-
-
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of one."""
+    """Replaces the file by a rename, so that a reader never sees a part of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.replace(partial, path)
@@ -258,8 +301,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
-def export(folder: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> None:
-    """Writes the Hugging Face folder, weights in bfloat16; safe to run under a reader."""
+def export(folder: Path, model: LlamaForCausalLM, shape: Shape, tokenizer: Tokenizer) -> None:
+    """Writes the Hugging Face folder, with weights in bfloat16; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     special = {"bos_token": BOS, "eos_token": EOS}
     write_json(folder / "config.json", shape.config())
@@ -278,14 +321,15 @@ def export(folder: Path, model: Llama, shape: Shape, tokenizer: Tokenizer) -> No
     )
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     partial = folder / "model.safetensors.partial"
-    weights = {name: w.detach().to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
+    # Without the output matrix, which is the embedding.
+    weights = {name: w.detach().to(torch.bfloat16).contiguous() for name, w in model.named_parameters()}
     save_file(weights, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors makes it readable by its owner only
+    partial.chmod(0o644)  # safetensors creates files that only their owner can read
     os.replace(partial, folder / "model.safetensors")
 
 
 def described(earlier: dict[str, Any]) -> str:
-    """A run that the model came from, in a line."""
+    """One line about the run that made the model that this run started from."""
     bits = earlier["held_out_bits_per_byte"][str(LENGTH)]
     return (
         f"{earlier['steps']:,} steps, {earlier['tokens']:,} tokens of the library {earlier['tests']} its tests, peak "
@@ -294,7 +338,7 @@ def described(earlier: dict[str, Any]) -> str:
 
 
 def write_card(folder: Path, record: dict[str, Any], sample: str) -> None:
-    """Writes `training.json` and the model card that quotes it, from `model_card.md` beside this script."""
+    """Writes `training.json`, and the model card from the template `model_card.md` and the record's values."""
     write_json(folder / "training.json", record)
     template = string.Template(Path(__file__).with_name("model_card.md").read_text())
     bpb = {f"bits_per_byte_{window}": value for window, value in record["held_out_bits_per_byte"].items()}
@@ -309,13 +353,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("--minutes", type=float, default=65.0, help="wall time to train for")
-    parser.add_argument("--steps", type=int, help="steps to train for, in place of --minutes")
-    parser.add_argument("--continue", dest="earlier", action="store_true", help="go on from the finished model")
-    parser.add_argument("--tests", action="store_true", help="train on the library's tests as well")
-    parser.add_argument("--peak-lr", type=float, help="peak learning rate, in place of the model's own")
+    parser.add_argument("--steps", type=int, help="steps to train for, instead of --minutes")
+    parser.add_argument("--continue", dest="earlier", action="store_true", help="start from the finished model")
+    parser.add_argument("--tests", action="store_true", help="train on the library's tests too")
+    parser.add_argument("--peak-lr", type=float, help="peak learning rate, instead of the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=here, help="where the model's folder goes")
+    parser.add_argument("--out", type=Path, default=here, help="parent of the model's folder")
     parser.add_argument("--work", type=Path, default=here.parent / "build" / "train", help="for checkpoints")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -338,7 +382,7 @@ def main() -> None:
     if args.earlier:
         earlier = json.loads((folder / "training.json").read_text())
         if not training.checkpoint.exists():
-            training.model.load_state_dict(load_file(folder / "model.safetensors"))
+            training.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # one tied matrix
     parameters = sum(p.numel() for p in training.model.parameters())
     print(f"{args.name}: {parameters:,} parameters, {len(seen)} files, {len(corpus.stream):,} tokens an epoch")
     print(f"held out: {len(unseen)} files, {held_out_bytes:,} bytes, {len(held_out):,} tokens", flush=True)
@@ -348,8 +392,7 @@ def main() -> None:
         print(continue_greedily(training.model, tokenizer, PROMPT, 40), flush=True)
 
     export(folder, training.model, shape, tokenizer)
-    shipped = Llama(shape)
-    shipped.load_state_dict(load_file(folder / "model.safetensors"))
+    shipped = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     record = {
         "name": args.name,
         "parameters": parameters,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels.cpu.attention import ATTEND, WRITE, Buffer, PagedAttention, supports
+from kvrelay.kernels.cpu.attention import ATTEND, WRITE, PagedAttention, supports
 from kvrelay.kernels.cpu.program import Program, Team
 
 __all__ = ["NativeAttention", "supports"]
@@ -59,7 +59,7 @@ class NativeAttention:
         if norm is not None:
             weight = self._norms[layer] = norm.weight.float().contiguous()
         eps = 0.0 if norm is None else norm.eps
-        args = self._kernels.args(layer, Buffer(qkv, qkv_stride), Buffer(out, out_stride), weight, eps)
+        args = self._kernels.args(layer, qkv, qkv_stride, out, out_stride, weight, eps)
         return [(WRITE, args), (ATTEND, args)]
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:

@@ -121,7 +121,7 @@ class NativeDecoder:
         self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
         self._heads = _buffer(arena, capacity, heads)
         self._inner = _buffer(arena, capacity, config.intermediate_size)
-        self._scratch = arena.take(max(linear.scratch_bytes for linear in self._linears()))
+        self._workspace = arena.take(max(linear.workspace_bytes for linear in self._linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
         for index, layer in enumerate(layers):
             input_norm, mlp_norm = self._norms[index]
@@ -166,7 +166,7 @@ class NativeDecoder:
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
-        args.scratch = self._scratch.data_ptr()
+        args.workspace = self._workspace.data_ptr()
         return args
 
 

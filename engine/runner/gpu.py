@@ -34,7 +34,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.kernels import gpu_ops
-from kvrelay.kernels.sample import UNSOUND, Choices, sample
+from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
@@ -54,7 +54,7 @@ class GpuStep:
         plan = self._plan
         tokens = self._tokens[: plan.num_rows].tolist()
         sampled = plan.sample.tolist()
-        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == UNSOUND]
+        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
         return StepOutput(
             tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(nonfinite)
         )
@@ -88,7 +88,7 @@ class GpuRunner:
         windows = model.config.windows(spec.max_context)
         self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
         self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
-        self._sampled = torch.full((rows,), UNSOUND, dtype=torch.int64, device=self.device)
+        self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._capture = capture
         self._sizes = batch_sizes(rows)

@@ -1,38 +1,34 @@
-"""Paged attention by the native kernels: what they are told of a step, through ctypes.
+"""Paged attention on the native kernels: passes the description of a step to them through ctypes.
 
-Arguments are float32 (queries, keys and values of a step, and what attention gives); the pool is float32 or bfloat16.
-The operations are `reference.rms_norm`, `rope` and `paged_attention`.
+Queries, keys, values and results of a step are float32; the pool is float32 or bfloat16. The operations are
+`reference.rms_norm`, `rope` and `paged_attention`.
 """
 
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.kernels.cpu.program import fields
+
 Indices = NDArray[np.int64]
 
 WRITE = "kvrelay_rope_kv_write"
 """Norms and rotates queries and keys in place, and writes keys and values into the pool."""
 ATTEND = "kvrelay_attention"
-"""Attends, for all that WRITE wrote."""
+"""Attends, after WRITE has written."""
 
 
 class AttentionArgs(ctypes.Structure):
-    """What both kernels are called with, once a layer; `AttentionArgs` in attention.h."""
+    """The arguments of both kernels for one layer; `AttentionArgs` in attention.h."""
 
     _fields_ = (
-        ("step", ctypes.c_void_p),
-        ("qkv", ctypes.c_void_p),
-        ("qkv_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("pool", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "step qkv out pool norm"),
+        *fields(ctypes.c_int64, "qkv_stride out_stride"),
         ("eps", ctypes.c_float),
         ("worklist", ctypes.c_int32),
     )
@@ -40,39 +36,26 @@ class AttentionArgs(ctypes.Structure):
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
+        *fields(ctypes.c_int32, "heads kv_heads head_dim block_size"),
         ("block_stride", ctypes.c_int64),
-        ("kv_bf16", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
+        *fields(ctypes.c_int32, "kv_bf16 threads"),
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """float32 numbers of T tokens in memory that somebody else keeps."""
-
-    address: int
-    stride: int
-    """Numbers from one token to the next."""
-
-
 class PagedAttention:
-    """The kernels' view of a pool, and of the step that is under way. Not thread-safe."""
+    """A pool and the current step, as the kernels see them. Not thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, pool: Tensor, heads: int, windows: Sequence[int], threads: int) -> None:
         """
         Args:
             pool: [block, layer, k|v, slot, Hkv, D], float32 or bfloat16, contiguous.
-            heads: of queries.
+            heads: query heads.
             windows: of each layer; see `reference.paged_attention`.
-            threads: that a step's work is shared out to.
+            threads: that share the work of a step.
 
         Raises:
-            ValueError: the pool's type is none of these.
-            MemoryError
+            ValueError: the pool has another type.
+            MemoryError: no memory for the step.
         """
         if not supports(pool.dtype):
             raise ValueError(f"pool is {pool.dtype}; allowed: torch.float32, torch.bfloat16")
@@ -93,19 +76,19 @@ class PagedAttention:
         if step is None:
             raise MemoryError
         self._step = ctypes.c_void_p(step)
-        # Not at exit: a thread may be in a step then.
+        # Not at exit, when a thread may still be in a step.
         weakref.finalize(self, library.kvrelay_attention_free, self._step).atexit = False
 
     def plan(self, starts: Indices, lengths: Indices, block_tables: Indices) -> None:
         """Begins a step.
 
         Args:
-            starts: [R] tokens of each row's sequence that are in the pool already.
+            starts: [R] tokens of each row's sequence that are already in the pool.
             lengths: [R] tokens of each row in this step.
             block_tables: [R, W].
 
         Raises:
-            MemoryError
+            MemoryError: no memory for the work lists.
         """
         starts, lengths, tables = (np.ascontiguousarray(x, np.int64) for x in (starts, lengths, block_tables))
         rows, width = tables.shape
@@ -120,25 +103,28 @@ class PagedAttention:
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in self._rotation)
         self._library.kvrelay_attention_rotate(self._step, *addresses)
 
-    def args(self, layer: int, qkv: Buffer, out: Buffer, norm: Tensor | None, eps: float) -> AttentionArgs:
-        """What layer `layer`'s kernels are called with, in this and any later step.
+    def args(
+        self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: Tensor | None, eps: float
+    ) -> AttentionArgs:
+        """The kernels' arguments for layer `layer`, in this and any later step. The caller keeps all buffers.
 
         Args:
-            qkv: [T, H + 2 Hkv, D]: all queries, then all keys, then all values. Queries and keys are overwritten.
-            out: [T, H, D].
-            norm: float32 [H + Hkv, D], kept by the caller; None for none.
+            qkv: address of float32 [T, H + 2 Hkv, D]: all queries, then all keys, then all values. Queries and keys
+                are overwritten.
+            qkv_stride: numbers from one token to the next.
+            out: address of float32 [T, H, D].
+            norm: float32 [H + Hkv, D], or None.
         """
-        page = self._pool[0, layer]
         return AttentionArgs(
-            self._step,
-            qkv.address,
-            qkv.stride,
-            out.address,
-            out.stride,
-            page.data_ptr(),
-            None if norm is None else norm.data_ptr(),
-            eps,
-            self._distinct.index(self._windows[layer]),
+            step=self._step,
+            qkv=qkv,
+            out=out,
+            pool=self._pool[0, layer].data_ptr(),
+            norm=None if norm is None else norm.data_ptr(),
+            qkv_stride=qkv_stride,
+            out_stride=out_stride,
+            eps=eps,
+            worklist=self._distinct.index(self._windows[layer]),
         )
 
 

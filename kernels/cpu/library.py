@@ -1,9 +1,9 @@
-"""The native kernels (`native/*.cpp`): compiled once for the machine they run on, kept, and called through ctypes.
+"""The native kernels (`native/*.cpp`): compiled once for the machine that they run on, cached, called through ctypes.
 
-They include no headers but the compiler's and the C library's, so a build takes a few seconds. What was built is kept
-in `$XDG_CACHE_HOME/kvrelay` under a name that says what it was made of: sources, compiler, flags, and what the CPU can
-do. torch's own extension loader is not used: a builder that is killed leaves its lock file behind there, and everybody
-after it waits for ever. Here the lock is the kernel's and goes with the process.
+They include only headers of the compiler and libc, so a build takes a few seconds. The library is cached in
+`$XDG_CACHE_HOME/kvrelay`; its name is a hash of sources, compiler, flags and CPU features. torch's own extension loader
+isn't used: if a builder is killed, its lock file stays, and every later builder waits forever. The lock here is a
+flock, which the operating system releases when the process ends.
 """
 
 import ctypes
@@ -27,32 +27,32 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-pthread")
-"""-O3 compiles half as long again, for kernels that are no faster: what must be unrolled says so."""
+"""-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma."""
 NEEDED = frozenset({"avx2", "fma"})
-"""What a CPU must have; with less, torch's own kernels are as good."""
+"""Features that the CPU must have; without them, torch's own kernels are as fast."""
 BUILD_SECONDS = 120.0
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, built if they aren't yet; None, with a warning that says why, where they can't be had."""
+    """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason."""
     try:
         kernels = ctypes.CDLL(str(build()))
         kernels.kvrelay_use_tiles(1)
         return kernels
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("no native CPU kernels, torch's are used, which are slower: %s", error)
+        logger.warning("no native CPU kernels; using torch's, which are slower: %s", error)
         return None
 
 
 def build(folder: Path | None = None) -> Path:
-    """The shared library's file, made unless it is there already. Several processes may call this at once.
+    """The shared library's file, built unless it exists. Several processes may call this at once.
 
     Args:
-        folder: where built libraries are kept.
+        folder: the cache; the user's unless given.
 
     Raises:
-        RuntimeError: the CPU, or the lack of a compiler, rules it out, or the compiler failed; the text says which.
+        RuntimeError: the CPU lacks a feature, there is no compiler, or the compiler failed; the text says which.
         OSError: the folder can't be written.
     """
     features = cpu_features()
@@ -76,7 +76,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def _wait_for(lock: TextIO) -> None:
-    """Takes the lock, which whoever builds holds; it goes with its process.
+    """Takes the lock that a builder holds while it compiles.
 
     Raises:
         RuntimeError: another process has held it for longer than a build takes.
@@ -93,7 +93,7 @@ def _wait_for(lock: TextIO) -> None:
 
 
 def cpu_features() -> frozenset[str]:
-    """What this CPU can do, as the kernel names it; empty where it doesn't tell, or on another architecture."""
+    """The features of this CPU, by Linux's names; empty where /proc/cpuinfo has none, or on another architecture."""
     if platform.machine() != "x86_64":
         return frozenset()
     with open("/proc/cpuinfo") as lines:
@@ -107,11 +107,11 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise RuntimeError("there is no C++ compiler (c++, g++, clang++, or what CXX names)")
+    raise RuntimeError("there is no C++ compiler (c++, g++, clang++, or the one that CXX names)")
 
 
 def _cache_folder() -> Path:
-    """The user's, or one of this process's own where that can't be written."""
+    """The user's cache folder, or a temporary one where that can't be written."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -122,26 +122,21 @@ def _cache_folder() -> Path:
 
 
 def _compile(compiler: str, sources: list[Path], target: Path) -> None:
-    """Compiles to files beside `target` and moves the result there, so that nobody ever sees half of one."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        made = Path(scratch) / target.name
-        with ThreadPoolExecutor() as pool:
-            jobs = [
-                pool.submit(_run, compiler, *FLAGS, "-c", source, "-o", made_of)
-                for source, made_of in zip(sources, objects, strict=True)
-            ]
-            for job in jobs:
-                job.result()
-        _run(compiler, *FLAGS, "-shared", *objects, "-o", made)
-        made.replace(target)
+    """Compiles in a temporary folder beside `target` and renames the result, so that no process loads a part of it."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        # A list, so that the first error is raised here.
+        list(pool.map(lambda source, made: _run(compiler, *FLAGS, "-c", source, "-o", made), sources, objects))
+        linked = Path(folder) / target.name
+        _run(compiler, *FLAGS, "-shared", *objects, "-o", linked)
+        linked.replace(target)
 
 
 def _run(*command: str | Path) -> str:
-    """What the command prints.
+    """The command's standard output.
 
     Raises:
-        RuntimeError: it failed; with what it said first.
+        RuntimeError: it failed; the text has the beginning of its standard error.
     """
     result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     if result.returncode:

@@ -1,11 +1,11 @@
-"""Linear layers on CPU, with weights laid out once as oneDNN wants them.
+"""Linear layers on CPU, with weights packed once into the layout that oneDNN uses.
 
-The only file that touches torch's private oneDNN operators. Against `F.linear`, prepacked weights are 2 to 3 times
-faster in float32 at any number of rows, and in bfloat16 up to 2.5 times at up to 32 rows and even above. Where torch
-or the CPU lacks the operators, `F.linear` takes over.
+This is the only file that uses torch's private oneDNN operators. Prepacked weights are 2 to 3 times faster than
+`F.linear` in float32 at any number of rows; in bfloat16 they are up to 2.5 times faster at up to 32 rows, and equal
+above. Where torch or the CPU lacks the operators, `F.linear` is used.
 
 oneDNN compiles and keeps code for each number of rows that it meets, a few hundred kilobytes each. So rows are padded
-to a multiple of ROWS: a worker's memory would grow by hundreds of megabytes as prompts of every length come by.
+to a multiple of ROWS; otherwise prompts of every length would add hundreds of megabytes to a worker's memory.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 ROWS = 16
-"""Rows of a product are padded to a multiple of this; fewer rows are taken as they are."""
+"""Rows of a product are padded to a multiple of this, unless there are fewer."""
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """`x [T, in] -> x @ weight.T + bias [T, out]`. The result keeps no reference to `weight` if it could be packed.
+    """`x [T, in] -> x @ weight.T + bias [T, out]`. If `weight` could be packed, the result keeps no reference to it.
 
     Args:
         weight: [out, in].
@@ -42,7 +42,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 @cache
 def packable(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs and multiplies weights of this type here."""
+    """Whether oneDNN can pack and multiply weights of this type on this machine."""
     operators = torch.ops.mkldnn
     if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
         return False

@@ -1,6 +1,6 @@
 """The model's operations on CPU; formulas and shapes are in `kernels/reference.py`.
 
-Each is written in as few torch calls as it takes: at the handful of rows of a decode step, calls are what costs.
+Each uses as few torch calls as possible: with the few rows of a decode step, the calls themselves take most time.
 """
 
 import torch

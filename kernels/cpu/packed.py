@@ -1,4 +1,4 @@
-"""Linear layers by the native kernels; `native/linear.h` has the format and what is fused with a product."""
+"""Linear layers on the native kernels; `native/linear.h` has the format and what is fused with a product."""
 
 import ctypes
 import mmap
@@ -9,19 +9,19 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.program import Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
 ARGMAX = "kvrelay_argmax"
 
 BLOCK = 16
-"""Outputs of a gated product's halves are a multiple of this."""
+"""The two halves of a gated product must each have a multiple of this many outputs."""
 CHUNK_BYTES = 256 * 2**20
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product y."""
+    """What happens to a product y."""
 
     STORE = 0
     """out = y."""
@@ -35,20 +35,10 @@ class LinearArgs(ctypes.Structure):
     """`LinearArgs` in linear.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
-        ("input", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("input_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "rows weight bias norm input out workspace"),
+        *fields(ctypes.c_int64, "input_stride out_stride inputs outputs"),
         ("eps", ctypes.c_float),
-        ("type", ctypes.c_int32),
-        ("epilogue", ctypes.c_int32),
+        *fields(ctypes.c_int32, "type epilogue"),
     )
 
 
@@ -56,14 +46,9 @@ class EmbedArgs(ctypes.Structure):
     """`EmbedArgs` in rows.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("packed", ctypes.c_int32),
+        *fields(ctypes.c_void_p, "rows tokens weight out"),
+        *fields(ctypes.c_int64, "out_stride width"),
+        *fields(ctypes.c_int32, "type packed"),
     )
 
 
@@ -71,36 +56,33 @@ class ArgmaxArgs(ctypes.Structure):
     """`ArgmaxArgs` in rows.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("input", ctypes.c_void_p),
-        ("input_stride", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),
-        ("largest", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "rows input"),
+        *fields(ctypes.c_int64, "input_stride width"),
+        *fields(ctypes.c_void_p, "tokens largest"),
     )
 
 
 class Arena:
-    """Memory that is taken once and kept as long as a tensor in it: few large pages, in the order of taking."""
+    """Allocates from a few large pages, in the order of the calls; each tensor keeps its chunk of memory alive."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], on a cache line of its own."""
+        """uint8 [size], aligned to a cache line."""
         taken = -(-size // 64) * 64
         if taken > len(self._chunk):
-            # What a chunk has left over is never written to, so it isn't in memory.
-            room = mmap.mmap(-1, max(taken, CHUNK_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # The unused end of a chunk costs no memory, because nothing is ever written there.
+            pages = mmap.mmap(-1, max(taken, CHUNK_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # a kernel without large pages
-                room.madvise(mmap.MADV_HUGEPAGE)
-            self._chunk = torch.frombuffer(room, dtype=torch.uint8)
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk = torch.frombuffer(pages, dtype=torch.uint8)
         part, self._chunk = self._chunk[:size], self._chunk[taken:]
         return part
 
 
 class PackedLinear:
-    """`x [T, in] -> x @ weight.T + bias [T, out]`, for programs to multiply with. Keeps no reference to `weight`."""
+    """`x [T, in] -> x @ weight.T + bias [T, out]`, alone or in a program. Keeps no reference to `weight`."""
 
     def __init__(self, team: Team, arena: Arena, weight: Tensor, bias: Tensor | None) -> None:
         """
@@ -113,7 +95,7 @@ class PackedLinear:
         self.type = int(weight.dtype == torch.bfloat16)
         self._team = team
         library.kvrelay_packed_bytes.restype = ctypes.c_int64
-        library.kvrelay_linear_scratch.restype = ctypes.c_int64
+        library.kvrelay_linear_workspace.restype = ctypes.c_int64
         shape = ctypes.c_int64(self.outputs), ctypes.c_int64(self.inputs)
         self.packed = arena.take(library.kvrelay_packed_bytes(*shape, self.type))
         weight = weight.contiguous()
@@ -124,13 +106,13 @@ class PackedLinear:
         if bias is not None:
             self.bias = torch.zeros(-(-self.outputs // BLOCK) * BLOCK)
             self.bias[: self.outputs] = bias
-        self.scratch_bytes = 4 * team.threads * library.kvrelay_linear_scratch(ctypes.c_int64(self.inputs))
+        self.workspace_bytes = 4 * team.threads * library.kvrelay_linear_workspace(ctypes.c_int64(self.inputs))
 
     def args(self, epilogue: Epilogue, norm: Tensor | None = None, eps: float = 0.0) -> LinearArgs:
-        """The arguments but for rows, input, output and scratch.
+        """The arguments, without rows, input, output and workspace.
 
         Args:
-            norm: float32 [in], of an RMS norm ahead; the caller's to keep.
+            norm: float32 [in], weights of an RMS norm of the input; the caller keeps it.
         """
         return LinearArgs(
             weight=self.packed.data_ptr(),
@@ -144,21 +126,21 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` is float32 or of the weights' type; what it gives is of x's."""
+        """The product with `x`, which is float32 or of the weights' type; the result has x's type."""
         rows = ctypes.c_int64(len(x))
         source = x.float().contiguous()
         out = torch.empty(len(x), self.outputs)
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8)
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8)
         args = self.args(Epilogue.STORE)
         args.rows = ctypes.addressof(rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
-        args.scratch = scratch.data_ptr()
+        args.workspace = workspace.data_ptr()
         self._team.run(Program(self._team.library, (LINEAR, args)))
         return out.to(x.dtype)
 
 
 def packer(team: Team) -> Callable[[Tensor, Tensor | None], PackedLinear]:
-    """`Ops.linear` that packs for `team`, one weight behind the other."""
+    """`Ops.linear` that packs for `team`; all its weights are in one arena."""
     arena = Arena()
     return lambda weight, bias: PackedLinear(team, arena, weight, bias)

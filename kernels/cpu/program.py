@@ -1,24 +1,28 @@
-"""Programs: a step's native kernels, recorded once with their arguments and run by one call.
+"""Programs: the native kernels of a step, recorded once with their arguments and run by one call.
 
-A layer is a handful of kernels, a model has dozens of layers, and at batch 1 a kernel takes tens of microseconds: to
-call each of them from Python would take as long again. Nothing is allocated while a program runs, and the interpreter
-is released.
+A layer is a few kernels, a model has dozens of layers, and at batch 1 a kernel takes tens of microseconds. Calling each
+one from Python would double that. While a program runs, nothing is allocated and the interpreter is released.
 """
 
 import ctypes
 import weakref
+from typing import Any
+
+
+def fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of one type for a `ctypes.Structure`; `names` are separated by spaces."""
+    return tuple((name, ctype) for name in names.split())
 
 
 class Team:
-    """A kept team of threads, the caller of `run` being one of them. Between runs the others sleep.
-
-    One program runs at a time.
+    """A team of threads that lives as long as this object. The caller of `run` is one of them; the others sleep between
+    runs. Runs one program at a time.
     """
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         """
         Raises:
-            OSError: the threads can't be had.
+            OSError: the threads can't be started.
         """
         library.kvrelay_team_new.restype = ctypes.c_void_p
         team = library.kvrelay_team_new(threads)
@@ -27,26 +31,27 @@ class Team:
         self.library = library
         self.threads = threads
         self._team = ctypes.c_void_p(team)
-        # Not at exit: a thread may be in a run then.
+        # Not at exit, when a thread may still be in a run.
         weakref.finalize(self, library.kvrelay_team_free, self._team).atexit = False
 
     def run(self, program: "Program") -> None:
+        """Returns when all of the program's kernels have ended."""
         instructions = program.instructions
         self.library.kvrelay_team_run(self._team, instructions, ctypes.c_int64(len(instructions)))
 
 
 class _Instruction(ctypes.Structure):
-    _fields_ = (("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p))
+    _fields_ = fields(ctypes.c_void_p, "kernel args")
 
 
 class Program:
-    """Kernels with their arguments, in order: each begins when the one before it has ended on all threads."""
+    """Kernels with their arguments, in order: each starts after the previous one has ended on all threads."""
 
     def __init__(self, library: ctypes.CDLL, *steps: tuple[str, ctypes.Structure]) -> None:
         """
         Args:
-            steps: exported kernel and its arguments. These are kept, and may be changed between two runs; what they
-                point at is the caller's to keep.
+            steps: the name of an exported kernel and its arguments. The arguments are kept and may be changed between
+                two runs; the caller keeps what they point to.
         """
         self._args = [args for _, args in steps]
         self.instructions = (_Instruction * len(steps))(

@@ -65,17 +65,17 @@ class Product:
         self._in = torch.full((len(x), linear.inputs + 5), torch.nan)
         self._in[:, : linear.inputs] = x
         self._width = width
-        self._room = torch.full((len(x), width + 3), torch.nan)
-        self.out = self._room[:, :width]
-        self._scratch = torch.full((linear.scratch_bytes // 4,), torch.nan)
+        self._padded_out = torch.full((len(x), width + 3), torch.nan)
+        self.out = self._padded_out[:, :width]
+        self._workspace = torch.full((linear.workspace_bytes // 4,), torch.nan)
 
     def run(self, args: LinearArgs) -> Tensor:
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = self._in.data_ptr(), self._in.stride(0)
-        args.out, args.out_stride = self._room.data_ptr(), self._room.stride(0)
-        args.scratch = self._scratch.data_ptr()
+        args.out, args.out_stride = self._padded_out.data_ptr(), self._padded_out.stride(0)
+        args.workspace = self._workspace.data_ptr()
         self._team.run(Program(self._team.library, (LINEAR, args)))
-        assert self._room[:, self._width :].isnan().all(), "written past the last output"
+        assert self._padded_out[:, self._width :].isnan().all(), "written past the last output"
         return self.out
 
 

@@ -1,7 +1,6 @@
 """Prefill attention: against its definition, and compiled for GPUs that aren't there."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -23,7 +22,9 @@ def run(case: Sequences, window: int = 0, tile: Tile = SMALL) -> Tensor:
     lengths = np.array(case.lengths)
     tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, tile.rows // group, window)
     tiles = torch.from_numpy(tiles).to(case.query.device)
-    return flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window)
+    out = torch.empty_like(case.query)
+    flash_prefill(case.query, case.kv, case.block_tables, tiles, tile, window, out)
+    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -73,7 +74,7 @@ def test_rows_that_are_not_planned_keep_what_they_hold(device: torch.device) -> 
     case = make_sequences((2, 1, 32), [20, 30], [20, 30], device=device)
     tiles = torch.from_numpy(plan_tiles(np.array([0, 0]), np.array([20, 30]), 16, rows=[1])).to(device)
     out = torch.full_like(case.query, 7.0)
-    flash_prefill(case.query, case.kv, case.block_tables, tiles, SMALL, out=out)
+    flash_prefill(case.query, case.kv, case.block_tables, tiles, SMALL, 0, out)
     assert (out[:20] == 7.0).all()
     check_close(out[20:], case.expected()[20:])
 
@@ -117,7 +118,10 @@ def test_flops_count_the_pairs_that_are_seen(rows: list[tuple[int, int]], window
         ({"tiles": torch.zeros(1, 4)}, "tiles is torch.float32"),
         ({"tiles": torch.zeros(1, 3, dtype=torch.int32)}, r"tiles is \[1, 3\]; allowed: \[1, 4\]"),
         ({"block_tables": torch.zeros(1, 4)}, "block_tables is torch.float32"),
-        ({"query": torch.zeros(4, 2, 16)}, r"query is \[4, 2, 16\]; allowed: \[T, a multiple of 1, 32\]"),
+        (
+            {"query": torch.zeros(4, 2, 16, dtype=torch.float16)},
+            r"query is \[4, 2, 16\]; allowed: \[T, a multiple of 1, 32\]",
+        ),
         ({"query": torch.zeros(4, 2, 32)}, "pool is torch.float16; allowed: torch.float32"),
         ({"query": torch.zeros(32, 2, 4, dtype=torch.float16).permute(2, 1, 0)}, "query has strides"),
         ({"out": torch.zeros(4, 2, 32)}, "out is torch.float32; allowed: torch.float16"),
@@ -133,6 +137,8 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
         "block_tables": torch.zeros(1, 4, dtype=torch.int32),
         "tiles": torch.zeros(1, 4, dtype=torch.int32),
         "tile": SMALL,
+        "window": 0,
+        "out": torch.zeros(4, 2, 32, dtype=torch.float16),
     }
     with pytest.raises(ValueError, match=message):
         flash_prefill(**(given | change))
@@ -148,19 +154,17 @@ class Launch:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype = torch.bfloat16
     window: int = 0
-    rows: Literal[64, 128] = 128
     stages: int = 3
     """Buffers on sm_90 and later."""
     architectures: tuple[int, ...] = ARCHITECTURES
 
     def tile(self, architecture: int) -> Tile:
         page = self.block_size if self.kv_dtype == self.dtype else 0
-        return choose_tile(self.dim, self.dtype, page, architecture, self.rows)
+        return choose_tile(self.dim, self.dtype, page, architecture)
 
 
 LAUNCHES = [
     Launch(),
-    Launch(rows=64),
     Launch(block_size=64, window=4096),  # through the copy engine
     Launch(dim=64, group=8, dtype=torch.float16, kv_dtype=torch.float16),
     Launch(dim=80, group=7),
@@ -176,7 +180,7 @@ def launch_blank(launch: Launch, architecture: int) -> None:
     shape = (launch.group * 2, 2, launch.dim)
     query, kv, tables = blank(shape, 1, launch.block_size, launch.dtype, launch.kv_dtype)
     tile = launch.tile(architecture)
-    flash_prefill(query, kv, tables, torch.zeros(1, 4, dtype=torch.int32), tile, launch.window)
+    flash_prefill(query, kv, tables, torch.zeros(1, 4, dtype=torch.int32), tile, launch.window, torch.zeros_like(query))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ def run(case: Sequences, window: int = 0, count: int = 4, span: int = STEP) -> T
     for unwritten in (splits.parts, splits.weights):
         unwritten.fill_(torch.nan)
     contexts = torch.tensor(case.contexts, dtype=torch.int32, device=case.query.device)
-    return paged_decode(case.query, case.kv, case.block_tables, contexts, splits, window)
+    out = torch.empty_like(case.query)
+    paged_decode(case.query, case.kv, case.block_tables, contexts, splits, window, out)
+    return out
 
 
 def make(shape: tuple[int, int, int], contexts: list[int], device: torch.device, **options: object) -> Sequences:
@@ -136,6 +138,8 @@ def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> N
         "block_tables": torch.zeros(2, 4, dtype=torch.int32),
         "contexts": torch.zeros(2, dtype=torch.int32),
         "splits": DecodeSplits.empty(2, 2, 32, 4, torch.device("cpu")),
+        "window": 0,
+        "out": torch.zeros(2, 2, 32, dtype=torch.float16),
     }
     with pytest.raises(ValueError, match=message):
         paged_decode(**(given | change))
@@ -173,7 +177,8 @@ def launch_blank(launch: Launch) -> None:
     shape = (launch.group * 2, 2, launch.dim)
     query, kv, tables = blank(shape, 3, launch.block_size, launch.dtype, launch.kv_dtype)
     splits = DecodeSplits.empty(3, shape[0], launch.dim, launch.count, query.device)
-    paged_decode(query, kv, tables, torch.zeros(3, dtype=torch.int32), splits, launch.window)
+    contexts = torch.zeros(3, dtype=torch.int32)
+    paged_decode(query, kv, tables, contexts, splits, launch.window, torch.zeros_like(query))
 
 
 @pytest.fixture(scope="module")

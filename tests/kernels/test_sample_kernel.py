@@ -35,8 +35,8 @@ def choices_of(draws: list[Draw], banned: int = 0) -> kernel.Choices:
 
 def choose(logits: Tensor, choices: kernel.Choices) -> list[int]:
     tokens = torch.full((len(logits),), -7, dtype=torch.int64, device=DEVICE)
-    scratch = torch.empty(logits.shape, dtype=torch.int32, device=DEVICE)
-    kernel.sample(logits.clone().to(DEVICE), choices, scratch, tokens)
+    workspace = torch.empty(logits.shape, dtype=torch.int32, device=DEVICE)
+    kernel.sample(logits.clone().to(DEVICE), choices, workspace, tokens)
     return tokens.tolist()
 
 
@@ -134,7 +134,7 @@ def test_rows_that_are_not_finite_are_flagged_and_hurt_no_other() -> None:
     for temperature in (0.0, 1.0):
         draws = [Draw(SamplingParams(temperature=temperature, top_k=3, top_p=0.9), 9, 0)] * 5
         tokens = choose(logits, choices_of(draws))
-        assert tokens[:3] == [kernel.UNSOUND] * 3
+        assert tokens[:3] == [kernel.NONFINITE] * 3
         assert min(tokens[3:]) >= 0
         assert temperature or tokens[4] == expected
 
@@ -160,15 +160,15 @@ def test_the_first_of_equal_logits_is_the_greedy_one(monkeypatch: pytest.MonkeyP
 
 def test_what_does_not_fit_is_refused() -> None:
     logits, choices = torch.zeros(2, 10), kernel.Choices.empty(2, 1, "cpu")
-    scratch, tokens = torch.empty(2, 10, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    workspace, tokens = torch.empty(2, 10, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"logits are torch\.float16"):
-        kernel.sample(logits.half(), choices, scratch, tokens)
+        kernel.sample(logits.half(), choices, workspace, tokens)
     with pytest.raises(ValueError, match=r"temperature is \[1\]; allowed: \[2\]"):
-        kernel.sample(logits, choices.first(1), scratch, tokens)
+        kernel.sample(logits, choices.first(1), workspace, tokens)
     with pytest.raises(ValueError, match=r"top_k is torch\.float32; allowed: torch\.int32"):
-        kernel.sample(logits, choices._replace(top_k=choices.top_p), scratch, tokens)
-    with pytest.raises(ValueError, match=r"scratch is torch\.int64"):
-        kernel.sample(logits, choices, scratch.long(), tokens)
+        kernel.sample(logits, choices._replace(top_k=choices.top_p), workspace, tokens)
+    with pytest.raises(ValueError, match=r"workspace is torch\.int64"):
+        kernel.sample(logits, choices, workspace.long(), tokens)
 
 
 # Launched by the compiler's processes.
@@ -176,8 +176,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def launch(vocabulary: int) -> None:
     choices = kernel.Choices.empty(2, 128, "cpu")
-    scratch, tokens = torch.empty(2, vocabulary, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
-    kernel.sample(torch.zeros(2, vocabulary), choices, scratch, tokens)
+    workspace, tokens = torch.empty(2, vocabulary, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    kernel.sample(torch.zeros(2, vocabulary), choices, workspace, tokens)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

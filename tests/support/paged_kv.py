@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.paged import LARGEST, PagedKV
 from kvrelay.kernels.reference import paged_attention
-from kvrelay.kernels.rope_kv_write import LARGEST
 
 LAYERS = 2
 LAYER = 1

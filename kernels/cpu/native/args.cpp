@@ -1,4 +1,4 @@
-// Sizes of the structs that Python fills in, for a test to compare.
+// Sizes of the structs that Python fills in; a test compares them with its own.
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"

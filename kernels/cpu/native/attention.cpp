@@ -9,27 +9,27 @@
 
 namespace {
 
-// Rows of up to so many queries a KV head go one token at a time, as in decode; with more, tiles are faster.
+// Rows of up to this many queries for each KV head are processed token by token, as in decode; above, tiles are faster.
 constexpr int64_t FEW_QUERIES = 8;
 
-// Costs of items, in about the same unit: keys times what one takes.
+// Relative cost of one key, measured.
 constexpr double DECODE_KEY = 35.0;     // for each HEADS query heads
 constexpr double PREFILL_KEY = 220.0;   // for each panel
-constexpr double TILED_KEY = 50.0;      // the same by AMX
+constexpr double TILED_KEY = 50.0;      // for each panel, by AMX
 
 }  // namespace
 
 void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
     merges.clear();
     int64_t next_part = 0;
-    std::vector<std::pair<double, Item>> made;
+    std::vector<std::pair<double, Item>> costed;
     const int64_t group = shape.group();
     const double key_cost = shape.kv_bf16 && tiles::used ? TILED_KEY : PREFILL_KEY;
     auto first_seen = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
 
-    // Fewer, larger items read memory in longer runs; they must still be enough to go round.
+    // Items of all KV heads read memory in longer runs, but there must still be enough items for all threads.
     int64_t chunks = 0;
-    for (const Row& row : rows) chunks += row.tokens * ((row.start + row.tokens + CHUNK - 1) / CHUNK);
+    for (const Row& row : rows) chunks += row.tokens * divide_up(row.start + row.tokens, CHUNK);
     const int32_t together = chunks >= 8 * shape.threads ? shape.kv_heads : 1;
 
     for (int32_t r = 0; r < int32_t(rows.size()); r++) {
@@ -37,7 +37,7 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
         if (row.tokens == 1 || row.tokens * group <= FEW_QUERIES) {
             for (int64_t query = 0; query < row.tokens; query++) {
                 const int64_t last = row.start + query + 1, first = first_seen(last - 1);
-                const int64_t parts = (last - first + CHUNK - 1) / CHUNK;
+                const int64_t parts = divide_up(last - first, CHUNK);
                 const int64_t merge = parts > 1 ? int64_t(merges.size()) : -1;
                 for (int64_t head = 0; head < shape.kv_heads && parts > 1; head++, next_part += parts) {
                     merges.push_back({next_part, parts});
@@ -45,8 +45,8 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t begin = first + part * CHUNK, end = std::min(begin + CHUNK, last);
                     for (int32_t head = 0; head < shape.kv_heads; head += together) {
-                        const double cost = DECODE_KEY * (end - begin) * together * ((group + HEADS - 1) / HEADS);
-                        made.push_back(
+                        const double cost = DECODE_KEY * (end - begin) * together * divide_up(group, HEADS);
+                        costed.push_back(
                             {cost, {r, head, together, query, 1, begin, end, merge < 0 ? -1 : merge + head, part, true}}
                         );
                     }
@@ -58,18 +58,17 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
             const int64_t queries = std::min(tile_tokens(shape), row.tokens - query);
             const int64_t first = first_seen(row.start + query), last = row.start + query + queries;
             for (int32_t head = 0; head < shape.kv_heads; head++) {
-                const double cost = key_cost * (last - first) * ((queries * group + PANEL - 1) / PANEL);
-                made.push_back({cost, {r, head, 1, query, queries, first, last, -1, 0, false}});
+                const double cost = key_cost * (last - first) * divide_up(queries * group, PANEL);
+                costed.push_back({cost, {r, head, 1, query, queries, first, last, -1, 0, false}});
             }
         }
     }
 
-    // The most expensive first, each to whoever has least.
-    std::stable_sort(made.begin(), made.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    items.resize(shape.threads);
-    for (auto& mine : items) mine.clear();
+    // Longest processing time first: each item, most expensive first, goes to the thread with the least load.
+    std::stable_sort(costed.begin(), costed.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    items.assign(shape.threads, {});
     std::vector<double> load(shape.threads);
-    for (const auto& [cost, item] : made) {
+    for (const auto& [cost, item] : costed) {
         const size_t least = std::min_element(load.begin(), load.end()) - load.begin();
         load[least] += cost;
         items[least].push_back(item);

@@ -1,18 +1,17 @@
 // Causal attention over paged KV; `kernels/reference.py` has the formulas.
 //
-// A step's work list is made once for each window that a model's layers have; every layer then runs two kernels:
+// A step has one work list for each distinct window of the model's layers. Every layer then runs two kernels:
 //
-//     kvrelay_rope_kv_write   norm and rotation of queries and keys, keys and values into the pool
-//     kvrelay_attention       the work list
+//     kvrelay_rope_kv_write   norm and rotation of queries and keys; writes keys and values into the pool
+//     kvrelay_attention       the items of its work list
 //
 // An item of the list is one of
 //
-//     decode    one query token against up to CHUNK keys. Bound by the reading of keys and values: each is read once for
-//               all query heads that share it. Long contexts are several items, whose results the last one combines.
-//     prefill   a tile of query tokens against all keys they see. Bound by arithmetic.
+//     decode    one query token against up to CHUNK keys. Limit: memory. Each key and value is read once for all query
+//               heads that share it. A long context is several items; the last one to finish combines their results.
+//     prefill   a tile of query tokens against all keys that they see. Limit: arithmetic.
 //
-// Chunks begin at fixed keys, whatever else is in the step and however many threads there are, so that a row's result
-// doesn't depend on its company.
+// Chunks begin at fixed keys, so a row's result doesn't depend on the other rows of the step or the number of threads.
 #pragma once
 
 #include <atomic>
@@ -25,7 +24,7 @@
 struct AttentionShape {
     int32_t heads, kv_heads, head_dim, block_size;
     int64_t block_stride;  // numbers from one block of the pool to the next
-    int32_t kv_bf16;       // 0: the pool is float32
+    int32_t kv_bf16;       // 1: the pool is bfloat16; 0: float32
     int32_t threads;
 
     int64_t group() const { return heads / kv_heads; }
@@ -34,33 +33,33 @@ struct AttentionShape {
 };
 
 struct Row {
-    int64_t token;          // its first, among the step's
-    int64_t tokens;
+    int64_t token;          // index of its first token in the step
+    int64_t tokens;         // in this step
     int64_t start;          // tokens of the sequence before this step
-    const int64_t* blocks;  // its block table
+    const int64_t* blocks;  // block table
 };
 
 struct Item {
     int32_t row;
     int32_t head, heads;    // KV heads [head, head + heads)
-    int64_t query, queries; // tokens, among the row's
-    int64_t key_first, key_last;
-    int64_t merge;          // index into `merges` for its first head, or -1: the item sees all of its query's keys
-    int64_t part;           // which of a merge's parts it is
+    int64_t query, queries; // tokens [query, query + queries) of the row
+    int64_t key_first, key_last;  // keys [key_first, key_last)
+    int64_t merge;          // index into `merges` of its first head; -1: the item has all keys of its query
+    int64_t part;           // its index among the parts of the merge
     bool decode;
 };
 
 // A query token and KV head whose keys are spread over several items.
 struct Merge {
-    int64_t first, parts;   // its parts are [first, first + parts) of the worklist's
+    int64_t first, parts;   // parts [first, first + parts) of the work list
 };
 
 struct Worklist {
     int64_t window;         // keys that a query sees, itself included; 0 for all
-    std::vector<std::vector<Item>> items;  // of each thread
+    std::vector<std::vector<Item>> items;  // for each thread
     std::vector<Merge> merges;
-    std::unique_ptr<std::atomic<int32_t>[]> pending;  // of each merge: parts not done yet
-    std::vector<float> parts;  // each [G, D] sums, [G] maxima, [G] weights
+    std::unique_ptr<std::atomic<int32_t>[]> pending;  // for each merge: parts that aren't done
+    std::vector<float> parts;  // see `Part`
 
     void plan(const AttentionShape& shape, const std::vector<Row>& rows);
     float* part(const AttentionShape& shape, int64_t index) {
@@ -73,7 +72,7 @@ struct AttentionStep {
     std::vector<Worklist> worklists;
     std::vector<Row> rows;
     std::vector<int64_t> blocks;  // the rows' block tables
-    std::vector<int64_t> slots;   // of each token: where its keys are in a layer's pool, in numbers
+    std::vector<int64_t> slots;   // for each token: offset of its keys in a layer's pool, in numbers
     const float* cos = nullptr;   // [T, D], as `reference.rope` takes them
     const float* sin = nullptr;
 };
@@ -81,28 +80,28 @@ struct AttentionStep {
 struct AttentionArgs {
     AttentionStep* step;
     float* qkv;             // [T, (H + 2 Hkv) * D]: queries, keys, values
-    int64_t qkv_stride;     // numbers from one token to the next
     float* out;             // [T, H * D]
-    int64_t out_stride;
     void* pool;             // this layer's keys in block 0; its values follow them
     const float* norm;      // [H + Hkv, D], or null
+    int64_t qkv_stride;     // numbers from one token to the next
+    int64_t out_stride;
     float eps;
-    int32_t worklist;       // which of the step's
+    int32_t worklist;       // index into the step's work lists
 };
 
-// Both kernels for a pool of either type.
+// Both kernels, for each type of the pool.
 void write_float(const AttentionArgs& args, int thread, int threads);
 void write_bf16(const AttentionArgs& args, int thread, int threads);
 void attend_float(const AttentionArgs& args, int thread, int threads);
 void attend_bf16(const AttentionArgs& args, int thread, int threads);
 
 extern "C" {
-// `windows`: the different ones that layers have. Null if there is no memory.
+// `windows`: the distinct windows of the layers. Null if there is no memory.
 AttentionStep* kvrelay_attention_new(const AttentionShape* shape, const int64_t* windows, int64_t count);
 void kvrelay_attention_free(AttentionStep* step);
 
-// Begins a step of `rows` rows; starts and lengths [rows], tables [rows, width]. All is copied. False if there is no
-// memory.
+// Begins a step of `rows` rows; starts and lengths [rows], tables [rows, width]. Copies its arguments. False if there is
+// no memory.
 bool kvrelay_attention_plan(
     AttentionStep* step, int64_t rows, const int64_t* starts, const int64_t* lengths, const int64_t* tables,
     int64_t width

@@ -1,9 +1,9 @@
 // One query token against up to CHUNK of its keys, for all query heads that share a KV head.
 //
 //     scores [G, keys] = query [G, D] . key [keys, D]          a vector is part of a key; HEADS * KEYS sums at a time
-//     sums   [G, D]    = weights [G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS at a time
+//     sums   [G, D]    = weights [G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS sums at a time
 //
-// Limit: 2 * keys * D numbers of the pool must be read.
+// Limit: memory; 2 * keys * D numbers of the pool must be read.
 #pragma once
 
 #include "attention_lanes.h"
@@ -13,9 +13,9 @@ constexpr int64_t CHUNK = 128;
 constexpr int HEADS = 4;
 constexpr int KEYS = 4;
 constexpr int DIMS = W == 16 ? 4 : 2;
-constexpr int64_t SCORES = CHUNK + W;  // numbers from one head's scores to the next's
+constexpr int64_t SCORES = CHUNK + W;  // numbers from the scores of one head to those of the next
 
-// scores [H, SCORES]: KEYS columns get query [H, D] . key, for KEYS keys.
+// Writes KEYS columns of scores [H, SCORES]: query [H, D] . key, for KEYS keys.
 template <int H, typename T>
 inline void score(const float* query, const T* const (&key)[KEYS], int64_t dim, float* scores) {
     constexpr int SUMS = (H * KEYS + W - 1) / W * W;
@@ -41,7 +41,7 @@ inline void score(const float* query, const T* const (&key)[KEYS], int64_t dim, 
     for (int h = 0; h < H; h++) memcpy(scores + h * SCORES, lanes + h * KEYS, KEYS * sizeof(float));
 }
 
-// The same for all keys of a segment. Up to KEYS - 1 more columns are overwritten.
+// The same for all keys of a segment. Also overwrites up to KEYS - 1 columns after them.
 template <int H, typename T>
 inline void score(const AttentionShape& shape, const float* query, const Segment<T>& segment, float* scores) {
     const int64_t stride = shape.token_stride();
@@ -57,12 +57,12 @@ inline void score(const AttentionShape& shape, const float* query, const Segment
     }
 }
 
-// sums [H, D], of which N vectors from dimension `d` on: weights [H, keys] . values [keys, D]. The vector is of `part` <
-// W numbers if that isn't 0.
+// N vectors, from dimension `d` on, of sums [H, D] = weights [H, keys] . values [keys, D]. If `part` isn't 0, it is one
+// vector of `part` < W numbers.
 template <int H, int N, typename T>
 inline void weigh(
     const AttentionShape& shape, const float* weights, const Segment<T>* segments, int64_t count, int64_t d,
-    int64_t part, float* sums, Ahead& ahead
+    int64_t part, float* sums, Prefetcher& prefetcher
 ) {
     const int64_t stride = shape.token_stride();
     vf x[H][N];
@@ -71,7 +71,7 @@ inline void weigh(
     }
     for (const Segment<T>* segment = segments; segment < segments + count; segment++) {
         const T* value = segment->values + d;
-        ahead.fetch();
+        prefetcher.fetch();
         for (const T* end = value + segment->count * stride; value < end; value += stride, weights++) {
             vf loaded[N];
             for (int n = 0; n < N; n++) loaded[n] = part ? load(value, part) : load(value + n * W);
@@ -90,7 +90,8 @@ inline void weigh(
     }
 }
 
-// Turns the scores [SCORES] of `count` keys into weights relative to the largest; returns that and the weights' sum.
+// Replaces the scores [SCORES] of `count` keys by their weights relative to the largest score. Returns the largest score
+// and the sum of the weights.
 inline std::pair<float, float> soften(float* scores, int64_t count) {
     for (int i = 0; i < W; i++) scores[count + i] = -__builtin_inff();
     vf most = load(scores);
@@ -105,7 +106,7 @@ inline std::pair<float, float> soften(float* scores, int64_t count) {
     return {largest, reduce(total, [](vf a, vf b) { return a + b; })};
 }
 
-// What a part of the keys gives: for each query head the weighted sum of values, the largest score, the weights' sum.
+// The result for a part of the keys: weighted sums of values, largest scores, and sums of weights of each query head.
 struct Part {
     float* sums;     // [G, D]
     float* largest;  // [G]
@@ -113,24 +114,24 @@ struct Part {
 
     static int64_t size(const AttentionShape& shape) { return shape.group() * (shape.head_dim + 2); }
 
-    Part(const AttentionShape& shape, float* room)
-        : sums(room), largest(room + shape.group() * shape.head_dim), weights(largest + shape.group()) {}
+    Part(const AttentionShape& shape, float* memory)
+        : sums(memory), largest(memory + shape.group() * shape.head_dim), weights(largest + shape.group()) {}
 };
 
-// The same for all dimensions.
+// `weigh` for all dimensions.
 template <int H, typename T>
 inline void weigh(
     const AttentionShape& shape, const float* weights, const Segment<T>* segments, int64_t count, float* sums,
-    Ahead& ahead
+    Prefetcher& prefetcher
 ) {
     const int64_t dim = shape.head_dim;
     int64_t d = 0;
-    for (; d + DIMS * W <= dim; d += DIMS * W) weigh<H, DIMS>(shape, weights, segments, count, d, 0, sums, ahead);
-    for (; d + W <= dim; d += W) weigh<H, 1>(shape, weights, segments, count, d, 0, sums, ahead);
-    if (d < dim) weigh<H, 1>(shape, weights, segments, count, d, dim - d, sums, ahead);
+    for (; d + DIMS * W <= dim; d += DIMS * W) weigh<H, DIMS>(shape, weights, segments, count, d, 0, sums, prefetcher);
+    for (; d + W <= dim; d += W) weigh<H, 1>(shape, weights, segments, count, d, 0, sums, prefetcher);
+    if (d < dim) weigh<H, 1>(shape, weights, segments, count, d, dim - d, sums, prefetcher);
 }
 
-// Calls use<H>(head) for the heads of a group, H <= HEADS of them from `head` on at a time.
+// Calls use<H>(head) for H <= HEADS heads of a group at a time, from `head` on.
 template <typename Use>
 inline void each_heads(int64_t group, Use use) {
     int64_t head = 0;
@@ -142,7 +143,7 @@ inline void each_heads(int64_t group, Use use) {
     }
 }
 
-// out [G, D] from the parts of all keys, in order.
+// out [G, D] from the parts of all keys, combined in order.
 inline void combine(const AttentionShape& shape, float* parts, int64_t count, float* out) {
     for (int64_t g = 0; g < shape.group(); g++) {
         float largest = -__builtin_inff(), weights = 0;
@@ -161,24 +162,24 @@ inline void combine(const AttentionShape& shape, float* parts, int64_t count, fl
     }
 }
 
-// Numbers of scratch memory that an item needs.
-inline int64_t decode_scratch(const AttentionShape& shape) {
+// Numbers of workspace that an item needs.
+inline int64_t decode_workspace(const AttentionShape& shape) {
     return int64_t{shape.heads} * (shape.head_dim + SCORES) + Part::size(shape);
 }
 
-// Where an item's keys are, and its values.
+// Addresses of an item's keys and values.
 template <typename T>
-struct Places {
+struct ItemKeys {
     Segment<T> segments[CHUNK];
     int64_t count;
 
-    Places(const AttentionArgs& args, const Item& item) {
+    ItemKeys(const AttentionArgs& args, const Item& item) {
         const int64_t* blocks = args.step->rows[item.row].blocks;
         const T* pool = static_cast<const T*>(args.pool);
         count = find(args.step->shape, pool, blocks, item.head, item.key_first, item.key_last, segments);
     }
 
-    // The addresses of all keys, or of all values; returns how many.
+    // Writes the addresses of all keys, or of all values, to `rows`; returns their number.
     int64_t list(bool values, int64_t stride, const T** rows) const {
         int64_t listed = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -189,32 +190,32 @@ struct Places {
     }
 };
 
-// `next`: what this thread does after this item, or null: its keys are fetched meanwhile.
+// `next`: this thread's next item, whose keys are prefetched during this one, or null.
 template <typename T>
-inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, const Item* next, float* scratch) {
+inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, const Item* next, float* workspace) {
     const AttentionShape& shape = args.step->shape;
     const int64_t group = shape.group(), dim = shape.head_dim, stride = shape.token_stride();
     const int64_t token = args.step->rows[item.row].token + item.query, first = item.head * group * dim;
-    float* query = scratch;
+    float* query = workspace;
     float* scores = query + item.heads * group * dim;
     float* own_part = scores + item.heads * group * SCORES;
     const float scale = 1.44269504f / __builtin_sqrtf(float(dim));  // weights are powers of 2
     for (int64_t i = 0; i < item.heads * group * dim; i++) {
         query[i] = args.qkv[token * args.qkv_stride + first + i] * scale;
     }
-    Places<T> places(args, item);
-    const int64_t visits = item.heads * ((group + HEADS - 1) / HEADS) * places.count;
+    ItemKeys<T> found(args, item);
+    const int64_t visits = item.heads * divide_up(group, HEADS) * found.count;
     const T* rows[CHUNK];
-    Ahead ahead;
+    Prefetcher prefetcher;
 
-    ahead.begin(rows, places.list(true, stride, rows), item.heads * dim, visits);
+    prefetcher.begin(rows, found.list(true, stride, rows), item.heads * dim, visits);
     for (int64_t head = 0; head < item.heads; head++) {
         each_heads(group, [&]<int H>(int64_t member) {
             const int64_t row = head * group + member;
             float* to = scores + row * SCORES;
-            for (int64_t i = 0; i < places.count; to += places.segments[i++].count) {
-                ahead.fetch();
-                Segment<T> segment = places.segments[i];
+            for (int64_t i = 0; i < found.count; to += found.segments[i++].count) {
+                prefetcher.fetch();
+                Segment<T> segment = found.segments[i];
                 segment.keys += head * dim;
                 score<H>(shape, query + row * dim, segment, to);
             }
@@ -222,8 +223,8 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
     }
 
     int64_t rows_ahead = 0;
-    if (next != nullptr && next->decode) rows_ahead = Places<T>(args, *next).list(false, stride, rows);
-    ahead.begin(rows, rows_ahead, item.heads * dim, visits * ((dim + DIMS * W - 1) / (DIMS * W)));
+    if (next != nullptr && next->decode) rows_ahead = ItemKeys<T>(args, *next).list(false, stride, rows);
+    prefetcher.begin(rows, rows_ahead, item.heads * dim, visits * divide_up(dim, DIMS * W));
     for (int64_t head = 0; head < item.heads; head++) {
         const int64_t merge = item.merge + head;
         float* parts = item.merge < 0 ? own_part : list.part(shape, list.merges[merge].first);
@@ -236,7 +237,7 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
         }
         each_heads(group, [&]<int H>(int64_t member) {
             const float* weights = scores + (head * group + member) * SCORES;
-            weigh<H>(shape, weights, places.segments, places.count, part.sums + member * dim, ahead);
+            weigh<H>(shape, weights, found.segments, found.count, part.sums + member * dim, prefetcher);
         });
         float* out = args.out + token * args.out_stride + first + head * group * dim;
         if (item.merge < 0) {
@@ -245,6 +246,6 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
             list.pending[merge].store(int32_t(list.merges[merge].parts), std::memory_order_relaxed);
             combine(shape, parts, list.merges[merge].parts, out);
         }
-        for (int64_t i = 0; i < places.count; i++) places.segments[i].values += dim;
+        for (int64_t i = 0; i < found.count; i++) found.segments[i].values += dim;
     }
 }

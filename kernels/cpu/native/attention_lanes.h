@@ -1,11 +1,11 @@
-// Exchanges between the lanes of vectors, rows whose length is no multiple of W, and the exponential of a softmax.
+// Exchanges between the lanes of vectors, loads and stores of part of a vector, and the exponential of a softmax.
 #pragma once
 
 #include <utility>
 
 #include "simd.h"
 
-// Lane i is number from(i) of a and b, one after the other.
+// Lane i is number from(i) of the 2 W numbers of a and b.
 template <auto from, int... I>
 inline vf shuffle(vf a, vf b, std::integer_sequence<int, I...>) {
 #ifdef __clang__
@@ -34,9 +34,10 @@ inline void store(float* p, vf x, int64_t count) {
     memcpy(p, lanes, count * sizeof(float));
 }
 
-// Lane i becomes the sum of x[i]; overwrites x.
+// Lane i of the result is the sum of the lanes of x[i]. Overwrites x.
 //
-// Before a round, lane i of each x holds a part of the sum i % S of those that it stands for; a round makes one of two.
+// Each round halves the number of vectors. Before it, every vector has partial sums of S of the original ones: lane i has
+// a part of the sum of number i % S.
 template <int S = 1>
 inline vf sums(vf* x) {
     if constexpr (S == W) {
@@ -52,7 +53,7 @@ inline vf sums(vf* x) {
     }
 }
 
-// All lanes joined into one number by `join`, in pairs.
+// Reduces all lanes to one number with `join`, pairwise.
 template <int S = W / 2, typename Join>
 inline float reduce(vf x, Join join) {
     constexpr auto turned = [](int lane) { return (lane + S) % W; };
@@ -61,7 +62,7 @@ inline float reduce(vf x, Join join) {
     return x[0];
 }
 
-// x [W, W] transposed: log2(W) rounds, each of which zips the first half of the vectors with the second.
+// Transposes x [W, W] in log2(W) rounds; each interleaves the first half of the vectors with the second half.
 inline void transpose(vf* x) {
     constexpr auto low = [](int lane) { return lane / 2 + lane % 2 * W; };
     constexpr auto high = [](int lane) { return W / 2 + lane / 2 + lane % 2 * W; };
@@ -75,8 +76,8 @@ inline void transpose(vf* x) {
     }
 }
 
-// 2^x for x <= 0, within 2 units in the last place; 0 below -126, NaN for NaN. A polynomial (minimax) in x's distance to
-// the next integer, then the exponent bits.
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126, NaN for NaN. A minimax polynomial of the distance from x
+// to the nearest integer, then the exponent bits.
 inline vf exp2_nonpositive(vf x) {
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vf clamped = x < splat(-126.0f) ? splat(-126.0f) : x;

@@ -1,8 +1,8 @@
-// What a layer's two kernels do, for a pool of numbers T; each T is compiled in a file of its own, all at the same time.
+// The two kernels of a layer, for a pool of type T. Each T is compiled in its own file, so that they compile in parallel.
 #pragma once
 
-// The micro-kernels are loops of constant bounds over vectors that must end up in registers: GCC unrolls those at -O3
-// only, and without it prefill is four times slower.
+// The inner loops have constant bounds and vectors that must stay in registers. GCC unrolls them only at -O3; without it,
+// prefill is four times slower.
 #ifndef __clang__
 #pragma GCC optimize("O3")
 #endif
@@ -15,21 +15,21 @@
 #include "attention_prefill.h"
 #include "team.h"
 
-// Memory of a thread, kept and grown.
-inline float* scratch(int64_t count) {
-    struct Room {
-        float* at = nullptr;
+// This thread's workspace of at least `count` numbers; it is kept for later calls and grows when necessary.
+inline float* thread_workspace(int64_t count) {
+    struct Workspace {
+        float* memory = nullptr;
         int64_t size = 0;
-        ~Room() { free(at); }
+        ~Workspace() { free(memory); }
     };
-    static thread_local Room room;
-    if (count > room.size) {
-        free(room.at);
-        room.at = static_cast<float*>(aligned_alloc(64, round_up(count * int64_t{sizeof(float)}, 64)));
-        if (room.at == nullptr) abort();
-        room.size = count;
+    static thread_local Workspace kept;
+    if (count > kept.size) {
+        free(kept.memory);
+        kept.memory = static_cast<float*>(aligned_alloc(64, round_up(count * int64_t{sizeof(float)}, 64)));
+        if (kept.memory == nullptr) abort();
+        kept.size = count;
     }
-    return room.at;
+    return kept.memory;
 }
 
 template <typename T>
@@ -38,7 +38,7 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
     const AttentionShape& shape = step.shape;
     const int64_t dim = shape.head_dim, half = dim / 2;
     float* x = args.qkv + token * args.qkv_stride + head * dim;
-    const int64_t key = head - shape.heads;  // KV heads' keys, then their values
+    const int64_t key = head - shape.heads;  // below 0: a query; then keys of all KV heads, then values
     if (key < shape.kv_heads) {
         if (args.norm != nullptr) {
             float lanes[W] = {};
@@ -76,14 +76,15 @@ void attend_all(const AttentionArgs& args, int thread, int threads) {
     [[maybe_unused]] typename P::Registers registers;
     const AttentionShape& shape = args.step->shape;
     Worklist& list = args.step->worklists[args.worklist];
-    float* room = scratch(std::max(Tile(shape, tile_tokens(shape), nullptr).size, decode_scratch(shape)));
-    for (size_t mine = thread; mine < list.items.size(); mine += threads) {
-        const std::vector<Item>& items = list.items[mine];
+    const int64_t needed = std::max(Tile(shape, tile_tokens(shape), nullptr).size, decode_workspace(shape));
+    float* workspace = thread_workspace(needed);
+    for (size_t share = thread; share < list.items.size(); share += threads) {
+        const std::vector<Item>& items = list.items[share];
         for (size_t i = 0; i < items.size(); i++) {
             if (items[i].decode) {
-                decode<T>(args, list, items[i], i + 1 < items.size() ? &items[i + 1] : nullptr, room);
+                decode<T>(args, list, items[i], i + 1 < items.size() ? &items[i + 1] : nullptr, workspace);
             } else {
-                prefill<T, P>(args, list, items[i], room);
+                prefill<T, P>(args, list, items[i], workspace);
             }
         }
     }

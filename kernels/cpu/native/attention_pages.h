@@ -1,11 +1,11 @@
-// Where a sequence's keys and values are in the paged pool.
+// Finds and prefetches the keys and values of a sequence in the paged pool.
 #pragma once
 
 #include <algorithm>
 
 #include "attention.h"
 
-// Successive keys of one head that lie in one block; each is `token_stride()` numbers from the next.
+// Consecutive keys of one head in one block, and their values; each is `token_stride()` numbers from the next.
 template <typename T>
 struct Segment {
     const T* keys;
@@ -13,7 +13,7 @@ struct Segment {
     int64_t count;
 };
 
-// Finds keys [first, last) of head `head`, in order; returns the number of segments, at most one for each key.
+// Finds keys [first, last) of a KV head, in order. Returns the number of segments, at most one for each key.
 template <typename T>
 inline int64_t find(
     const AttentionShape& shape, const T* pool, const int64_t* blocks, int64_t head, int64_t first, int64_t last,
@@ -30,18 +30,18 @@ inline int64_t find(
     return segments;
 }
 
-// Rows of the pool that will be read soon: fetched into the cache a few lines at a time, between other work, so that
-// memory is never idle nor its queue full.
-class Ahead {
+// Prefetches rows of the pool that will be read soon. `fetch` prefetches a few cache lines at a time and is called
+// between other work, so that the memory is always busy and its queue never overflows.
+class Prefetcher {
 public:
-    // `calls`: how often `fetch` will be called, at least.
+    // `calls`: the number of calls of `fetch`, at least.
     template <typename T>
     void begin(const T* const* rows, int64_t count, int64_t width, int64_t calls) {
         rows_ = reinterpret_cast<const char* const*>(rows);
         end_ = rows_ + count;
         width_ = width * int64_t{sizeof(T)};
         offset_ = 0;
-        step_ = (count * ((width_ + 63) / 64) + calls - 1) / std::max<int64_t>(calls, 1);
+        step_ = divide_up(count * divide_up(width_, 64), std::max<int64_t>(calls, 1));
     }
 
     void fetch() {

@@ -1,13 +1,13 @@
-// A tile of query tokens against all keys they see: attention in one pass (Dao et al., arXiv:2205.14135).
+// A tile of query tokens against all keys that they see: attention in one pass (Dao et al., arXiv:2205.14135).
 //
-// Queries, one per token and head of a group, are the lanes of vectors, PANEL of them together; so scores, weights and
-// sums lie with keys or dimensions as rows and queries as columns, a softmax goes down a column without any exchange
-// between lanes, and keys and values are used as they lie in the pool, turned to float32:
+// The lanes of vectors are queries, one for each token and head of a group; PANEL queries are processed together. Scores,
+// weights and sums have keys or dimensions as rows and queries as columns. So a softmax runs down a column without
+// exchanges between lanes, and keys and values keep the layout of the pool, converted to float32:
 //
 //     scores [keys, PANEL] = key [keys, D] . query [D, PANEL]
 //     sums   [D, PANEL]   += value^T [D, keys] . weights [keys, PANEL]
 //
-// Limit: 4 * queries * keys * D operations.
+// Limit: arithmetic, 4 * queries * keys * D operations.
 #pragma once
 
 #include "attention_lanes.h"
@@ -16,33 +16,32 @@
 constexpr int VECTORS = 3;
 constexpr int64_t PANEL = VECTORS * W;
 constexpr int ROWS = W == 16 ? 8 : 4;  // ROWS * VECTORS sums in registers
-constexpr int64_t TILE = 4 * PANEL;    // queries of a tile, about
-constexpr int64_t BLOCK = 64;          // keys at a time: with them, a panel's data stay in the nearest caches
-constexpr float UNSEEN = -1e30f;       // a largest score before there is any: finite, so that differences are numbers
+constexpr int64_t TILE = 4 * PANEL;    // approximate number of queries of a tile
+constexpr int64_t BLOCK = 64;          // keys at a time; few enough that the data of a panel stay in the L1 and L2 caches
+constexpr float UNSEEN = -1e30f;       // the largest score before the first key; finite, so that differences aren't NaN
 
-inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-
-// What a tile needs: an area of it lies in `scratch`, 64-byte aligned.
+// The arrays of a tile, in `workspace`, which is 64-byte aligned. P, the class that computes the two products, may use
+// another layout for queries, keys and values.
 struct Tile {
     int64_t rows;     // D, rounded up to whole vectors
     int64_t panels;
-    float* query;     // [panels, rows, PANEL], scaled; or as P has it
+    float* query;     // [panels, rows, PANEL], scaled
     float* sums;      // [panels, rows, PANEL]
     float* largest;   // [panels, PANEL]
     float* weights;   // [panels, PANEL]
-    float* keys;      // [BLOCK, rows], or as P has it
-    float* values;    // [BLOCK, rows], or as P has it
+    float* keys;      // [BLOCK, rows]
+    float* values;    // [BLOCK, rows]
     float* scores;    // [BLOCK, PANEL]
     int32_t* first;   // [panels, PANEL] positions of the first and the last key that each column sees
     int32_t* last;
 
-    int64_t size = 0; // numbers of scratch memory that all of these take
+    int64_t size = 0; // numbers of workspace that all arrays take
 
-    Tile(const AttentionShape& shape, int64_t queries, float* scratch) {
+    Tile(const AttentionShape& shape, int64_t queries, float* workspace) {
         rows = round_up(shape.head_dim, W);
-        panels = round_up(queries * shape.group(), PANEL) / PANEL;
+        panels = divide_up(queries * shape.group(), PANEL);
         auto take = [&](int64_t count) {
-            float* taken = scratch == nullptr ? nullptr : scratch + size;
+            float* taken = workspace == nullptr ? nullptr : workspace + size;
             size += count;
             return taken;
         };
@@ -58,11 +57,11 @@ struct Tile {
     }
 };
 
-// Query tokens of a tile: those that fill TILE columns.
+// Query tokens of a tile: as many as fill TILE columns.
 inline int64_t tile_tokens(const AttentionShape& shape) { return std::max<int64_t>(1, TILE / shape.group()); }
 
-// c [ROWS, N] = a [ROWS, depth] . b [depth, N], plus c * scale [N] if that is given; rows of b and c are PANEL apart.
-// Number (i, k) of a is at i * row + k * column.
+// c [ROWS, N] = a [ROWS, depth] . b [depth, N], plus c * scale [N] if `scale` isn't null. Number (i, k) of a is at
+// i * row + k * column; rows of b and c are PANEL apart.
 template <int N>
 inline void multiply(
     const float* a, int64_t row, int64_t column, const float* b, int64_t depth, float* c, const vf* scale
@@ -92,8 +91,8 @@ inline vi load(const int32_t* p) {
     return x;
 }
 
-// Turns a panel's scores of `count` keys, from position `begin` on, into weights; updates its largest scores and its
-// sums of weights. `all`: every column sees all of them. Fills scale [N]: what earlier sums must be multiplied by.
+// Replaces a panel's scores of `count` keys, from position `begin` on, by weights; updates its largest scores and sums of
+// weights. `all`: every column sees all of these keys. Writes scale [N], the factor for the sums of earlier keys.
 template <int N>
 inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count, bool all, vf* scale) {
     float* scores = tile.scores;
@@ -137,7 +136,7 @@ inline void soften(const Tile& tile, int64_t panel, int64_t begin, int64_t count
     for (int n = 0; n < N; n++) store(weights + n * W, total[n]);
 }
 
-// One panel of N vectors against `count` keys from position `begin` on, which P has taken.
+// One panel of N vectors against the `count` keys, from position `begin` on, that P::take has loaded.
 template <typename P, int N>
 inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, int64_t count, bool all) {
     P::template score<N>(tile, panel, dim, count);
@@ -146,7 +145,7 @@ inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, 
     P::template add<N>(tile, panel, dim, count, scale);
 }
 
-// Copies keys or values to to [count, rows], with zeros beyond `dim`.
+// Copies keys or values into `to` [count, rows], with zeros beyond `dim`.
 template <typename T>
 inline void copy(const T* from, int64_t stride, int64_t count, int64_t dim, float* to, int64_t rows) {
     for (int64_t k = 0; k < count; k++, from += stride, to += rows) {
@@ -159,7 +158,7 @@ inline void copy(const T* from, int64_t stride, int64_t count, int64_t dim, floa
 struct VectorProducts {
     struct Registers {};
 
-    // Takes over the `count` keys of these segments and their values.
+    // Loads the `count` keys of these segments and their values.
     template <typename T>
     static void take(
         const Tile& tile, const Segment<T>* segments, int64_t found, int64_t stride, int64_t count, int64_t dim
@@ -173,7 +172,7 @@ struct VectorProducts {
         std::fill(tile.keys + count * tile.rows, tile.keys + round_up(count, ROWS) * tile.rows, 0.0f);
     }
 
-    // Dimensions d to d + W of queries c to c + W.
+    // Writes dimensions [d, d + W) of queries [c, c + W).
     static void put_query(const Tile& tile, int64_t c, int64_t d, const vf* x) {
         float* to = tile.query + c / PANEL * tile.rows * PANEL + c % PANEL;
         for (int i = 0; i < W; i++) store(to + (d + i) * PANEL, x[i]);
@@ -196,7 +195,7 @@ struct VectorProducts {
     }
 };
 
-// Where column c of a tile is in queries or out: token c / G of the tile, head c % G of the group.
+// Addresses of the columns of a tile in queries or out: column c is token c / G of the tile, head c % G of the group.
 struct Columns {
     float* first;
     int64_t stride, group, dim;
@@ -204,7 +203,7 @@ struct Columns {
     float* operator()(int64_t column) const { return first + column / group * stride + column % group * dim; }
 };
 
-// Fills tile.query from `count` columns.
+// Loads `count` columns into tile.query.
 template <typename P>
 inline void take_queries(const Tile& tile, Columns from, int64_t count, float scale) {
     for (int64_t c = 0; c < tile.panels * PANEL; c += W) {
@@ -220,7 +219,7 @@ inline void take_queries(const Tile& tile, Columns from, int64_t count, float sc
     }
 }
 
-// Puts tile.sums, divided by the weights, into `count` columns.
+// Stores tile.sums, divided by the weights, to `count` columns.
 inline void put_sums(const Tile& tile, Columns to, int64_t count) {
     for (int64_t c = 0; c < count; c += W) {
         const float* from = tile.sums + c / PANEL * tile.rows * PANEL + c % PANEL;
@@ -242,19 +241,19 @@ inline void put_sums(const Tile& tile, Columns to, int64_t count) {
 }
 
 template <typename T, typename P>
-inline void prefill(const AttentionArgs& args, const Worklist& list, const Item& item, float* scratch) {
+inline void prefill(const AttentionArgs& args, const Worklist& list, const Item& item, float* workspace) {
     const AttentionShape& shape = args.step->shape;
     const Row& row = args.step->rows[item.row];
     const int64_t group = shape.group(), dim = shape.head_dim, columns = item.queries * group;
     const int64_t token = row.token + item.query, offset = item.head * group * dim;
-    const Tile tile(shape, item.queries, scratch);
+    const Tile tile(shape, item.queries, workspace);
     const Columns queries{args.qkv + token * args.qkv_stride + offset, args.qkv_stride, group, dim};
     take_queries<P>(tile, queries, columns, 1.44269504f / __builtin_sqrtf(float(dim)));  // weights are powers of 2
     std::fill_n(tile.sums, tile.panels * tile.rows * PANEL, 0.0f);
     std::fill_n(tile.largest, tile.panels * PANEL, UNSEEN);
     std::fill_n(tile.weights, tile.panels * PANEL, 0.0f);
 
-    // Columns beyond the last see what that one does.
+    // Columns after the last query see the same keys as it.
     for (int64_t c = 0; c < tile.panels * PANEL; c++) {
         const int64_t position = row.start + item.query + std::min(c, columns - 1) / group;
         tile.last[c] = int32_t(position);
@@ -272,7 +271,7 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
             if (begin > tile.last[tail] || end <= tile.first[head]) continue;
             const int64_t seen = std::min(count, tile.last[tail] + 1 - begin);
             const bool all = begin + seen - 1 <= tile.last[head] && begin >= tile.first[tail];
-            const int64_t vectors = round_up(std::min(PANEL, columns - head), W) / W;
+            const int64_t vectors = divide_up(std::min(PANEL, columns - head), W);
             if (vectors == VECTORS) {
                 attend<P, VECTORS>(tile, panel, dim, begin, seen, all);
             } else if (vectors == 2) {

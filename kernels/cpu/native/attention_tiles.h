@@ -1,11 +1,11 @@
-// The two products of prefill by AMX; keys and values are bfloat16.
+// The two products of prefill by AMX, for keys and values in bfloat16.
 //
-// In a tile's areas, instead of float32:
+// These arrays of a tile have bfloat16 in another layout:
 //
 //     query    [panels, rows / 2, PANEL, 2]    pairs of dimensions
-//     keys     [BLOCK, rows], whole registers of inputs in a row
-//     values   [rows, BLOCK], so turned that keys are what is added over
-//     scores   weights as [BLOCK / 2, PANEL, 2], pairs of keys, each where the first of its two rows was
+//     keys     [BLOCK, rows], rows padded to whole registers
+//     values   [rows, BLOCK], transposed, because the product sums over keys
+//     scores   weights as [BLOCK / 2, PANEL, 2], pairs of keys, each in place of the first of its two rows
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct TileProducts {
                 values[at] = segments[i].values + k * stride;
             }
         }
-        // What is behind the last key gets a weight of 0, and mustn't be NaN.
+        // Rows after the last key get a weight of 0, so they must not be NaN.
         std::fill_n(keys + count * width, (whole - count) * width, bf16{});
         for (int64_t k = 0; k < whole; k += W) {
             for (int64_t d = 0; d < dim; d += W) {
@@ -49,7 +49,7 @@ struct TileProducts {
     static void put_query(const Tile& tile, int64_t c, int64_t d, const vf* x) {
         float* to = query(tile, c / PANEL) + c % PANEL;
         for (int i = 0; i < W; i += 2) store(to + (d + i) / 2 * PANEL, pairs(x[i], x[i + 1]));
-        // A register of inputs takes more dimensions than a vector.
+        // A register has more dimensions than a vector: clear the rest.
         if (d + W == tile.rows && tile.rows % tiles::INPUTS) {
             for (int i = 0; i < W; i += 2) store(to + (d + W + i) / 2 * PANEL, vf{});
         }
@@ -81,10 +81,10 @@ struct TileProducts {
             }
         }
         float* sums = tile.sums + panel * tile.rows * PANEL;
-        // Once a few keys are seen, larger scores are rare.
-        bool larger = false;
-        for (int n = 0; n < N; n++) larger |= _mm512_cmp_ps_mask((__m512)scale[n], _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
-        for (int64_t i = 0; larger && i < tile.rows; i++) {
+        // After the first keys, the largest score rarely changes.
+        bool changed = false;
+        for (int n = 0; n < N; n++) changed |= _mm512_cmp_ps_mask((__m512)scale[n], _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+        for (int64_t i = 0; changed && i < tile.rows; i++) {
             float* row = sums + i * PANEL;
             for (int n = 0; n < N; n++) store(row + n * W, load(row + n * W) * scale[n]);
         }
@@ -99,12 +99,12 @@ struct TileProducts {
     }
 
 private:
-    static bf16* as_bf16(float* area) { return reinterpret_cast<bf16*>(area); }
+    static bf16* as_bf16(float* array) { return reinterpret_cast<bf16*>(array); }
 
-    // Rows of pairs take half the room, so that there is room for the last half of a register.
+    // Rows of pairs take half of the array, which leaves space for the second half of the last register.
     static float* query(const Tile& tile, int64_t panel) { return tile.query + panel * tile.rows * PANEL; }
 
-    // Lane i: a[i] and b[i] as bfloat16, a first.
+    // Lane i is a[i] and b[i] as bfloat16, a[i] first.
     static vf pairs(vf a, vf b) {
         alignas(64) static constexpr auto order = []() {
             std::array<int16_t, 2 * W> words{};
@@ -115,7 +115,7 @@ private:
         return (vf)_mm512_permutexvar_epi16(_mm512_load_si512(order.data()), halves);
     }
 
-    // Registers 0 to N are the sums of N vectors of columns, 3 holds what is on the left, 4 to 4 + N what is on the right.
+    // Registers 0 to N - 1 have the sums of N vectors of columns, 3 the left operand, 4 to 3 + N the right operand.
     template <int N>
     static void clear() {
         _tile_zero(0);

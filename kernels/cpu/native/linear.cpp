@@ -14,31 +14,32 @@
 
 namespace {
 
-// Rows that are taken through all of a thread's blocks before the next ones: they stay in the second-level cache.
+// Rows that are multiplied with all blocks of a thread before the next rows: they stay in the L2 cache.
 template <class P>
 int64_t rows_at_once(int64_t inputs) {
     return std::max<int64_t>(P::TALLEST, P::PREPARED / inputs / P::TALLEST * P::TALLEST);
 }
 
-// Rows begin on cache lines that don't fall into the same sets; there is room for whole tiles of inputs.
-int64_t padded(int64_t inputs) { return (inputs + 31) / 32 * 32 + 32; }
+// Numbers from one prepared row to the next: whole tiles of inputs, and one more cache line, so that rows don't begin in
+// the same cache sets.
+int64_t padded(int64_t inputs) { return round_up(inputs, 32) + 32; }
 
-// Pairs of blocks that are taken through all of these rows before the next ones; they share that cache with the rows. A
-// row's outputs lie together then, too: without that, each line of them is on another page.
+// Bytes of the pairs of blocks that are multiplied with all of these rows before the next pairs; they share the L2 cache
+// with the rows. A row's outputs of one such panel are also adjacent; otherwise each cache line would be on another page.
 constexpr int64_t PANEL_BYTES = 1 << 18;
 
-// Where a call is in that order: part `index` of `parts` of the rows, and how many pairs of blocks are taken together.
-struct Turn {
-    int64_t index, parts, together;
+// The position of a call in this order: part `index` of `parts` of the rows, and the pairs of blocks of a panel.
+struct Position {
+    int64_t index, parts, panel;
 };
 
-// What a product fetches into the cache meanwhile: `lines` of each of two blocks with every tile of inputs.
-struct Ahead {
+// Weights that a product prefetches: `lines` cache lines of each of two blocks with every tile of inputs.
+struct Prefetch {
     const bf16 *w0, *w1;
     int lines;
 };
 
-// What a weight is multiplied with: bfloat16 where the CPU has the dot product, else float32.
+// The type of inputs: bfloat16 if weights are and the CPU has the dot product, else float32.
 template <class T>
 struct Input {
     using type = float;
@@ -50,12 +51,20 @@ struct Input<bf16> {
 };
 #endif
 
+// Weights of input `i` of a pair, for W outputs.
+inline vf weights(const float* w, int i) { return load(w + i * W); }
+inline vf weights(const bf16* w, int i) {
+    vu pairs;
+    memcpy(&pairs, w, sizeof pairs);
+    return (vf)(i == 0 ? pairs << 16 : pairs & 0xffff0000);
+}
+
 // Adds the products of one pair of inputs, for all rows of a tile.
-template <int M>
-inline void multiply(vf (&sums)[M][2], const float* a, int64_t stride, const float* w0, const float* w1) {
+template <int M, class T>
+inline void multiply(vf (&sums)[M][2], const float* a, int64_t stride, const T* w0, const T* w1) {
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-        vf b0 = load(w0 + i * W), b1 = load(w1 + i * W);
+        vf b0 = weights(w0, i), b1 = weights(w1, i);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             vf x = splat(a[m * stride + i]);
@@ -78,23 +87,6 @@ inline void multiply(vf (&sums)[M][2], const bf16* a, int64_t stride, const bf16
         sums[m][1] = (vf)_mm512_dpbf16_ps((__m512)sums[m][1], b1, x);
     }
 }
-#else
-template <int M>
-inline void multiply(vf (&sums)[M][2], const float* a, int64_t stride, const bf16* w0, const bf16* w1) {
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        vu p0, p1;
-        memcpy(&p0, w0, sizeof p0);
-        memcpy(&p1, w1, sizeof p1);
-        vf b0 = (vf)(i == 0 ? p0 << 16 : p0 & 0xffff0000), b1 = (vf)(i == 0 ? p1 << 16 : p1 & 0xffff0000);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++) {
-            vf x = splat(a[m * stride + i]);
-            sums[m][0] += x * b0;
-            sums[m][1] += x * b1;
-        }
-    }
-}
 #endif
 
 inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
@@ -107,7 +99,7 @@ inline void write(float* out, vf y, int64_t count, bool add) {
     for (int64_t i = 0; i < count; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-// Puts the products of `rows` rows from `row` on with blocks `b0` and `b1` where they belong.
+// Stores the products of `rows` rows, from `row` on, with blocks `b0` and `b1`.
 inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0, int64_t b1, const float (*sums)[2][W]) {
     const vf bias0 = args.bias != nullptr ? load(args.bias + b0 * W) : vf{};
     const vf bias1 = args.bias != nullptr ? load(args.bias + b1 * W) : vf{};
@@ -126,17 +118,17 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     }
 }
 
-// Products by vectors of T: up to TALLEST rows by two blocks, whose sums stay in registers. Of 32 these are 24, beside two
-// weights and an input.
+// Products by vectors of T, for up to TALLEST rows and two blocks. The sums stay in registers: with AVX-512 24 of 32, next
+// to two of weights and one of input.
 template <class T>
 struct Vectors {
     using A = typename Input<T>::type;
     static constexpr int TALLEST = W == 16 ? 12 : 6;
-    static constexpr int64_t PREPARED = 1 << 17;  // inputs of the rows that are taken at once
+    static constexpr int64_t PREPARED = 1 << 17;  // numbers of the rows that are prepared at once
 
-    // `rows` of them from `row` on, prepared at `a`, by blocks `b0` and `b1`.
+    // Multiplies `rows` rows, from `row` on, which are prepared at `a`, with blocks `b0` and `b1`.
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Turn
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Position
     ) {
         static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
             return std::array{tile<M + 1>...};
@@ -144,25 +136,25 @@ struct Vectors {
         tiles[rows - 1](args, a, stride, row, b0, b1);
     }
 
-    // A part of `count` rows, one of the least number that has to be.
-    static Share part(int64_t count, int64_t index) { return Share(count, index, (count + TALLEST - 1) / TALLEST); }
+    // Part `index` of `count` rows, which are divided into as few parts as possible.
+    static Share part(int64_t count, int64_t index) { return Share(count, index, divide_up(count, TALLEST)); }
 
 private:
-    // Each row's products are added in the same order whatever M is, so that what a row yields doesn't depend, to the
-    // last bit, on the rows beside it.
+    // A row's products are added in the same order for every M, so its result doesn't depend, to the last bit, on the
+    // other rows.
     template <int M>
     static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t b0, int64_t b1) {
-        const int64_t pairs = (args.inputs + 1) / 2, block = packed_pairs(args.inputs, args.type) * 2 * W;
+        const int64_t pairs = divide_up(args.inputs, 2), block = packed_pairs(args.inputs, args.type) * 2 * W;
         const T* w0 = static_cast<const T*>(args.weight) + b0 * block;
         const T* w1 = static_cast<const T*>(args.weight) + b1 * block;
         vf sums[M][2];
         for (auto& sum : sums) sum[0] = sum[1] = vf{};
         for (int64_t pair = 0; pair < pairs; pair++) {
-            // Ahead by some microseconds of reading, and across pages, where the CPU's own prefetcher stops.
-            constexpr int AHEAD = 2048 / sizeof(T), LINE = 64 / sizeof(T);
+            // 2 KiB ahead, also across pages, where the CPU's own prefetcher stops.
+            constexpr int DISTANCE = 2048 / sizeof(T), LINE = 64 / sizeof(T);
             for (int line = 0; line < 2 * W; line += LINE) {
-                __builtin_prefetch(w0 + AHEAD + line);
-                __builtin_prefetch(w1 + AHEAD + line);
+                __builtin_prefetch(w0 + DISTANCE + line);
+                __builtin_prefetch(w1 + DISTANCE + line);
             }
             ::multiply<M>(sums, a, stride, w0, w1);
             a += 2;
@@ -179,9 +171,9 @@ private:
 };
 
 #ifdef KVRELAY_TILES
-// Products by AMX: four tiles of sums at a time, of two tiles of rows and two blocks, so that what is loaded is used twice.
-// Fewer rows take the same instructions, with tiles that are partly idle: a decode step waits for the weights anyway, and
-// what a row yields doesn't depend, to the last bit, on the rows beside it.
+// Products by AMX: four tiles of sums at a time, of two tiles of rows and two blocks, so that each load is used twice.
+// Fewer rows use the same instructions with partly idle tiles. That costs nothing, because a decode step waits for the
+// weights, and a row's result doesn't depend, to the last bit, on the other rows.
 struct Tiles {
     using A = bf16;
     static constexpr int TALLEST = 2 * tiles::ROWS;
@@ -190,25 +182,25 @@ struct Tiles {
     tiles::Registers registers;
 
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Turn turn
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Position at
     ) {
-        // One part waits for its own weights and fetches them some tiles ahead; of several, each fetches its share of what
-        // comes when these are done.
+        // A single part prefetches its own weights, two tiles ahead. Of several parts, each prefetches its share of the
+        // weights of the next panel.
         const int64_t block = packed_pairs(args.inputs, BFLOAT16) * 2 * W;
         const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * block;
         const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * block;
-        Ahead ahead{w0 + 2 * TILE, w1 + 2 * TILE, LINES};
-        if (turn.parts > 1) {
-            ahead.lines = int((LINES + turn.parts - 1) / turn.parts);
-            const int64_t next = turn.together * block * (args.epilogue == SILU_MUL ? 1 : 2);
-            const int64_t done = block / TILE * turn.index * ahead.lines * LINE;
-            ahead.w0 = w0 + next + done;
-            ahead.w1 = w1 + next + done;
+        Prefetch next{w0 + 2 * TILE, w1 + 2 * TILE, LINES};
+        if (at.parts > 1) {
+            next.lines = int(divide_up(LINES, at.parts));
+            const int64_t panel = at.panel * block * (args.epilogue == SILU_MUL ? 1 : 2);
+            const int64_t done = block / TILE * at.index * next.lines * LINE;
+            next.w0 = w0 + panel + done;
+            next.w1 = w1 + panel + done;
         }
         if (rows > tiles::ROWS) {
-            tile<2>(args, a, stride, row, rows, b0, b1, ahead);
+            tile<2>(args, a, stride, row, rows, b0, b1, next);
         } else {
-            tile<1>(args, a, stride, row, rows, b0, b1, ahead);
+            tile<1>(args, a, stride, row, rows, b0, b1, next);
         }
     }
 
@@ -224,7 +216,7 @@ private:
 
     template <int M>
     static void tile(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Ahead ahead
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Prefetch next
     ) {
         const int64_t steps = packed_pairs(args.inputs, BFLOAT16) / tiles::PAIRS;
         const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * steps * TILE;
@@ -236,9 +228,9 @@ private:
             _tile_zero(3);
         }
         for (int64_t step = 0; step < steps; step++, a += tiles::INPUTS, w0 += TILE, w1 += TILE) {
-            for (int line = 0; line < ahead.lines; line++, ahead.w0 += LINE, ahead.w1 += LINE) {
-                __builtin_prefetch(ahead.w0, 0, 2);
-                __builtin_prefetch(ahead.w1, 0, 2);
+            for (int line = 0; line < next.lines; line++, next.w0 += LINE, next.w1 += LINE) {
+                __builtin_prefetch(next.w0, 0, 2);
+                __builtin_prefetch(next.w1, 0, 2);
             }
             _tile_loadd(6, w0, 64);
             _tile_loadd(7, w1, 64);
@@ -263,7 +255,7 @@ private:
 };
 #endif
 
-// Row `from`, normed if that is asked for, as the tiles read it.
+// Copies row `from`, normalized if there is a norm, in the type and with the padding that the products read.
 template <class A>
 void prepare(const LinearArgs& args, const float* from, A* to) {
     const int64_t inputs = args.inputs, whole = inputs / W * W;
@@ -283,19 +275,19 @@ void prepare(const LinearArgs& args, const float* from, A* to) {
         for (int64_t i = 0; i < whole; i += W) store(to + i, load(from + i));
         for (int64_t i = whole; i < inputs; i++) put(to + i, from[i]);
     }
-    // What lies behind is multiplied with zeros, and so mustn't be NaN.
-    for (int64_t i = inputs; i < (inputs + 31) / 32 * 32; i++) put(to + i, 0.0f);
+    // The padding is multiplied with weights of 0, so it must not be NaN.
+    for (int64_t i = inputs; i < round_up(inputs, 32); i++) put(to + i, 0.0f);
 }
 
-// Threads as a grid of row groups by column groups, so that the fullest share is as small as it gets. At equal shares
-// fewer row groups: each of them reads the weights anew.
+// Divides threads into a grid of row groups and column groups, so that the largest share is as small as possible. At equal
+// shares fewer row groups are better, because each row group reads all weights.
 int row_groups(int64_t tiles, int64_t blocks, int threads) {
     int best = 1;
     int64_t least = INT64_MAX;
     for (int groups = 1; groups <= threads; groups++) {
         if (threads % groups) continue;
         int64_t columns = threads / groups;
-        int64_t share = ((tiles + groups - 1) / groups) * ((blocks + columns - 1) / columns);
+        int64_t share = divide_up(tiles, groups) * divide_up(blocks, columns);
         if (share < least) {
             least = share;
             best = groups;
@@ -310,14 +302,14 @@ void run(const LinearArgs& args, int thread, int threads) {
     [[maybe_unused]] P products;
     const int64_t rows = *args.rows;
     const bool gated = args.epilogue == SILU_MUL;
-    // Pairs of blocks: two neighbours, or a gate and its up.
-    const int64_t blocks = (args.outputs + W - 1) / W, pairs = gated ? blocks / 2 : (blocks + 1) / 2;
-    const int groups = row_groups((rows + P::TALLEST - 1) / P::TALLEST, pairs, threads);
+    // Pairs of blocks: two neighbours, or a block of the gate and the same one of up.
+    const int64_t blocks = divide_up(args.outputs, W), pairs = divide_up(blocks, 2);
+    const int groups = row_groups(divide_up(rows, P::TALLEST), pairs, threads);
     const Share share(rows, thread % groups, groups), columns(pairs, thread / groups, threads / groups);
     const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
     const int64_t most = rows_at_once<P>(args.inputs), prepared_stride = padded(args.inputs);
-    const int64_t together = std::max<int64_t>(1, PANEL_BYTES / (2 * W * args.inputs * (args.type == BFLOAT16 ? 2 : 4)));
-    A* prepared = reinterpret_cast<A*>(args.scratch + thread * kvrelay_linear_scratch(args.inputs));
+    const int64_t panel = std::max<int64_t>(1, PANEL_BYTES / (2 * W * args.inputs * (args.type == BFLOAT16 ? 2 : 4)));
+    A* prepared = reinterpret_cast<A*>(args.workspace + thread * kvrelay_linear_workspace(args.inputs));
     for (int64_t first = share.begin; first < share.end; first += most) {
         const int64_t count = std::min(most, share.end - first);
         const A* in = prepared;
@@ -330,9 +322,9 @@ void run(const LinearArgs& args, int thread, int threads) {
                 prepare(args, args.in + (first + i) * args.in_stride, prepared + i * stride);
             }
         }
-        const int64_t parts = (count + P::TALLEST - 1) / P::TALLEST;
-        for (int64_t begin = columns.begin; begin < columns.end; begin += together) {
-            const int64_t end = std::min(begin + together, columns.end);
+        const int64_t parts = divide_up(count, P::TALLEST);
+        for (int64_t begin = columns.begin; begin < columns.end; begin += panel) {
+            const int64_t end = std::min(begin + panel, columns.end);
             for (int64_t index = 0; index < parts; index++) {
                 const Share part = P::part(count, index);
                 const A* a = in + part.begin * stride;
@@ -340,7 +332,7 @@ void run(const LinearArgs& args, int thread, int threads) {
                 for (int64_t pair = begin; pair < end; pair++) {
                     const int64_t b0 = gated ? pair : 2 * pair;
                     const int64_t b1 = gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1);
-                    P::multiply(args, a, stride, row, height, b0, b1, {index, parts, together});
+                    P::multiply(args, a, stride, row, height, b0, b1, {index, parts, panel});
                 }
             }
         }
@@ -349,15 +341,11 @@ void run(const LinearArgs& args, int thread, int threads) {
 
 template <class T>
 void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
-    const int64_t blocks = (outputs + W - 1) / W, pairs = packed_pairs(inputs, sizeof(T) == 2 ? BFLOAT16 : FLOAT32);
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int64_t n = 0; n < W; n++) {
-            const int64_t output = block * W + n;
-            for (int64_t k = 0; k < 2 * pairs; k++) {
-                T value = output < outputs && k < inputs ? weight[output * inputs + k] : T{};
-                T* pair = packed + (block * pairs + k / 2) * 2 * W;
-                pair[sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n] = value;
-            }
+    const int64_t padded_inputs = 2 * packed_pairs(inputs, sizeof(T) == 2 ? BFLOAT16 : FLOAT32);
+    for (int64_t output = 0; output < round_up(outputs, W); output++) {
+        T* block = packed + output / W * W * padded_inputs;
+        for (int64_t k = 0; k < padded_inputs; k++) {
+            block[packed_offset<T>(output % W, k)] = output < outputs && k < inputs ? weight[output * inputs + k] : T{};
         }
     }
 }
@@ -365,7 +353,7 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
 }  // namespace
 
 int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type) {
-    return (outputs + W - 1) / W * W * packed_pairs(inputs, type) * 2 * (type == BFLOAT16 ? 2 : 4);
+    return round_up(outputs, W) * packed_pairs(inputs, type) * 2 * (type == BFLOAT16 ? 2 : 4);
 }
 
 void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed) {
@@ -376,7 +364,7 @@ void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t t
     }
 }
 
-int64_t kvrelay_linear_scratch(int64_t inputs) {
+int64_t kvrelay_linear_workspace(int64_t inputs) {
     int64_t floats = rows_at_once<Vectors<float>>(inputs) * padded(inputs);
 #ifdef KVRELAY_TILES
     floats = std::max(floats, rows_at_once<Tiles>(inputs) * padded(inputs) / 2);

@@ -1,17 +1,18 @@
-// Products with packed weights, and what is fused with them: the norm ahead, and bias, residual or gate behind.
+// Products with packed weights, fused with the norm of their input, and with the bias, residual or gate of their output.
 //
-// Activations are float32. Weights are float32 or bfloat16, packed into blocks of W outputs, each block one run:
+// Activations are float32. Weights are float32 or bfloat16, packed into blocks of W outputs, each block contiguous:
 //
 //     [block][pair of inputs][output in block][input in pair]        bfloat16
 //     [block][pair of inputs][input in pair][output in block]        float32
 //
-// so that one load brings W outputs for two inputs: what AVX512_BF16's dot product takes, and what a shift and a mask
-// turn into two vectors of float32 where there is none; and 16 pairs of 16 outputs are a tile of AMX as it lies.
-// Outputs are padded to whole blocks, inputs to whole tiles (bfloat16) or pairs.
+// One load of bfloat16 has W outputs for two inputs. That is the operand of AVX512_BF16's dot product; without it, a shift
+// and a mask make two vectors of float32. 16 pairs of inputs for 16 outputs are one tile of AMX. Outputs are padded to
+// whole blocks, inputs to whole tiles (bfloat16) or pairs.
 #pragma once
 
 #include <cstdint>
 
+#include "simd.h"
 #include "tiles.h"
 
 enum WeightType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -23,13 +24,13 @@ enum Epilogue : int32_t {
 };
 
 struct LinearArgs {
-    const int64_t* rows;     // the step's number of rows
+    const int64_t* rows;     // number of rows of the step
     const void* weight;      // packed
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
     float* out;              // [rows, outputs], or half as wide with SILU_MUL
-    float* scratch;          // kvrelay_linear_scratch(inputs) floats for each thread
+    float* workspace;          // kvrelay_linear_workspace(inputs) floats for each thread
     int64_t in_stride;       // floats from row to row
     int64_t out_stride;
     int64_t inputs;
@@ -39,17 +40,22 @@ struct LinearArgs {
     Epilogue epilogue;
 };
 
-// Pairs of inputs of a block, with those that it is padded with.
+// Pairs of inputs of a block, padding included.
 inline int64_t packed_pairs(int64_t inputs, int32_t type) {
-    const int64_t pairs = (inputs + 1) / 2;
-    return type == BFLOAT16 ? (pairs + tiles::PAIRS - 1) / tiles::PAIRS * tiles::PAIRS : pairs;
+    return type == BFLOAT16 ? round_up(divide_up(inputs, 2), tiles::PAIRS) : divide_up(inputs, 2);
+}
+
+// Offset within a block of the weight of output n and input k.
+template <class T>
+inline int64_t packed_offset(int64_t n, int64_t k) {
+    return k / 2 * 2 * W + (sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n);
 }
 
 extern "C" {
 // Bytes of a packed weight [outputs, inputs].
 int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type);
-// Packs `weight` [outputs, inputs], rows in a run, of the type that it is to have.
+// Packs a contiguous `weight` [outputs, inputs] of this type.
 void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed);
-int64_t kvrelay_linear_scratch(int64_t inputs);
+int64_t kvrelay_linear_workspace(int64_t inputs);
 void kvrelay_linear(const void* args, int thread, int threads);
 }

@@ -14,11 +14,8 @@ void look_up(const EmbedArgs& args, int64_t token, float* out) {
         for (int64_t k = 0; k < args.width; k++) out[k] = number(row[k]);
         return;
     }
-    const int64_t pairs = packed_pairs(args.width, args.type), n = token % W;
-    const T* block = static_cast<const T*>(args.weight) + token / W * pairs * 2 * W;
-    for (int64_t k = 0; k < args.width; k++) {
-        out[k] = number(block[k / 2 * 2 * W + (sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n)]);
-    }
+    const T* block = static_cast<const T*>(args.weight) + token / W * packed_pairs(args.width, args.type) * 2 * W;
+    for (int64_t k = 0; k < args.width; k++) out[k] = number(block[packed_offset<T>(token % W, k)]);
 }
 
 void find_largest(const float* x, int64_t width, int64_t* token, float* largest) {
@@ -32,7 +29,7 @@ void find_largest(const float* x, int64_t width, int64_t* token, float* largest)
         best = better ? y : best;
         at = better ? here : at;
         here += W;
-        // Of a number 0; of a NaN, or an infinity, which is looked into below, NaN.
+        // 0 for a finite number; NaN for NaN and infinity, which are told apart below.
         odd += y - y;
     }
     float most = best[0], rest = sum(odd);

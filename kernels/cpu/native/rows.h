@@ -1,4 +1,4 @@
-// What works on single rows: looking tokens up, and finding the largest logit.
+// Kernels that work on single rows: embedding of tokens, and argmax of logits.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 struct EmbedArgs {
     const int64_t* rows;
-    const int64_t* const* tokens;  // points at the step's tokens [rows]
+    const int64_t* const* tokens;  // points to the pointer to the step's tokens [rows]
     const void* weight;            // [vocabulary, width]
     float* out;                    // [rows, width]
     int64_t out_stride;
     int64_t width;
     WeightType type;
-    int32_t packed;                // 0: rows of `weight` lie in a run; else it is as linear.h packs it
+    int32_t packed;                // 0: `weight` is contiguous; 1: packed as in linear.h
 };
 
 struct ArgmaxArgs {
@@ -21,8 +21,8 @@ struct ArgmaxArgs {
     const float* in;  // [rows, width]
     int64_t in_stride;
     int64_t width;
-    int64_t* tokens;  // [rows] where the largest is, the first of equals; a NaN counts as largest
-    float* largest;   // [rows] what is there
+    int64_t* tokens;  // [rows] index of the largest number, the first of equal ones; NaN counts as larger than all
+    float* largest;   // [rows] that number
 };
 
 extern "C" {

@@ -1,4 +1,4 @@
-// Vectors as wide as the CPU has, and bfloat16 in and out of them. All arithmetic is in float32.
+// Vectors of the CPU's full width. Arithmetic is in float32; loads and stores convert from and to bfloat16.
 #pragma once
 
 #include <immintrin.h>
@@ -16,9 +16,12 @@ constexpr int W = 8;
 
 using bf16 = uint16_t;
 typedef float vf __attribute__((vector_size(4 * W)));     // W numbers
-typedef int32_t vi __attribute__((vector_size(4 * W)));   // also what a comparison of two vf gives: -1 or 0
+typedef int32_t vi __attribute__((vector_size(4 * W)));   // also the result of comparing two vf: -1 or 0
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));  // W bfloat16
+
+inline int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+inline int64_t round_up(int64_t x, int64_t multiple) { return divide_up(x, multiple) * multiple; }
 
 inline vf splat(float x) { return x - vf{}; }
 
@@ -29,7 +32,7 @@ inline vf load(const float* p) {
     return x;
 }
 
-// By name, because GCC makes four instructions of __builtin_convertvector.
+// With intrinsics, because GCC compiles __builtin_convertvector to four instructions.
 inline vf load(const bf16* p) {
 #ifdef __AVX512F__
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -40,7 +43,7 @@ inline vf load(const bf16* p) {
 
 inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
-// Rounds to the nearest bfloat16, ties to even; a NaN stays one. (The CPU's own instruction makes 0 of what is below 2^-126.)
+// Rounds to the nearest bfloat16, ties to even; NaN stays NaN. The CPU's own instruction flushes numbers below 2^-126 to 0.
 inline void store(bf16* p, vf x) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));

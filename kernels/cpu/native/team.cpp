@@ -16,8 +16,8 @@
 
 namespace {
 
-// How long a thread spins before it sleeps: longer than what lies between two steps, so that a worker under load pays
-// no wake-up, and short enough that an idle one costs nothing.
+// A thread spins for this long before it sleeps. It is longer than the time between two steps, so a worker under load never
+// waits for a wake-up, and short enough that an idle worker uses no CPU.
 constexpr auto SPIN = std::chrono::microseconds(200);
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
@@ -34,8 +34,8 @@ public:
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
             arrived_.store(0, std::memory_order_relaxed);
             phase_.fetch_add(1);
-            // A sleeper counts itself before it looks at the phase for the last time, so one that is missed here sees
-            // the new phase.
+            // A thread increments `sleepers_` before it checks the phase for the last time, so a thread that isn't counted
+            // yet will see the new phase.
             if (sleepers_.load()) futex(phase_, FUTEX_WAKE, INT_MAX);
             return;
         }
@@ -61,14 +61,14 @@ private:
 class Team {
 public:
     explicit Team(int threads) : threads_(threads), barrier_(threads) {
-        // The process's signals are for its main thread.
+        // The main thread handles the signals of the process.
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             for (int thread = 1; thread < threads; thread++) others_.emplace_back(&Team::serve, this, thread);
         } catch (const std::system_error&) {
-            // Those that did start sleep at a barrier that never fills up.
+            // The threads that did start sleep forever, at a barrier that never completes.
             for (auto& other : others_) other.detach();
             failed_ = true;
         }
@@ -83,7 +83,7 @@ public:
 
     bool failed() const { return failed_; }
 
-    // The barrier after the last instruction tells that all threads have read what was to be run.
+    // After the barrier of the last instruction, no thread reads the program any more.
     void run(const Instruction* program, int64_t count) {
         if (count == 0) return;
         program_ = program;
@@ -122,7 +122,7 @@ private:
 
 void* kvrelay_team_new(int threads) {
     Team* team = new (std::nothrow) Team(threads);
-    // One that failed is kept: threads that did start look at it.
+    // A failed team is never freed, because the threads that did start still use it.
     return team == nullptr || team->failed() ? nullptr : team;
 }
 

@@ -1,8 +1,8 @@
-// A kept team of threads that runs a step's instructions, with a barrier after each.
+// A team of threads that runs the instructions of a step, with a barrier after each. The threads live as long as the team.
 //
-// An instruction is a kernel and its arguments. Every thread of the team calls it; the kernel shares its work out
-// statically by (thread, threads) and needs no lock. Kernels are exported functions of this one type, so that whoever
-// records a program needs nothing but their addresses:
+// An instruction is a kernel and its arguments. Every thread of the team calls the kernel, which divides its work
+// statically by (thread, threads) and needs no lock. All kernels are exported functions of the same type, so a program
+// consists of addresses only:
 //
 //     extern "C" void kvrelay_something(const void* args, int thread, int threads);
 #pragma once
@@ -17,13 +17,13 @@ struct Instruction {
 };
 
 extern "C" {
-// A team of `threads`, the caller of `kvrelay_team_run` being one of them; null if the threads can't be had.
+// A team of `threads`, including the caller of `kvrelay_team_run`; null if the threads can't be started.
 void* kvrelay_team_new(int threads);
 void kvrelay_team_run(void* team, const Instruction* program, int64_t count);
 void kvrelay_team_free(void* team);
 }
 
-// The part [begin, end) of `count` things that is `thread`'s: shares differ by one at most.
+// The share [begin, end) of `thread` in `count` items; shares differ by one at most.
 struct Share {
     int64_t begin, end;
     Share(int64_t count, int thread, int threads)

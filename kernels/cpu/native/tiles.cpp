@@ -8,7 +8,7 @@ bool tiles::used = false;
 #ifdef KVRELAY_TILES
 namespace {
 
-// The kernel lets a process use the registers, in all its threads, once it has asked for them.
+// Linux permits the registers to all threads of a process after it has requested them.
 bool permitted() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;

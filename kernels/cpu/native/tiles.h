@@ -1,5 +1,4 @@
-// AMX: registers of 16 rows of 64 bytes, and an instruction that multiplies two of them of bfloat16 and adds to a third of
-// float32.
+// AMX: registers of 16 rows of 64 bytes. An instruction multiplies two of bfloat16 and adds the product to one of float32.
 //
 //     sums [16, 16] += a [16 rows, 32 inputs] . b [16 pairs of inputs, 16 columns, 2]
 #pragma once
@@ -12,8 +11,8 @@
 #endif
 
 extern "C" {
-// Whether bfloat16 is from now on multiplied by tiles, which it is if `wanted` and the CPU and its kernel have them.
-// Otherwise by vectors.
+// Chooses tiles or vectors for all later products of bfloat16. Tiles are used if `wanted` and if the CPU and the operating
+// system have them; returns whether they are.
 int32_t kvrelay_use_tiles(int32_t wanted);
 int32_t kvrelay_tiles_used();
 }
@@ -27,7 +26,7 @@ constexpr int64_t PAIRS = 16;          // of inputs
 constexpr int64_t INPUTS = 2 * PAIRS;
 
 #ifdef KVRELAY_TILES
-// The tile registers of this thread, all of them whole tiles, for as long as this lives.
+// Configures all tile registers of this thread as whole tiles, for the lifetime of this object.
 class Registers {
 public:
     Registers() {
@@ -42,7 +41,7 @@ public:
         }
         _tile_loadconfig(&shape);
     }
-    // With them, every change of threads saves and restores 8 KB more.
+    // With tiles configured, every context switch saves and restores 8 KB more.
     ~Registers() { _tile_release(); }
     Registers(const Registers&) = delete;
     Registers& operator=(const Registers&) = delete;
