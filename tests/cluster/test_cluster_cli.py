@@ -170,7 +170,7 @@ def test_a_cluster_that_ended_without_us_is_no_obstacle(state_folder: Path) -> N
     """One that was left on a shared Ray cluster, which is gone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", ray_address=address, supervisor=address))
+    save(ClusterState(pid=None, namespace="kvrelay", ray_address=address, supervisor=address))
     fails(1, f"--address {address}: Connection refused", "up", "--address", address)
     assert not (state_folder / "cluster.json").exists()
 
@@ -275,7 +275,7 @@ def test_generate_passes_its_options_on(router: FakeRouter, target: str) -> None
 
 
 def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: str) -> None:
-    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", router=target))
+    save(ClusterState(pid=None, namespace="kvrelay", router=target))
     assert call("generate", "found").stdout == "FOUND\n"
 
 

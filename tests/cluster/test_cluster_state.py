@@ -20,7 +20,7 @@ OWNER = """
 import os, sys, time
 from kvrelay.cluster import state
 with state.owned():
-    state.save(state.ClusterState(pid=os.getpid(), started=1.0, namespace="kvrelay", router="127.0.0.1:5"))
+    state.save(state.ClusterState(pid=os.getpid(), namespace="kvrelay", router="127.0.0.1:5"))
     print("owned", flush=True)
     sys.stdin.read()
 """
@@ -60,10 +60,10 @@ def test_nothing_is_remembered_at_first() -> None:
 
 
 def test_what_is_saved_is_the_users_alone(folder: Path) -> None:
-    state.save(ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5"))
+    state.save(ClusterState(pid=None, namespace="n", router="127.0.0.1:5"))
     assert stat.S_IMODE((folder / "cluster.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert state.current() == ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5")
+    assert state.current() == ClusterState(pid=None, namespace="n", router="127.0.0.1:5")
 
 
 def test_a_running_owner_is_found_and_keeps_a_second_one_out() -> None:
@@ -96,7 +96,7 @@ def test_what_a_killed_owner_left_is_forgotten(folder: Path) -> None:
         assert not (folder / "cluster.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "started": 1, "namespace": "n", "more": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "namespace": "n", "more": 1}'])
 def test_a_file_that_says_nothing_is_dropped(folder: Path, text: str) -> None:
     state.folder()
     (folder / "cluster.json").write_text(text)

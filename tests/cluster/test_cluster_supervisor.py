@@ -156,7 +156,7 @@ def test_silence_is_told_to_the_others_and_the_dead_are_fenced() -> None:
             assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
             prefill.attendance.start()
             await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
-            assert server.membership.state("prefill-0") == MEMBER_STATE_DEAD
+            assert decode.state_of("prefill-0") == MEMBER_STATE_DEAD
             replacement = FakeMember(server.address, "prefill-0", ROLE_PREFILL, "prefill-0#2")
             replacement.attendance.start()
             await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_READY, "replaced")
