@@ -1,4 +1,4 @@
-"""Membership: whatever members, silence and clocks do, an incarnation that was given up never comes back."""
+"""Membership: whatever members and clocks do, an incarnation that was declared dead never comes back."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ TICK = 0.1
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -65,7 +65,7 @@ def membership(clock: Clock) -> Membership:
 
 @pytest.fixture
 def wait(clock: Clock, membership: Membership) -> Callable[[float], list[WorkerId]]:
-    """Lets time pass as the supervisor does: with a tick every 0.1 s. Returns who was declared dead."""
+    """Lets time pass with a tick every 0.1 s, as the supervisor does. Returns who was declared dead."""
 
     def passes(seconds: float) -> list[WorkerId]:
         died = []
@@ -116,7 +116,7 @@ def test_a_new_incarnation_takes_the_name_and_fences_the_old(membership: Members
     assert len(membership.members()) == 1
 
 
-def test_a_process_that_is_known_to_be_gone_is_dead_at_once(membership: Membership) -> None:
+def test_a_process_that_has_ended_is_dead_at_once(membership: Membership) -> None:
     membership.attend(member(incarnation="b"), Load())
     assert not membership.gone(WorkerId("prefill-0", "a"))
     assert state_of(membership, "prefill-0") == MEMBER_STATE_READY
@@ -125,7 +125,7 @@ def test_a_process_that_is_known_to_be_gone_is_dead_at_once(membership: Membersh
     assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
 
 
-def test_a_supervisor_that_slept_gives_nobody_up_for_it(clock: Clock, membership: Membership) -> None:
+def test_a_pause_of_the_supervisor_declares_nobody_dead(clock: Clock, membership: Membership) -> None:
     membership.attend(member(), Load())
     clock.now += 3600
     assert membership.tick() == []
@@ -133,7 +133,7 @@ def test_a_supervisor_that_slept_gives_nobody_up_for_it(clock: Clock, membership
     assert membership.attend(member(), Load())
 
 
-def test_the_version_grows_with_what_members_care_about_only(membership: Membership) -> None:
+def test_the_version_grows_only_with_changes_that_members_must_learn_of(membership: Membership) -> None:
     membership.attend(member(), Load())
     version = membership.version
     loading = member()
@@ -191,14 +191,14 @@ def test_ready_means_that_a_request_can_be_served(membership: Membership, roles:
         member(state=MEMBER_STATE_SUSPECT),
     ],
 )
-def test_a_heartbeat_that_says_too_little_is_refused(membership: Membership, broken: Member) -> None:
+def test_a_heartbeat_without_a_required_field_is_refused(membership: Membership, broken: Member) -> None:
     with pytest.raises(InvalidMember, match=r"member\.\w+"):
         membership.attend(broken, Load())
     assert membership.members() == []
 
 
 class Fencing(RuleBasedStateMachine):
-    """Processes under three names start, beat, fall silent, wake up and are replaced, in any order and rhythm."""
+    """Processes of three names start, send heartbeats, fall silent, wake up and are replaced, in any order."""
 
     processes = Bundle("processes")
 
@@ -254,7 +254,7 @@ class Fencing(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 1e6))
     @precondition(lambda self: self.count > 0)
     def supervisor_sleeps(self, seconds: float) -> None:
-        """Nobody who was heard just before is given up for it."""
+        """The supervisor's own pause declares no member dead that sent a heartbeat just before it."""
         fresh = {name for name, at in self.heard.items() if self.clock.now - at < 1}
         self.clock.now += seconds
         for worker in self.membership.tick():
