@@ -59,7 +59,10 @@ class ServerActor(Generic[ServerT]):
                 self._started.set_exception(RuntimeError(ended.reason))
             self._ended.set()
             if ended.reason:
-                _exit_later()
+                # After time for this call's result to leave: nobody else may end a process that was cut off.
+                timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
+                timer.daemon = True
+                timer.start()
 
     def address(self) -> str:
         """host:port of the server; waits until it has started."""
@@ -97,8 +100,7 @@ class RouterActor(ServerActor[Server]):
 
 def own_host(local: bool) -> str:
     """The address at which the other members of the cluster reach this machine."""
-    # Typed as returning nothing by Ray.
-    return LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # untyped in Ray
 
 
 def _worker(config: WorkerConfig) -> Server:
@@ -147,10 +149,3 @@ async def _run(server: ServerT, started: "Future[ServerT]") -> Ended:
         return Ended(str(error), mistake=True)
     started.set_result(server)
     return Ended(str(await server.failed()))
-
-
-def _exit_later() -> None:
-    """Ends the process after time for the call's result to leave: a process that was cut off has nobody to end it."""
-    timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()

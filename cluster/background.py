@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvrelay.cluster import configfile, state
+from kvrelay.cluster import configfile, processes, state
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.report import Report
@@ -41,10 +41,8 @@ def start(config: ClusterConfig, report: Report) -> state.ClusterState:
         raise _error(process.returncode, log)
     except BaseException:
         process.terminate()
-        try:
-            process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        if (running := processes.find(process.pid)) is not None:
+            processes.end([running], EXIT_SECONDS)
         raise
 
 

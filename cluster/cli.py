@@ -6,6 +6,7 @@ Each command imports Ray, gRPC and the configuration's classes only if it needs 
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,7 +71,7 @@ config_option = click.option(
 def up(config: Path | None, detach: bool, **flags: Any) -> None:
     """Starts a cluster and serves until Ctrl-C."""
     from kvrelay.cluster import background, preflight, rayenv
-    from kvrelay.cluster.report import console_report
+    from kvrelay.cluster.report import Report
     from kvrelay.cluster.signals import Interrupted
 
     loaded = preflight.check(_load(config, flags))
@@ -80,7 +81,7 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     from kvrelay.cluster import launch  # imports Ray
 
     console = _console()
-    report = console_report(console)
+    report = Report(console)
 
     def show_ready(state: "ClusterState") -> None:
         report.close()
@@ -89,10 +90,8 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     try:
         if not detach:
             launch.run(loaded, report, show_ready)
-        elif loaded.local:
-            show_ready(background.start(loaded, report))
         else:
-            show_ready(launch.leave_running(loaded, report))
+            show_ready(background.start(loaded, report) if loaded.local else launch.leave_running(loaded, report))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
     finally:
@@ -109,7 +108,7 @@ def status(as_json: bool) -> None:
     current = state.current()
     found = status_of.get_status(current.supervisor) if current is not None and current.supervisor else None
     if as_json:
-        click.echo(json.dumps(status_of.NOT_RUNNING if found is None else status_of.as_json(found)))
+        click.echo(json.dumps(status_of.as_json(found)))
     elif found is not None and current is not None:
         _console().print(status_of.as_table(found, current.dashboard))
     else:
@@ -129,7 +128,7 @@ def status(as_json: bool) -> None:
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
 def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
     """Continues PROMPT; prints the text as it is generated."""
-    from kvrelay.cluster.generate import complete_as_json, stream_text
+    from kvrelay.cluster import generate as generation
 
     try:
         prompt.encode()
@@ -145,23 +144,17 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **s
         current = state.current()
         target = current.router if current is not None and current.router else DEFAULT_TARGET
     options = cast("GenerateOptions", sampling)
-    if as_json:
-        complete_as_json(target, prompt, options)
-    else:
-        stream_text(target, prompt, options, timeline)
+    generation.generate(target, prompt, options, as_json=as_json, timeline=timeline)
 
 
 @main.command()
 def down() -> None:
     """Ends the cluster that was started from this machine."""
     from kvrelay.cluster import down as down_of
-    from kvrelay.cluster.report import console_report
+    from kvrelay.cluster.report import Report
 
-    report = console_report(_console())
-    try:
+    with closing(Report(_console())) as report:
         ended = down_of.down(report)
-    finally:
-        report.close()
     click.echo("the cluster has ended" if ended else "no cluster is running")
 
 
@@ -225,8 +218,7 @@ def _console() -> "Console":
     """The console of stdout; a file or a pipe gets a fixed width."""
     from rich.console import Console
 
-    console = Console(file=sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=FILE_WIDTH)
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 def _refuse_second() -> None:

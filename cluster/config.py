@@ -58,7 +58,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is served."""
+    """The checkpoint that is served."""
 
     path: str = "pico"
     """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
@@ -97,7 +97,7 @@ def _describe_inherited(schema: dict[str, Any], options: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RouterSection(RouterOptions):
-    """Options and resources of the router."""
+    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
 
@@ -135,34 +135,20 @@ class RaySection(Section):
 
 
 class ClusterConfig(Section):
-    """Everything that `kvrelay up` needs."""
+    """Everything that `kvrelay up` needs, by section."""
 
     model: ModelSection = ModelSection()
-    """The checkpoint that is served."""
-
     engine: EngineConfig = EngineConfig()
-    """Options of every worker's engine."""
-
     transfer: TransferConfig = TransferConfig()
-    """Options of the KV hand-off."""
-
     router: RouterSection = RouterSection()
-    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
-
     prefill: RoleSection = RoleSection()
     """Workers that compute prompts and send their KV to decode workers."""
-
     decode: RoleSection = RoleSection()
     """Workers that receive KV and generate tokens."""
-
     colocated: RoleSection = RoleSection()
     """Workers that do both, without a hand-off."""
-
     ray: RaySection = RaySection()
-    """The Ray cluster that kvrelay runs on."""
-
     heartbeat: HeartbeatConfig = HeartbeatConfig()
-    """When a silent member is given up."""
 
     @model_validator(mode="before")
     @classmethod
@@ -207,8 +193,8 @@ class ClusterConfig(Section):
         except ValueError as error:
             raise ValueError(f"{role}.engine.{error}") from None
 
-    def worker_configs(self, supervisor: str = "", cores: int | None = None) -> list[WorkerConfig]:
-        """Each worker's options: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
+    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
+        """Each worker's options, without the supervisor's address: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
 
         Default of `threads`: on one machine the workers share its `cores` (default: those that this process may use);
         on a Ray cluster each takes the CPUs that are reserved for it.
@@ -221,7 +207,6 @@ class ClusterConfig(Section):
                 role=role,
                 model=self.model.path,
                 dtype=self.model.dtype,
-                supervisor=supervisor,
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
             )
@@ -229,11 +214,11 @@ class ClusterConfig(Section):
             for index in range(self.role(role).replicas)
         ]
 
-    def router_config(self, supervisor: str = "") -> RouterConfig:
-        """The router's options."""
+    def router_config(self) -> RouterConfig:
+        """The router's options, without the supervisor's address."""
         options = asdict(self.router)
         del options["cpus"], options["resources"]
-        return RouterConfig(**options, model=self.model.path, supervisor=supervisor)
+        return RouterConfig(**options, model=self.model.path)
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of the router for None."""

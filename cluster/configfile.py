@@ -84,12 +84,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: {where}{error.problem or 'not YAML'}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise UsageError(f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections")
     # An empty section (`engine:` and nothing below) takes its defaults.
-    return {str(key): {} if value is None else value for key, value in values.items()}
+    return {str(key): {} if value is None else value for key, value in (values or {}).items()}
 
 
 def _line(problem: ErrorDetails, source: str, overrides: Mapping[str, Override]) -> str:
@@ -118,13 +116,9 @@ def _suggestion(path: str) -> str:
     """The nearest keys of the same section, the same key of another section, or all keys of the section."""
     section, _, key = path.rpartition(".")
     known = dict(_keys(schema()))
-    siblings = known.get(section, [])
-    near = difflib.get_close_matches(key, siblings, n=2, cutoff=0.7)
-    if not near:
-        near = [f"{other}.{key}".removeprefix(".") for other, keys in known.items() if key in keys][:3]
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"allowed: {', '.join(siblings)}"
+    near = difflib.get_close_matches(key, known.get(section, []), n=2, cutoff=0.7)
+    near = near or [f"{other}.{key}".removeprefix(".") for other, keys in known.items() if key in keys][:3]
+    return f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(known.get(section, []))}"
 
 
 def _keys(root: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

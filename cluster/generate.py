@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,29 +12,26 @@ from kvrelay.client.errors import InvalidRequest, KvrelayError
 from kvrelay.cluster.errors import RunError, UsageError
 
 
-def complete_as_json(target: str, prompt: str, options: GenerateOptions) -> None:
-    """Prints the whole completion as one JSON object.
+def generate(target: str, prompt: str, options: GenerateOptions, *, as_json: bool, timeline: bool) -> None:
+    """Prints the text as it arrives and, with `timeline`, where the time went; or one JSON object at the end.
 
     Raises:
-        ClusterError: there is no router, or it refuses the request.
+        ClusterError: there is no router at `target`, or it refuses the request.
     """
-    with _errors(target), Client(target) as client:
-        completion = client.complete(prompt, **options)
-    print(json.dumps(asdict(completion)))
-
-
-def stream_text(target: str, prompt: str, options: GenerateOptions, timeline: bool) -> None:
-    """Prints the text as it arrives and, with `timeline`, where the time went.
-
-    Raises:
-        ClusterError: there is no router, or it refuses the request.
-    """
-    last = None
-    with _errors(target), Client(target) as client, client.generate(prompt, **options) as stream:
-        for chunk in stream:
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
-            last = chunk
+    try:
+        with Client(target) as client:
+            if as_json:
+                print(json.dumps(asdict(client.complete(prompt, **options))))
+                return
+            last = None
+            with client.generate(prompt, **options) as stream:
+                for last in stream:
+                    sys.stdout.write(last.text)
+                    sys.stdout.flush()
+    except InvalidRequest as error:
+        raise UsageError(str(error)) from None
+    except KvrelayError as error:
+        raise RunError(f"--target {target}: {error}") from None
     print()
     if timeline and last is not None and last.timeline is not None:
         Console(highlight=False).print(timeline_table(last.timeline))
@@ -60,13 +55,3 @@ def timeline_table(line: Timeline) -> Table:
         table.add_column(name, justify="right")
     table.add_row(*columns.values())
     return table
-
-
-@contextmanager
-def _errors(target: str) -> Iterator[None]:
-    try:
-        yield
-    except InvalidRequest as error:
-        raise UsageError(str(error)) from None
-    except KvrelayError as error:
-        raise RunError(f"--target {target}: {error}") from None

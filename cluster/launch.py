@@ -55,16 +55,10 @@ def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterStat
         ClusterError: it can't be started; nothing of it is left.
         Interrupted: a signal came before it was ready; nothing of it is left.
     """
-    signals = Signals()
-    with state.owned(), _quiet():
-        signals.install()
-        cluster = Cluster(config, report, signals, owner=os.getpid())
-        try:
-            cluster.start()
-            on_ready(cluster.state)
-            cluster.wait()
-        finally:
-            cluster.stop()
+    with _started(config, report, owner=os.getpid()) as cluster:
+        on_ready(cluster.state)
+        cluster.wait()
+        cluster.stop()
 
 
 def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
@@ -73,19 +67,25 @@ def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
     Raises:
         ClusterError, Interrupted: as `run`.
     """
+    with _started(config, report, owner=None) as cluster:
+        ray.shutdown()
+    state.save(cluster.state)
+    return cluster.state
+
+
+@contextmanager
+def _started(config: ClusterConfig, report: "Report", owner: int | None) -> Iterator["Cluster"]:
+    """A started cluster, whose record is removed at the end; it is stopped if the start or the body fails."""
     signals = Signals()
     with state.owned(), _quiet():
         signals.install()
-        cluster = Cluster(config, report, signals, owner=None)
+        cluster = Cluster(config, report, signals, owner)
         try:
             cluster.start()
+            yield cluster
         except BaseException:
             cluster.stop()
             raise
-        ray.shutdown()
-        left = cluster.state
-    state.save(left)
-    return left
 
 
 class Cluster:
@@ -97,7 +97,7 @@ class Cluster:
         self._signals = signals
         self._supervisor: Any = None
         self._serving: Any = None
-        self.state = ClusterState(pid=owner, started=time.time(), namespace=config.ray.namespace)
+        self.state = ClusterState(pid=owner, namespace=config.ray.namespace)
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
@@ -141,7 +141,11 @@ class Cluster:
     def _connect(self) -> None:
         if self._config.local:
             context = self._start_ray()
-            self._check_gpus()
+            wanted = self._config.total_resources().get("GPU", 0.0)
+            present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
+            if wanted > present:
+                text = f"gpus of all workers together are {wanted:g}; allowed: at most {present:g} on this machine"
+                raise UsageError(text)
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
@@ -171,12 +175,6 @@ class Cluster:
             raise Interrupted(signal.SIGINT) from None
         finally:
             self._signals.install()
-
-    def _check_gpus(self) -> None:
-        wanted = self._config.total_resources().get("GPU", 0.0)
-        there = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
-        if wanted > there:
-            raise UsageError(f"gpus of all workers together are {wanted:g}; allowed: at most {there:g} on this machine")
 
     def _ask(self, method: Any) -> Any:
         """The answer of the supervisor's actor; signals are checked while it is awaited."""
@@ -240,8 +238,7 @@ def _check_reachable(address: str) -> None:
     """Fails at once where Ray itself would try for a minute and print to stderr."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=5.0):
-            return
+        socket.create_connection((host, int(port)), timeout=5.0).close()
     except OSError as error:
         raise RunError(f"--address {address}: {error.strerror or error}") from None
 

@@ -154,11 +154,6 @@ class Membership:
         entry = self._entries.get(name)
         return None if entry is None else entry.id
 
-    def state(self, name: str) -> MemberState | None:
-        """The state of the member of this name."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.member.state
-
     @property
     def ready(self) -> bool:
         """A router, and a prefill and a decode worker or a co-located one, are READY."""

@@ -31,12 +31,11 @@ class Process:
 
 def find(pid: int) -> Process | None:
     """The process with this pid now, from /proc/PID/stat: pid (name) state ppid ..., its start time as field 22."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name may contain anything
-    return Process(pid, started=int(fields[19]), parent=int(fields[1]), state=fields[0])
+        fields = text[text.rindex(")") + 2 :].split()  # the name may contain anything
+        return Process(pid, started=int(fields[19]), parent=int(fields[1]), state=fields[0])
+    return None
 
 
 def descendants() -> list[Process]:

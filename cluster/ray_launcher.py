@@ -34,20 +34,22 @@ class RayLauncher:
         self._namespace = config.ray.namespace
         self._workers = {worker.name: worker for worker in config.worker_configs()}
         self._router = config.router_config()
+        self._bundles = {name: config.bundle(worker.role) for name, worker in self._workers.items()}
+        self._bundles[self._router.name] = config.bundle(None)
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: dict[str, Any] = {}
-        self.names = (*self._workers, self._router.name)
+        self.names = tuple(self._bundles)
 
     async def run(self, name: str, supervisor: str) -> Ended:
         """Starts the member's actor in its placement group; returns when the process has ended."""
         group = self._groups.get(name)
         if group is None:
             label = f"{self._namespace}/{name}"
-            group = placement_group([self._bundle(name)], strategy="STRICT_PACK", name=label, lifetime="detached")
+            group = placement_group([self._bundles[name]], strategy="STRICT_PACK", name=label, lifetime="detached")
             self._groups[name] = group
         # Asks Ray's GCS; `group.ready()` would start a process for that.
         while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundle(name)})
+            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundles[name]})
         actor = self._actors[name] = self._create(name, supervisor, group)
         try:
             ended: Ended = await actor.serve.remote()
@@ -91,13 +93,9 @@ class RayLauncher:
             time.sleep(0.05)
         raise RuntimeError(f"actor {name} still has its name {STOP_SECONDS:g} s after it was killed")
 
-    def _bundle(self, name: str) -> dict[str, float]:
-        worker = self._workers.get(name)
-        return self._config.bundle(None if worker is None else worker.role)
-
     def _create(self, name: str, supervisor: str, group: PlacementGroup) -> Any:
         worker = self._workers.get(name)
-        bundle = self._bundle(name)
+        bundle = dict(self._bundles[name])
         options = actor_options(self._namespace, name) | {
             "num_cpus": bundle.pop("CPU", 0),
             "num_gpus": bundle.pop("GPU", 0),

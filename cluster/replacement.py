@@ -13,7 +13,6 @@ class Ended:
 
     reason: str = ""
     """Why, in one line; empty if it was asked to stop."""
-
     mistake: bool = False
     """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
 

@@ -25,31 +25,22 @@ class ClusterState:
 
     pid: int | None
     """Process id of the `kvrelay up` that owns it; None for one that was left detached on a shared Ray cluster."""
-
-    started: float
-    """Unix time."""
-
     namespace: str
     """Namespace of its Ray actors."""
-
     ray_address: str = ""
     """host:port of Ray's GCS."""
-
     supervisor: str = ""
     """host:port of the supervisor's gRPC."""
-
     router: str = ""
     """host:port of the public gRPC."""
-
     dashboard: str = ""
     """URL of Ray's dashboard."""
 
 
 def folder() -> Path:
     """$KVRELAY_STATE_DIR, or kvrelay in $XDG_STATE_HOME, or ~/.local/state/kvrelay; created if missing."""
-    chosen = os.environ.get("KVRELAY_STATE_DIR")
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(chosen) if chosen else Path(base) / "kvrelay"
+    path = Path(os.environ.get("KVRELAY_STATE_DIR") or Path(base) / "kvrelay")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 

@@ -1,5 +1,6 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -19,31 +20,27 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.options import channel_options
 
 TIMEOUT_SECONDS = 5.0
-NOT_RUNNING: dict[str, Any] = {"ready": False, "router": None, "routers": [], "workers": []}
 
 
 def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
     """The status from the supervisor at host:port; None if it doesn't answer in time."""
-    with grpc.insecure_channel(supervisor, options=channel_options()) as channel:
-        try:
-            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
-        except grpc.RpcError:
-            return None
+    with grpc.insecure_channel(supervisor, options=channel_options()) as channel, suppress(grpc.RpcError):
+        response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
         return response
+    return None
 
 
 def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
     """Whether the health service of the router at host:port answers that a request can be placed now."""
-    with grpc.insecure_channel(router, options=channel_options()) as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError:
-            return False
+    with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+    return False
 
 
-def as_json(status: GetStatusResponse) -> dict[str, Any]:
-    """The output of `kvrelay status --json`."""
+def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
+    """The output of `kvrelay status --json`; None if no cluster answers."""
+    status = status or GetStatusResponse()
     return {
         "ready": status.ready,
         "router": _router(status),

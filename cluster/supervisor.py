@@ -1,8 +1,8 @@
 """The supervisor: hears every member's heartbeats, sends each of them the membership, and replaces lost members.
 
-A plain server: `python -m kvrelay.cluster.supervisor --config FILE` runs one that replaces nobody. With a `Launcher`
-it keeps one process running for each name: it starts the process, watches it, and starts another one when it ended or
-was declared dead.
+A plain server: `python -m kvrelay.cluster.supervisor --config FILE` runs one that replaces nobody. With a launcher it
+keeps one process running for each name: it starts the process, watches it, and starts another one when it ended or was
+declared dead.
 
 Requests and tokens never pass through here: without the supervisor, running streams go on.
 """
@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership
-from kvrelay.cluster.replacement import Backoff, Ended
+from kvrelay.cluster.replacement import Backoff
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_UNSPECIFIED,
@@ -32,29 +32,15 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import bind, join
-from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.serve import main
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.ray_launcher import RayLauncher
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
-
-
-class Launcher(Protocol):
-    """Runs members' processes, at most one for each name at a time."""
-
-    names: tuple[str, ...]
-    """The members to keep running."""
-
-    async def run(self, name: str, supervisor: str) -> Ended:
-        """Starts the member's process with the supervisor's address (host:port); returns when it has ended."""
-
-    async def stop(self, name: str, grace: float) -> None:
-        """Gives the process `grace` seconds to finish its requests and ends it; returns when it is gone."""
-
-    async def kill(self, name: str) -> None:
-        """Ends the process at once, even a frozen one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +85,7 @@ class Startup:
 class SupervisorServer(SupervisorServiceServicer):
     """Serves SupervisorService over a Membership, and keeps the members of `launcher` running."""
 
-    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: SupervisorConfig, launcher: "RayLauncher | None" = None) -> None:
         self.config = config
         self.membership = Membership(config)
         self._launcher = launcher
@@ -141,9 +127,8 @@ class SupervisorServer(SupervisorServiceServicer):
         """
         self._stopping = True
         if self._launcher is not None and self._server is not None and not self._failed.is_set():
-            routers = [name for name in self._expected if name.startswith("router-")]
-            workers = [name for name in self._expected if name not in routers]
-            for group in (routers, workers):
+            routers = {name for name in self._expected if name.startswith("router-")}
+            for group in (routers, self._expected.keys() - routers):
                 await asyncio.gather(*(self._end(name, self._launcher, grace) for name in group))
         for task in self._tasks.values():
             task.cancel()
@@ -166,13 +151,16 @@ class SupervisorServer(SupervisorServiceServicer):
             progress.append(replace(expected, state=member.state, loaded=member.loaded))
         return Startup(self.membership.ready, routers[0] if routers else "", progress)
 
-    async def _keep(self, name: str, launcher: Launcher) -> None:
+    async def _keep(self, name: str, launcher: "RayLauncher") -> None:
         """Runs one process of this name after another."""
         backoff = Backoff()
         while not self._stopping:
             started = time.monotonic()
             ended = await launcher.run(name, self.address)
-            self._lost(name)
+            worker = self.membership.present(name)
+            if worker is not None:
+                self.membership.gone(worker)
+            self._publish()
             if self._stopping:
                 return
             hopeless = ended.mistake and name not in self._served
@@ -185,33 +173,23 @@ class SupervisorServer(SupervisorServiceServicer):
             logger.warning("ended; will be replaced", extra={"member": name, "reason": ended.reason, "wait": wait})
             await asyncio.sleep(wait)
 
-    async def _end(self, name: str, launcher: Launcher, grace: float) -> None:
+    async def _end(self, name: str, launcher: "RayLauncher", grace: float) -> None:
         await launcher.stop(name, grace)
         self.membership.remove(name)
-        self._publish()
-
-    def _lost(self, name: str) -> None:
-        """The process of this name has ended, and with it the name's present incarnation."""
-        worker = self.membership.present(name)
-        if worker is not None and self.membership.gone(worker) and not self._stopping:
-            logger.warning("gone", extra={"member": name, "incarnation": worker.incarnation})
         self._publish()
 
     async def _watch(self) -> None:
         while True:
             for worker in self.membership.tick():
                 logger.warning("silent; dead", extra={"member": worker.name, "incarnation": worker.incarnation})
-                self._kill(worker)
+                if self._launcher is not None and worker.name in self._expected and not self._stopping:
+                    # `_keep` sees the end of the process and starts the next one.
+                    self._run(f"kill {worker.name}", self._launcher.kill(worker.name))
             for member in self.membership.members():
                 if member.state == MEMBER_STATE_READY:
                     self._served.add(member.name)
             self._publish()
             await asyncio.sleep(TICK_SECONDS)
-
-    def _kill(self, worker: WorkerId) -> None:
-        """Ends a silent member's process; `_keep` sees the end and starts the next one."""
-        if self._launcher is not None and worker.name in self._expected and not self._stopping:
-            self._run(f"kill {worker.name}", self._launcher.kill(worker.name))
 
     def _run(self, key: str, work: "asyncio._CoroutineLike[None]") -> None:
         def done(task: "asyncio.Task[None]") -> None:
@@ -238,27 +216,28 @@ class SupervisorServer(SupervisorServiceServicer):
         beats = asyncio.create_task(self._beats(request_iterator, heard), name="beats")
         beats.add_done_callback(lambda _: heard.set())
         sent = -1
+
+        async def write(response: AttendResponse) -> None:
+            # In time: a frozen member must not hold its stream's memory for ever.
+            await asyncio.wait_for(context.write(response), self.config.dead_seconds)
+
         try:
             await heard.wait()  # the first membership that a member gets includes itself
             while not beats.done():
                 changed = asyncio.ensure_future(self._changed.wait())
                 if (version := self.membership.version) != sent:
-                    await self._write(context, AttendResponse(version=version, members=self.membership.members()))
+                    await write(AttendResponse(version=version, members=self.membership.members()))
                     sent = version
                 await asyncio.wait((beats, changed), return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
             if beats.result():
-                await self._write(context, AttendResponse(fenced=True))
+                await write(AttendResponse(fenced=True))
         except InvalidMember as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the member does not read its stream")
         finally:
             beats.cancel()
-
-    async def _write(self, context: "grpc.aio.ServicerContext[Any, AttendResponse]", response: AttendResponse) -> None:
-        """Writes within `dead_seconds`: a frozen member must not hold its stream's memory for ever."""
-        await asyncio.wait_for(context.write(response), self.config.dead_seconds)
 
     async def _beats(self, requests: AsyncIterator[AttendRequest], heard: asyncio.Event) -> bool:
         """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""

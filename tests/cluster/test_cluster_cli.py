@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and the exit code and one line for each mistake."""
+"""The command line: the output of each command, and the exit code and one line for each mistake."""
 
 import asyncio
 import json
@@ -58,9 +58,6 @@ def fails(code: int, pattern: str, *arguments: str) -> None:
     assert result.exit_code == code, result.output
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert re.search(pattern, result.stderr), result.stderr
-
-
-# What was typed can't be used.
 
 
 def test_help_names_every_command() -> None:
@@ -144,9 +141,6 @@ def test_a_prompt_that_is_not_utf8() -> None:
     assert result.stderr == b"kvrelay: Invalid value for PROMPT: character 3 is the byte 0xe9, not UTF-8\n"
 
 
-# Nothing is running.
-
-
 def test_nothing_is_running() -> None:
     status = call("status")
     assert (status.exit_code, status.stdout) == (1, "no cluster is running\n")
@@ -166,16 +160,13 @@ def test_a_router_that_is_not_there() -> None:
     fails(1, f"--target {target}: ", "generate", "x", "--target", target, "--json")
 
 
-def test_a_cluster_that_ended_without_us_is_no_obstacle(state_folder: Path) -> None:
+def test_the_record_of_a_cluster_that_has_ended_is_no_obstacle(state_folder: Path) -> None:
     """One that was left on a shared Ray cluster, which is gone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", ray_address=address, supervisor=address))
+    save(ClusterState(pid=None, namespace="kvrelay", ray_address=address, supervisor=address))
     fails(1, f"--address {address}: Connection refused", "up", "--address", address)
     assert not (state_folder / "cluster.json").exists()
-
-
-# The configuration.
 
 
 def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> None:
@@ -188,9 +179,6 @@ def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> Non
     schema = json.loads(call("config", "schema").stdout)
     assert schema["additionalProperties"] is False
     assert schema["properties"].keys() == yaml.safe_load(shown.stdout).keys()
-
-
-# Generate.
 
 
 class FakeRouter(InferenceServiceServicer):
@@ -256,7 +244,7 @@ def target(router: FakeRouter) -> Iterator[str]:
         yield address
 
 
-def test_generate_prints_the_text_and_leaves_what_was_not_said_to_the_router(router: FakeRouter, target: str) -> None:
+def test_generate_prints_the_text_and_leaves_missing_options_to_the_router(router: FakeRouter, target: str) -> None:
     result = call("generate", "héllo", "--target", target)
     assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
     (request,) = router.requests
@@ -275,7 +263,7 @@ def test_generate_passes_its_options_on(router: FakeRouter, target: str) -> None
 
 
 def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: str) -> None:
-    save(ClusterState(pid=None, started=1.0, namespace="kvrelay", router=target))
+    save(ClusterState(pid=None, namespace="kvrelay", router=target))
     assert call("generate", "found").stdout == "FOUND\n"
 
 
@@ -297,7 +285,7 @@ def test_generate_shows_where_the_time_went(target: str) -> None:
     assert "2.00" in result.stdout, "4 MB in 2 ms are 2 GB/s"
 
 
-def test_generate_tells_a_refusal_from_a_failure(target: str) -> None:
+def test_generate_distinguishes_a_refusal_from_a_failure(target: str) -> None:
     fails(2, r"text is ''; allowed: at least 1 character", "generate", "", "--target", target)
     fails(1, r"1024 requests are in flight", "generate", "full", "--target", target)
 
@@ -329,7 +317,7 @@ def test_a_reader_that_goes_away_is_no_traceback(target: str) -> None:
 
 
 def test_commands_start_at_once() -> None:
-    """Help and generate import neither Ray nor torch; the second is what makes the start slow."""
+    """Help and generate import neither Ray nor torch, which are slow to import."""
     code = (
         "import sys; import kvrelay.cluster.cli, kvrelay.cluster.generate, kvrelay.cluster.status;"
         "print([name for name in ('ray', 'torch', 'numpy', 'pydantic') if name in sys.modules])"

@@ -118,16 +118,16 @@ def test_workers_get_the_options_of_their_role() -> None:
             "decode": {"threads": 5},
         }
     )
-    workers = {worker.name: worker for worker in config.worker_configs("1.2.3.4:5", cores=9)}
+    workers = {worker.name: worker for worker in config.worker_configs(cores=9)}
     assert list(workers) == ["prefill-0", "prefill-1", "decode-0"]
     for worker in workers.values():
-        assert (worker.model, worker.dtype, worker.supervisor) == ("/m", "float32", "1.2.3.4:5")
+        assert (worker.model, worker.dtype) == ("/m", "float32")
         assert (worker.engine.block_size, worker.engine.max_sequences) == (32, 7)
         assert worker.transfer.lease_seconds == 2
     assert workers["prefill-1"].engine.kv_memory_bytes == 1000
     assert workers["decode-0"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
     assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
-    assert config.router_config("1.2.3.4:5") == RouterConfig(model="/m", supervisor="1.2.3.4:5")
+    assert config.router_config() == RouterConfig(model="/m")
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (64, 3, 21)])

@@ -1,4 +1,4 @@
-"""What is found wrong before anything is started."""
+"""Mistakes that are found before Ray is started."""
 
 import json
 import shutil
@@ -90,7 +90,7 @@ def test_a_host_that_is_not_this_machines_is_named() -> None:
         check_port("grpc_port", "no such host", 0)
 
 
-def test_other_machines_folders_and_ports_are_not_looked_at() -> None:
+def test_folders_and_ports_of_other_machines_are_not_checked() -> None:
     joined = config(ray={"address": "auto"}, model={"path": "/there"})
     assert check(joined) == joined
 

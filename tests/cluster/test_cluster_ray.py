@@ -121,7 +121,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> 
 
 
 def started_by(world: World) -> list[Process]:
-    """Every process that has this world's state folder in its environment, whoever its parent is now."""
+    """Every process with this world's state folder in its environment, whatever its parent is now."""
     mark = f"KVRELAY_STATE_DIR={world.environment['KVRELAY_STATE_DIR']}".encode()
     found = []
     for path in Path("/proc").iterdir():
@@ -257,7 +257,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 @pytest.fixture
 def shared_ray() -> Iterator[str]:
-    """A Ray cluster that somebody else started; host:port."""
+    """A Ray cluster that kvrelay didn't start; host:port."""
     ports = free_ports(3)
     # Not in pytest's folder: the path of Ray's sockets may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="kvr", ignore_cleanup_errors=True) as folder:

@@ -1,4 +1,4 @@
-"""How long a lost member's replacement waits."""
+"""The wait before a lost member's replacement."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ def test_the_first_replacement_is_immediate_and_the_wait_then_doubles() -> None:
     assert [backoff.after(1.0) for _ in range(9)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
-def test_a_long_life_starts_it_over() -> None:
+def test_a_long_life_resets_the_wait() -> None:
     backoff = Backoff()
     for _ in range(5):
         backoff.after(1.0)

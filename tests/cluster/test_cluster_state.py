@@ -1,4 +1,4 @@
-"""What a machine remembers of its cluster: never a dead one, never two."""
+"""The record of this machine's cluster: never a dead one, never two."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ OWNER = """
 import os, sys, time
 from kvrelay.cluster import state
 with state.owned():
-    state.save(state.ClusterState(pid=os.getpid(), started=1.0, namespace="kvrelay", router="127.0.0.1:5"))
+    state.save(state.ClusterState(pid=os.getpid(), namespace="kvrelay", router="127.0.0.1:5"))
     print("owned", flush=True)
     sys.stdin.read()
 """
@@ -55,15 +55,15 @@ def test_the_folder_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch
     assert state.folder() == tmp_path / "home" / ".local" / "state" / "kvrelay"
 
 
-def test_nothing_is_remembered_at_first() -> None:
+def test_there_is_no_record_at_first() -> None:
     assert state.current() is None
 
 
-def test_what_is_saved_is_the_users_alone(folder: Path) -> None:
-    state.save(ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5"))
+def test_only_the_user_can_read_the_record(folder: Path) -> None:
+    state.save(ClusterState(pid=None, namespace="n", router="127.0.0.1:5"))
     assert stat.S_IMODE((folder / "cluster.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert state.current() == ClusterState(pid=None, started=1.0, namespace="n", router="127.0.0.1:5")
+    assert state.current() == ClusterState(pid=None, namespace="n", router="127.0.0.1:5")
 
 
 def test_a_running_owner_is_found_and_keeps_a_second_one_out() -> None:
@@ -76,7 +76,7 @@ def test_a_running_owner_is_found_and_keeps_a_second_one_out() -> None:
         assert state.current() == current
 
 
-def test_an_owner_that_ends_forgets_its_cluster() -> None:
+def test_an_owner_that_ends_removes_its_record() -> None:
     with owner() as process:
         process.communicate()
         assert process.returncode == 0
@@ -87,7 +87,7 @@ def test_an_owner_that_ends_forgets_its_cluster() -> None:
         pass  # the lock is free again
 
 
-def test_what_a_killed_owner_left_is_forgotten(folder: Path) -> None:
+def test_the_record_of_a_killed_owner_is_removed(folder: Path) -> None:
     with owner() as process:
         process.send_signal(signal.SIGKILL)
         process.wait(SECONDS)
@@ -96,8 +96,8 @@ def test_what_a_killed_owner_left_is_forgotten(folder: Path) -> None:
         assert not (folder / "cluster.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "started": 1, "namespace": "n", "more": 1}'])
-def test_a_file_that_says_nothing_is_dropped(folder: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": 1, "namespace": "n", "more": 1}'])
+def test_a_file_that_is_no_record_is_removed(folder: Path, text: str) -> None:
     state.folder()
     (folder / "cluster.json").write_text(text)
     assert state.current() is None
@@ -111,7 +111,7 @@ child.wait()
 """
 
 
-def test_processes_below_are_found_and_can_be_ended() -> None:
+def test_descendants_are_found_and_can_be_ended() -> None:
     before = set(processes.descendants())
     parent = subprocess.Popen([sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""The supervisor over real gRPC, with members that are no more than their heartbeats."""
+"""The supervisor over real gRPC, with members that only send heartbeats."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    """What `condition` returned when it was first true."""
+    """Waits until `condition` is true; returns its value."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not (value := condition()):
         assert asyncio.get_running_loop().time() < deadline, f"not within {seconds} s: {what}"
@@ -119,7 +119,7 @@ def test_everyone_learns_of_everyone_and_of_every_change() -> None:
     run(test)
 
 
-def test_status_says_what_the_members_said() -> None:
+def test_status_shows_what_the_members_reported() -> None:
     async def test() -> None:
         async with supervisor() as server, members(server, *PAIR):
             await until(lambda: server.membership.ready, "ready")
@@ -143,7 +143,7 @@ def test_status_says_what_the_members_said() -> None:
     run(test)
 
 
-def test_silence_is_told_to_the_others_and_the_dead_are_fenced() -> None:
+def test_the_others_learn_of_silence_and_the_dead_are_fenced() -> None:
     async def test() -> None:
         async with supervisor() as server, members(server, *PAIR) as (router, prefill, decode):
             await until(lambda: server.membership.ready, "ready")
@@ -156,7 +156,7 @@ def test_silence_is_told_to_the_others_and_the_dead_are_fenced() -> None:
             assert 2.7 < asyncio.get_running_loop().time() - start < 4.5
             prefill.attendance.start()
             await asyncio.wait_for(prefill.fenced.wait(), SECONDS)
-            assert server.membership.state("prefill-0") == MEMBER_STATE_DEAD
+            assert decode.state_of("prefill-0") == MEMBER_STATE_DEAD
             replacement = FakeMember(server.address, "prefill-0", ROLE_PREFILL, "prefill-0#2")
             replacement.attendance.start()
             await until(lambda: router.state_of("prefill-0") == MEMBER_STATE_READY, "replaced")
@@ -280,7 +280,7 @@ def test_a_silent_process_is_killed_and_replaced() -> None:
         launcher = FakeLauncher()
         async with launched(launcher) as server:
             await until(lambda: server.membership.ready, "ready")
-            # Frozen: it neither ends nor beats. Its heartbeats stop as a replacement's would not.
+            # Frozen: it neither ends nor sends heartbeats. A replacement's heartbeats get through.
             server.membership.attend = refuse(server.membership.attend, "prefill-0#")  # type: ignore[method-assign]
             await until(lambda: "kill prefill-0" in launcher.calls, "killed")
             await until(lambda: launcher.calls.count("run prefill-0") == 2, "replaced")
@@ -293,7 +293,7 @@ def refuse(attend: Callable[[Member, Load], bool], incarnation: str) -> Callable
     return lambda member, load: True if member.incarnation.startswith(incarnation) else attend(member, load)
 
 
-def test_a_mistake_at_the_first_start_is_told_and_not_tried_again() -> None:
+def test_a_mistake_at_the_first_start_is_reported_and_not_tried_again() -> None:
     async def test() -> None:
         launcher = FakeLauncher(hopeless="prefill-0")
         async with launched(launcher) as server:

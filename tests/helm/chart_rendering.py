@@ -1,4 +1,4 @@
-"""A rendered chart as Python objects, and what KubeRay makes of its RayCluster."""
+"""A rendered chart as Python objects, and the pods that KubeRay makes of its RayCluster."""
 
 import json
 import shlex

@@ -61,7 +61,7 @@ def render(helm: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 @pytest.fixture(scope="session")
 def refusal(helm: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """What helm says when it refuses values."""
+    """The error text of helm when it refuses values."""
 
     def refused(release: str = "demo", **values: Any) -> str:
         file = tmp_path_factory.mktemp("refused") / "values.json"

@@ -1,7 +1,7 @@
-"""The launcher's script, with stand-ins for `ray`, `kvrelay` and `sleep` that a test scripts and that write down calls.
+"""The launcher's script, with fake `ray`, `kvrelay` and `sleep` commands that record their calls.
 
-The stand-ins read and leave files in one folder: `gcs` (Ray's GCS answers), `running` (kvrelay runs), `broken` (as many
-lines as `up` shall fail), `flaky` (as many lines as `status` shall fail), `calls`.
+The fakes use files in one folder: `gcs` exists while Ray's GCS answers, `running` while kvrelay runs; `broken` and
+`flaky` have one line for each call of `up` and `status` that is to fail; `calls` has a line for each call.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import pytest
 from chart_rendering import CHART
 
 SCRIPT = CHART / "files" / "launch.sh"
-STAND_INS = {
+FAKES = {
     "ray": '[ "$*" = "health-check --address 127.0.0.1:6379" ] && [ -e "$WORLD/gcs" ]',
     "kvrelay": """
         case "$1" in
@@ -36,7 +36,7 @@ DEADLINE_SECONDS = 30
 
 
 class World:
-    """What the script finds around it."""
+    """The script's environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     (tmp_path / "bin").mkdir()
-    for name, body in STAND_INS.items():
+    for name, body in FAKES.items():
         program = tmp_path / "bin" / name
         program.write_text(f"#!/bin/bash\n{body}\n")
         program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The Dockerfile fits the repository and the chart. Nothing here builds it."""
+"""The Dockerfile fits the repository and the chart. No test builds it."""
 
 import re
 

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Starts kvrelay on this pod's Ray cluster, and starts it again when its supervisor is gone for good: after Ray's
-# container was restarted (a new, empty cluster), after the supervisor's pod was lost, after a start that failed.
-# Never ends, so that it works under every restartPolicy that KubeRay gives the pod.
+# Starts kvrelay on this pod's Ray cluster, and again when its supervisor is lost: after a restart of Ray's container
+# (a new, empty cluster), after the loss of the supervisor's pod, after a failed start.
+# Never ends, so it works under every restartPolicy that KubeRay gives the pod.
 set -u
 
 config=${KVRELAY_CONFIG:-/etc/kvrelay/config.yaml}
 check=${KVRELAY_CHECK_SECONDS:-30}
 pause=5
 longest=60
-# Running streams outlive a supervisor that is slow to answer, but not a new start: so not at the first sign.
+# Running streams survive a supervisor that is slow to answer, but not a new start: so it fails three checks first.
 strikes=3
 
 say() { echo "launcher: $*"; }
@@ -26,7 +26,7 @@ while true; do
   elif ((++silent < strikes)); then
     sleep "$pause"
   else
-    # Workers of a lost supervisor hold their names and their resources.
+    # Workers of a lost supervisor still hold their names and their resources.
     kvrelay down
     say "starting kvrelay"
     if kvrelay up --config "$config" --address auto --detach; then

@@ -35,7 +35,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
-{{/* Labels that KubeRay puts on every pod of a group; templates can't change them. Argument: {root, group}. */}}
+{{/* Labels that KubeRay sets on every pod of a group; templates can't change them. Argument: {root, group}. */}}
 {{- define "kvrelay.groupSelector" -}}
 ray.io/cluster: {{ include "kvrelay.fullname" .root }}
 ray.io/group: {{ .group }}
@@ -85,7 +85,7 @@ ray.io/group: {{ .group }}
 {{- toJson $roles -}}
 {{- end -}}
 
-{{/* What the schema can't say because it takes two values to see it. */}}
+{{/* Checks that need two values, which the schema can't express. */}}
 {{- define "kvrelay.validate" -}}
 {{- $port := int .Values.router.grpcPort -}}
 {{- if or (eq $port 8080) (eq $port 52365) (and (ge $port 10002) (le $port 19999)) -}}

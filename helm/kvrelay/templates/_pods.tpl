@@ -1,4 +1,4 @@
-{{/* Ray's token, for every container that speaks to Ray. An entry that is there already KubeRay leaves alone. */}}
+{{/* Ray's token, for every container that connects to Ray. KubeRay doesn't replace an entry that exists. */}}
 {{- define "kvrelay.authEnv" -}}
 {{- if .Values.auth.enabled -}}
 - name: RAY_AUTH_MODE
@@ -11,7 +11,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Where `kvrelay up` leaves for `kvrelay status` what it started: beside Ray's own files, whose fate it shares. */}}
+{{/* Where `kvrelay up` records the cluster for `kvrelay status`: beside Ray's files, so both are lost together. */}}
 {{- define "kvrelay.stateEnv" -}}
 - name: KVRELAY_STATE_DIR
   value: /tmp/ray/kvrelay
@@ -156,7 +156,7 @@ One worker group. Argument: {root, group, values, replicas, bounds, handsOff, re
 `resources` offers one unit of kvrelay_<group> per pod; the configuration makes each actor take one, so every actor
 lands on a pod of its group, and no two on the same. The value is JSON in single quotes, because KubeRay pastes it into
 a shell command and also parses it itself: with the escaped double quotes of many examples that parse fails, and then
-KubeRay leaves out num-gpus. (num-gpus is given here all the same.)
+KubeRay leaves out num-gpus. (num-gpus is given here anyway.)
 */}}
 {{- define "kvrelay.workerGroup" -}}
 groupName: {{ .group }}
