@@ -20,6 +20,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p kvrelay
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: setup
 	$(BIN)/ruff format .
