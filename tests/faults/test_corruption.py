@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import CHUNK, Scene, scene
+from support.faults import ALL_TRANSPORTS, CHUNK, TRANSFER, Scene, scene
+from support.hash_worker import STEP_SECONDS
 
 RETRIED = {
     "one bit": "transfer.frame_bytes,index=0:corrupt(1)",
@@ -47,13 +48,14 @@ REQUESTS = 1000
 AT_ONCE = 12
 
 
-@pytest.fixture(scope="module")
-def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module", params=ALL_TRANSPORTS)
+def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = []
     for name, text in (RETRIED | SURVIVED | ALONE).items():
         place, action = text.split(":")
         rules.append(f"{place},request={name},attempt=1,times=1:{action}")
-    with scene(tmp_path_factory.mktemp("corruption"), rules) as it:
+    transfer = {**TRANSFER, "transport": request.param}
+    with scene(tmp_path_factory.mktemp("corruption"), rules, transfer=transfer) as it:
         yield it
 
 
@@ -84,7 +86,7 @@ def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path) -> Non
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rules = [f"{place},seed={seed}:{action}" for place, action in FAILING.items()]
-    with scene(tmp_path, rules, step_seconds=0.0) as it:
+    with scene(tmp_path, rules, variables={STEP_SECONDS: 0.0}) as it:
         names = [f"{seed} {number}" for number in range(REQUESTS)]
         retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
         # 50 are due; workers of a role draw alike, so that four standard deviations are 40.
