@@ -10,17 +10,18 @@ from gpu_measure import Machine
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvrelay.engine.attention.protocol import HeadNorm
+from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.gpu_runner import GpuRunner, allocate
+from kvrelay.engine.kv.pool import allocate_pool
 from kvrelay.engine.models.architecture import Traits
 from kvrelay.engine.models.config import ModelConfig, RopeConfig
 from kvrelay.engine.models.decoder import Decoder, Layer, Weights
 from kvrelay.engine.models.rope import frequencies
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.gpu import GpuRunner
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.ops import Linear
 
@@ -77,13 +78,14 @@ class Bench:
             max_context=64 if machine.dry else 32768 + 256,
             prefix_cache=False,
         )
-        pool, max_context = allocate(self.config, self.config.dtype, options, machine.device)
+        layout = self.config.kv_layout(self.config.dtype, options.block_size, "HND")
+        pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()
         spec = ModelSpec(
             name="random",
             architecture=self.config.architecture,
             vocab_size=self.config.vocab_size,
-            max_context=max_context,
+            max_context=min(options.max_context, pool.num_tokens),
             eos_token_ids=(),
             dtype=self.config.dtype,
             fingerprint="random",
@@ -140,7 +142,7 @@ class Bench:
         }
 
     def check(self) -> dict[str, Any]:
-        """Whether a batch that a graph fits exactly gets the very tokens that kernels launched one by one give it."""
+        """Whether a captured graph gives a batch the same tokens as kernels that are launched one by one."""
         rows = 2 if self.machine.dry else 8
         plain = GpuRunner(self.runner.spec, self.runner.model, self.runner.pool, self.options)
         heard = []

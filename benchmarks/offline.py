@@ -26,7 +26,7 @@ from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner import CpuRunner
+from kvrelay.engine.runner.cpu import CpuRunner
 
 PREFILLS = (512, 2048)
 BATCHES = (1, 8, 32)

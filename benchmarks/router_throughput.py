@@ -1,16 +1,16 @@
-"""What a router costs: tokens per second, its share of a core, and the time that it adds to each token.
+"""Measures a router: tokens per second, CPU cores used, and the latency that it adds to each token.
 
     python benchmarks/router_throughput.py [--streams 64] [--rate 8000 ...] [--seconds 15] [--repeats 1] [--out FILE]
 
 Real processes and real gRPC: supervisor, router, one worker of each role, client. The workers only echo: prefill
-answers with the first token, decode with one token a step for each request that it has, `rate / streams` steps a
-second, as an engine does. One JSON line a run: the limit asked for beside the figures.
+answers with the first token; decode runs `rate / streams` steps a second, each with one token for every request that
+it has, like an engine. Each run prints one JSON line, with the target beside the figures.
 
-    tokens/s   counted at the client, after a second of warming up. Less than the rate asked for: something has no
-               time left, which on a small machine may be the client or the decode worker, whose CPU is given too
-    cores      of a process, user and system, over the same time; 1.0 is one core
-    added ms   from the step that yields a token to the client's receipt of it, both hops included; where the rate is
-               not reached it is the time in a queue that grows
+    tokens/s   counted at the client after a second of warming up. If it is below the offered rate, some process has no
+               CPU time left: on a small machine perhaps the client or the decode worker, whose CPU is reported too
+    cores      CPU time of a process, user and system, over the same time; 1.0 is one core
+    added ms   from the step that yields a token to its receipt by the client, both hops included; where the offered
+               rate isn't reached, it is the time in a growing queue
 """
 
 import argparse
@@ -38,7 +38,6 @@ import psutil
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, ROLE_DECODE, ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
     PHASE_PREFILL,
     Blocks,
     Load,
@@ -55,7 +54,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options, server_options
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 HOST = "127.0.0.1"
@@ -64,14 +63,14 @@ VOCAB_SIZE, CONTEXT = 4096, 4096
 ASKED_RATE, ASKED_CORES = 8000, 1.0
 PROMPT = 32
 WARM_UP = 999_999
-"""The number of a request that nobody counts."""
+"""The number of the request that is not measured."""
 WARM_SECONDS = 1.0
 START_SECONDS = 60.0
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
 
 
 class EchoWorker(WorkerServiceServicer):
-    """Speaks the relay as a worker does, one message a step, and computes nothing."""
+    """Serves the relay as a worker does, with one message per step, but computes nothing."""
 
     def __init__(self, role: str, supervisor: str, step_seconds: float) -> None:
         self.name, self.incarnation = f"{role}-0", uuid.uuid4().hex
@@ -80,7 +79,7 @@ class EchoWorker(WorkerServiceServicer):
         self._step_seconds = step_seconds
         self._running: dict[tuple[str, int], tuple[Submit, Iterator[int]]] = {}
         self.sent: dict[int, list[float]] = {}
-        """By the number in a request's prompt, when each of its tokens was yielded."""
+        """Times at which each token was sent, by the number in the request's prompt."""
         self._submits = 0
 
     async def serve(self, until: asyncio.Event) -> None:
@@ -96,10 +95,10 @@ class EchoWorker(WorkerServiceServicer):
             pid=os.getpid(),
             state=MEMBER_STATE_READY,
         )
-        attendance = HeartbeatClient(self._supervisor, lambda: (member, self._load()), lambda members: None, until.set)
-        attendance.start()
+        heartbeat = HeartbeatClient(self._supervisor, lambda: (member, self._load()), lambda members: None, until.set)
+        heartbeat.start()
         await until.wait()
-        await attendance.stop()
+        await heartbeat.stop()
 
     def _load(self) -> Load:
         blocks = Blocks(total=10**6, free=10**6 - len(self._running), held=len(self._running), size=16)
@@ -150,7 +149,7 @@ class EchoWorker(WorkerServiceServicer):
             index = next(indices)
             event = RequestEvent(request_id=name, attempt=attempt, first_index=index, token_ids=[100 + index % 3900])
             if index == submit.sampling.max_tokens - 1:
-                event.finish = FINISH_LENGTH
+                event.finish_reason = FINISH_REASON_LENGTH
                 del self._running[name, attempt]
             self.sent[number_of(submit.token_ids)].append(now)
             events.append(event)
@@ -158,7 +157,7 @@ class EchoWorker(WorkerServiceServicer):
 
 
 def number_of(prompt: Sequence[int]) -> int:
-    """What `prompt_of` was given."""
+    """The number that `prompt_of` encoded."""
     return int((prompt[0] - 2) * 4000 + prompt[1] - 2)
 
 
@@ -172,25 +171,25 @@ def request_of(number: int, length: int) -> GenerateRequest:
 
 
 async def work(role: str, supervisor: str, step_seconds: float) -> None:
-    """The process of one worker: until its input closes; then prints when it yielded each token."""
+    """Runs one worker until its standard input closes, then prints when it sent each token."""
     until = asyncio.Event()
     worker = EchoWorker(role, supervisor, step_seconds)
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), until.set)
     await worker.serve(until)
     print(json.dumps(worker.sent), flush=True)
-    # A server that is stopped in order reports the streams that it cuts as errors.
+    # An orderly stop would report the streams that it cuts as errors.
     os._exit(0)
 
 
 class Crowd:
-    """The client's side: so many streams, each a request after the other."""
+    """The clients: a number of streams, each with one request after the other."""
 
     def __init__(self, router: str, tokens: int) -> None:
         self._router = router
         self._tokens = tokens
         self._numbers = itertools.count()
         self.received: dict[int, list[float]] = {}
-        """By the number in a request's prompt, when each of its tokens came, the first one left out."""
+        """Times at which each token but the first was received, by the number in the request's prompt."""
         self.messages = self.count = 0
 
     async def run(self, streams: int, seconds: float) -> None:
@@ -200,7 +199,7 @@ class Crowd:
             await asyncio.gather(*(self._stream(stub, end, streams, place) for place in range(streams)))
 
     async def _stream(self, stub: InferenceServiceStub, end: float, streams: int, place: int) -> None:
-        # Not all at once, as a crowd's requests don't end all at once either.
+        # Staggered lengths, since requests of many clients don't end at the same time.
         length = self._tokens // 2 + place * self._tokens // (2 * streams)
         while time.monotonic() < end:
             number = next(self._numbers)
@@ -219,7 +218,7 @@ class Crowd:
 
 @contextmanager
 def process(arguments: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """A Python process that is always ended."""
+    """A Python process that is ended on exit."""
     popen = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, **options)
     try:
         yield popen

@@ -1,4 +1,4 @@
-"""The Python client: `Client` for ordinary code, `AsyncClient` for asyncio.
+"""The Python client: `Client` blocks, `AsyncClient` is for asyncio.
 
 >>> from kvrelay.client import Client
 >>> with Client("localhost:50051") as client:

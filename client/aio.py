@@ -1,27 +1,26 @@
-"""The client for asyncio."""
+"""The asyncio client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar, Unpack
 
 import grpc
 
 from kvrelay.client import messages
 from kvrelay.client.errors import Cancelled, from_grpc
-from kvrelay.client.messages import Chunk, Completion, GenerateOptions, ModelInfo, Prompt
-from kvrelay.client.options import CHANNEL_OPTIONS
+from kvrelay.client.messages import CHANNEL_OPTIONS, Chunk, Completion, GenerateOptions, ModelInfo, Prompt
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 ResponseT = TypeVar("ResponseT")
 
 
-class AsyncChunkStream(AsyncIterator[Chunk]):
+class AsyncChunkStream(AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncChunkStream"]):
     """The chunks of one request, as they come.
 
-    Ending it early (`aclose`, leaving an `async with`, cancelling the task that reads it, or letting go of it, as a
-    `break` out of `async for` does when nothing else refers to it) cancels the request on every worker.
+    Ending it early cancels the request on every worker: by `aclose`, by leaving an `async with`, by cancelling the task
+    that reads it, or by dropping the last reference to it, as a `break` out of `async for` may do.
     """
 
     def __init__(self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> None:
@@ -36,22 +35,17 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         return messages.chunk(await _result(anext(self._responses)))
 
     async def aclose(self) -> None:
-        """Cancels the request unless it is over."""
+        """Cancels the request unless it has ended."""
         self._call.cancel()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
         self._call.cancel()
 
 
-class AsyncClient:
+class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """Calls a router from one event loop.
 
     >>> async with AsyncClient("localhost:50051") as client:
@@ -64,24 +58,24 @@ class AsyncClient:
         """
         Args:
             target: host:port of a router.
-            timeout: seconds that a call may take, unless the call says otherwise; None for no limit.
+            timeout: time limit in seconds of each call that has none of its own; None for no limit.
         """
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncChunkStream:
-        """Starts a request and returns its stream; `GenerateOptions` says what the options are.
+        """Starts a request and returns its stream; `GenerateOptions` describes the options.
 
         Raises:
-            InvalidRequest: an option can't be sent; what the router refuses is raised by the stream.
+            InvalidRequest: an option can't be sent. What the router refuses is raised by the stream.
         """
         request = messages.generate_request(prompt, options)
         timeout = options.get("timeout")
         return AsyncChunkStream(self._stub.Generate(request, timeout=self._timeout if timeout is None else timeout))
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """As `generate`, collected.
+        """Like `generate`, but returns the whole completion.
 
         Raises:
             KvrelayError: the request failed.
@@ -90,13 +84,12 @@ class AsyncClient:
             return messages.completion([chunk async for chunk in stream])
 
     async def model_info(self) -> ModelInfo:
-        """What is served.
+        """The served model.
 
         Raises:
-            KvrelayError: no router, or no worker yet.
+            KvrelayError: there is no router, or it has no worker yet.
         """
-        response: pb.GetModelInfoResponse = await self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        return messages.model_info(response)
+        return messages.model_info(await self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text, or of chat messages through the model's chat template."""
@@ -110,15 +103,10 @@ class AsyncClient:
         return response.text
 
     async def close(self) -> None:
-        """Ends every call that is under way."""
+        """Ends every running call."""
         await self._channel.close(None)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _unary(self, method: Callable[..., Awaitable[ResponseT]], request: object) -> ResponseT:
@@ -126,13 +114,13 @@ class AsyncClient:
 
 
 async def _result(call: Awaitable[ResponseT]) -> ResponseT:
-    """What `call` yields, its errors as this package's."""
+    """The result of `call`; its errors become this package's."""
     try:
         return await call
     except grpc.RpcError as error:
         raise from_grpc(error) from None
     except asyncio.CancelledError:
-        # grpc.aio raises it as well for a call that was cancelled by the other side, or by `aclose`.
+        # grpc.aio also raises it for a call that the other side or `aclose` has cancelled.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise

@@ -1,4 +1,4 @@
-"""What can go wrong with a call, as exceptions."""
+"""The exceptions that a call can raise."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -26,23 +26,23 @@ class Exhausted(KvrelayError):
     def __init__(self, message: str, code: grpc.StatusCode | None = None, retry_after: float | None = None) -> None:
         super().__init__(message, code)
         self.retry_after = retry_after
-        """Seconds after which to come again, where the router said so."""
+        """Seconds after which to retry; None if the router gave no delay."""
 
 
 class Unavailable(KvrelayError, ConnectionError):
-    """No router was reached, or it has no worker that can take the request now."""
+    """No router was reached, or the router has no worker that can take the request now."""
 
 
 class DeadlineExceeded(KvrelayError, TimeoutError):
-    """The call's timeout, or a limit of the router's, has passed."""
+    """The call's timeout, or a time limit of the router, has passed."""
 
 
 class Cancelled(KvrelayError):
-    """The call was ended by the other side, or `close` was called in the middle of a read."""
+    """The other side ended the call, or `close` was called during a read."""
 
 
 class InternalError(KvrelayError):
-    """A defect of kvrelay's."""
+    """A defect of kvrelay."""
 
 
 _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
@@ -55,18 +55,12 @@ _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
 
 
 def from_grpc(error: grpc.RpcError) -> KvrelayError:
-    """The exception that stands for a gRPC status."""
+    """The exception for a gRPC status."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return KvrelayError(str(error))
     code, message = error.code(), error.details() or ""
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Exhausted(message, code, _retry_after(error))
+        metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+        delay = str(metadata.get(RETRY_DELAY_KEY, ""))
+        return Exhausted(message, code, int(delay) / 1000 if delay.isdecimal() else None)
     return _KINDS.get(code, KvrelayError)(message or code.name, code)
-
-
-def _retry_after(error: grpc.Call | grpc.aio.AioRpcError) -> float | None:
-    metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-    for key, value in metadata:
-        if key == RETRY_DELAY_KEY and str(value).isdecimal():
-            return int(value) / 1000
-    return None

@@ -1,45 +1,61 @@
-"""What both clients send and return: plain values on this side, the contract's messages on the wire's."""
+"""Converts between the values that both clients take and return, and the messages on the wire."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict, TypeVar, cast
+
+from google.protobuf.message import Message
 
 from kvrelay.client.errors import InternalError, InvalidRequest
 from kvrelay.v1 import inference_pb2 as pb
 
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+# While a call runs, a router that is frozen or unreachable is noticed within about 15 s.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text; or token ids; or chat messages, `{"role": ..., "content": ...}` each."""
+"""Text, token ids, or chat messages of the form `{"role": ..., "content": ...}`."""
 
 FinishReason = Literal["stop", "length"]
+"""The names of `kvrelay.v1.FinishReason`, without their prefix."""
+
+ValueT = TypeVar("ValueT")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `generate` and `complete`. What is left out, or None, takes the router's default."""
+    """The keyword arguments of `generate` and `complete`. None, or leaving one out, means the router's default."""
 
     max_tokens: int | None
-    """Tokens to generate at most; 128, or what the context leaves, by default."""
+    """Most tokens to generate; by default 128, or less where the context leaves less."""
     min_tokens: int | None
-    """Tokens before which nothing but max_tokens ends the request; 0 by default."""
+    """Until this many tokens, nothing but max_tokens ends the request; 0 by default."""
     temperature: float | None
-    """0 is greedy; 1 by default, 100 at most."""
+    """0 is greedy; 1 by default; at most 100."""
     top_k: int | None
     """Keep the k likeliest tokens; 0, the default, keeps all."""
     top_p: float | None
-    """Keep the likeliest tokens that reach this probability together, in (0, 1]; 1 by default."""
+    """Keep the smallest set of likeliest tokens whose total probability reaches this, in (0, 1]; 1 by default."""
     min_p: float | None
-    """Drop tokens below this share of the likeliest one's probability, in [0, 1]; 0 by default."""
+    """Drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 by default."""
     seed: int | None
     """Equal seeds give equal tokens; drawn by the router by default."""
     stop: str | Sequence[str]
-    """Up to 16 strings; the text ends before the first that comes up."""
+    """Up to 16 strings; the text ends before the first match."""
     stop_token_ids: Sequence[int]
-    """Up to 64 ids that end the request."""
+    """Up to 64 token ids that end the request."""
     ignore_eos: bool
-    """Go on past the model's end-of-sequence tokens."""
+    """Continue after the model's end-of-sequence tokens."""
     tenant: str
     """Requests of different tenants share no prefix cache."""
     request_id: str
-    """Your name for the request; drawn by the router by default."""
+    """A name for the request; drawn by the router by default."""
     timeout: float | None
     """Seconds until the call fails with DeadlineExceeded; the client's own by default."""
 
@@ -51,14 +67,14 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Of the prompt's, those whose KV was in the prefill worker's prefix cache."""
+    """Prompt tokens whose KV was in the prefill worker's prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where one request's time went, in seconds; each part by one machine's clock, so that they overlap.
+    """Where one request's time went, in seconds; the parts overlap, since each is measured by one machine's clock.
 
-    The fields are those of `Timeline` in `kvrelay/v1/inference.proto`, which says what each one measures.
+    `Timeline` in `kvrelay/v1/inference.proto` defines each field.
     """
 
     route_seconds: float
@@ -78,7 +94,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new. The last chunk of a stream, and only that one, has a finish reason, usage and timeline."""
+    """New output. The last chunk of a stream, and no other, has a finish reason, usage and timeline."""
 
     text: str
     """Whole characters; may be empty while a character or a possible stop string is incomplete."""
@@ -90,7 +106,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole stream."""
+    """The output of a whole stream."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -101,7 +117,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a cluster serves."""
+    """The model that a cluster serves."""
 
     name: str
     architecture: str
@@ -112,19 +128,11 @@ class ModelInfo:
     dtype: str
     has_chat_template: bool
     version: str
-    """Of the router."""
-
-
-TIMELINE_FIELDS = tuple(field.name for field in fields(Timeline))
-_SCALARS = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-_FINISH_REASONS: dict[pb.FinishReason, FinishReason] = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-}
+    """Of the router's kvrelay."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The request on the wire.
+    """The message of a request.
 
     Raises:
         InvalidRequest: a value can't be sent at all, e.g. a negative max_tokens; the router checks the rest.
@@ -137,13 +145,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     _set_prompt(request, prompt)
     _set(request, "request_id", options.get("request_id", ""))
     _set(request, "tenant", options.get("tenant", ""))
-    for name in _SCALARS:
+    for name in pb.SamplingParams.DESCRIPTOR.fields_by_name:
         value = options.get(name)
         if value is not None:
-            _set(request.sampling, name, value, "sampling.")
-    stop = options.get("stop", ())
-    _extend(request.sampling, "stop", (stop,) if isinstance(stop, str) else stop, "sampling.")
-    _extend(request.sampling, "stop_token_ids", options.get("stop_token_ids", ()), "sampling.")
+            _set(request.sampling, name, (value,) if name == "stop" and isinstance(value, str) else value, "sampling.")
     return request
 
 
@@ -157,27 +162,22 @@ def tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> pb.TokenizeRe
 def detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
     """Raises InvalidRequest as `generate_request`."""
     request = pb.DetokenizeRequest()
-    _extend(request, "token_ids", token_ids)
+    _set(request, "token_ids", token_ids)
     return request
 
 
 def chunk(response: pb.GenerateResponse) -> Chunk:
     """One message of a stream."""
-    reason = _FINISH_REASONS.get(response.finish_reason)
-    if reason is None:
-        return Chunk(response.text, tuple(response.token_ids))
-    usage, timeline = response.usage, response.timeline
-    return Chunk(
-        response.text,
-        tuple(response.token_ids),
-        reason,
-        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-        Timeline(**{name: getattr(timeline, name) for name in TIMELINE_FIELDS}),
-    )
+    text, token_ids = response.text, tuple(response.token_ids)
+    if not response.finish_reason:
+        return Chunk(text, token_ids)
+    name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
+    usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
+    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline)
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:
-    """Puts the chunks of a whole stream together.
+    """Joins the chunks of a whole stream.
 
     Raises:
         InternalError: the stream ended without its last message.
@@ -195,17 +195,13 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
 
 
 def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
-    """What a cluster serves, as it says."""
-    return ModelInfo(
-        response.name,
-        response.architecture,
-        response.vocab_size,
-        response.max_context,
-        tuple(response.eos_token_ids),
-        response.dtype,
-        response.has_chat_template,
-        response.version,
-    )
+    """The model that a router reports."""
+    return replace(_mirror(ModelInfo, response), eos_token_ids=tuple(response.eos_token_ids))
+
+
+def _mirror(kind: type[ValueT], message: object) -> ValueT:
+    """A dataclass whose fields have the names and values of the message's."""
+    return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})  # type: ignore[arg-type]  # a dataclass
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
@@ -219,7 +215,7 @@ def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt
             _add_message(request.messages, index, message)
     elif isinstance(request, pb.GenerateRequest):
         request.token_ids.SetInParent()
-        _extend(request.token_ids, "ids", prompt, "token_ids.")
+        _set(request.token_ids, "ids", prompt, "token_ids.")
     else:
         raise InvalidRequest("prompt has token ids; allowed: text or chat messages")
 
@@ -232,20 +228,13 @@ def _add_message(messages: pb.ChatMessages, index: int, message: object) -> None
         _set(added, name, message[name], f"messages[{index}].")
 
 
-def _set(message: object, name: str, value: object, where: str = "") -> None:
+def _set(message: Message, name: str, value: Any, where: str = "") -> None:
     try:
-        setattr(message, name, value)
+        if message.DESCRIPTOR.fields_by_name[name].is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{where}{name}: {_why(error)}") from error
-
-
-def _extend(message: object, name: str, values: object, where: str = "") -> None:
-    try:
-        getattr(message, name).extend(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{where}{name}: {_why(error)}") from error
-
-
-def _why(error: Exception) -> str:
-    """UnicodeEncodeError shows the text that it is about, which is somebody's prompt."""
-    return "not valid Unicode" if isinstance(error, UnicodeError) else str(error)
+        # The text of a UnicodeEncodeError contains the value, which may be a prompt.
+        why = "not valid Unicode" if isinstance(error, UnicodeError) else str(error)
+        raise InvalidRequest(f"{where}{name}: {why}") from error

@@ -1,38 +1,30 @@
-"""The client for ordinary, blocking code."""
+"""The blocking client."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self, TypeVar, Unpack
+from contextlib import AbstractContextManager
+from typing import TypeVar, Unpack
 
 import grpc
 
 from kvrelay.client import messages
 from kvrelay.client.errors import from_grpc
-from kvrelay.client.messages import Chunk, Completion, GenerateOptions, ModelInfo, Prompt
-from kvrelay.client.options import CHANNEL_OPTIONS
+from kvrelay.client.messages import CHANNEL_OPTIONS, Chunk, Completion, GenerateOptions, ModelInfo, Prompt
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 ResponseT = TypeVar("ResponseT")
 
 
-class Call(Protocol):
-    """A streaming call, as grpc makes it."""
-
-    def __next__(self) -> pb.GenerateResponse: ...
-
-    def cancel(self) -> object: ...
-
-
-class ChunkStream(Iterator[Chunk]):
+class ChunkStream(Iterator[Chunk], AbstractContextManager["ChunkStream"]):
     """The chunks of one request, as they come.
 
-    Ending it early (`close`, leaving a `with`, or letting go of it, as a `break` out of `for` does when nothing else
-    refers to it) cancels the request on every worker.
+    Ending it early cancels the request on every worker: by `close`, by leaving a `with`, or by dropping the last
+    reference to it, as a `break` out of `for` may do.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: "grpc.CallIterator[pb.GenerateResponse]") -> None:
         self._call = call
+        self._responses = iter(call)
 
     def __next__(self) -> Chunk:
         """
@@ -40,28 +32,23 @@ class ChunkStream(Iterator[Chunk]):
             KvrelayError: the request failed.
         """
         try:
-            return messages.chunk(next(self._call))
+            return messages.chunk(next(self._responses))
         except grpc.RpcError as error:
             raise from_grpc(error) from None
 
     def close(self) -> None:
-        """Cancels the request unless it is over."""
-        self._call.cancel()
+        """Cancels the request unless it has ended."""
+        self._call.cancel()  # type: ignore[no-untyped-call]  # by grpc-stubs
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-class Client:
-    """Calls a router. Safe to share between threads.
+class Client(AbstractContextManager["Client"]):
+    """Calls a router. Threads may share it.
 
     >>> with Client("localhost:50051") as client:
     ...     for chunk in client.generate("def __init__(self,", max_tokens=64, temperature=0):
@@ -73,24 +60,24 @@ class Client:
         """
         Args:
             target: host:port of a router.
-            timeout: seconds that a call may take, unless the call says otherwise; None for no limit.
+            timeout: time limit in seconds of each call that has none of its own; None for no limit.
         """
         self._timeout = timeout
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> ChunkStream:
-        """Starts a request and returns its stream; `GenerateOptions` says what the options are.
+        """Starts a request and returns its stream; `GenerateOptions` describes the options.
 
         Raises:
-            InvalidRequest: an option can't be sent; what the router refuses is raised by the stream.
+            InvalidRequest: an option can't be sent. What the router refuses is raised by the stream.
         """
         request = messages.generate_request(prompt, options)
         timeout = options.get("timeout")
         return ChunkStream(self._stub.Generate(request, timeout=self._timeout if timeout is None else timeout))
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """As `generate`, collected.
+        """Like `generate`, but returns the whole completion.
 
         Raises:
             KvrelayError: the request failed.
@@ -99,13 +86,12 @@ class Client:
             return messages.completion(list(stream))
 
     def model_info(self) -> ModelInfo:
-        """What is served.
+        """The served model.
 
         Raises:
-            KvrelayError: no router, or no worker yet.
+            KvrelayError: there is no router, or it has no worker yet.
         """
-        response: pb.GetModelInfoResponse = self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
-        return messages.model_info(response)
+        return messages.model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text, or of chat messages through the model's chat template."""
@@ -118,15 +104,10 @@ class Client:
         return response.text
 
     def close(self) -> None:
-        """Ends every call that is under way."""
+        """Ends every running call."""
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, method: Callable[..., ResponseT], request: object) -> ResponseT:

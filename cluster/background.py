@@ -1,45 +1,44 @@
-"""`kvrelay up --detach` on this machine: the same foreground process, in the background, watched until it is ready."""
+"""`kvrelay up --detach` on this machine: the same foreground process in the background, watched until it is ready."""
 
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from kvrelay.cluster import configfile, state
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.report import Report, follow
-from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.report import Report
 
-REPORT_FD = "KVRELAY_REPORT_FD"
-"""Environment variable with the pipe on which a background process tells how it gets on."""
+POLL_SECONDS = 0.1
 EXIT_SECONDS = 60.0
+ERROR_PREFIX = "kvrelay: "
 
 
-def start(config: ClusterConfig, report: Report) -> ClusterState:
+def start(config: ClusterConfig, report: Report) -> state.ClusterState:
     """Starts the cluster in a session of its own and returns when it is ready.
 
-    Its log goes to `up.log` in the state folder. Ending the wait (Ctrl-C) ends the cluster as well.
+    Its progress goes to `up.out` in the state folder, its log to `up.log`. Ending the wait (Ctrl-C) ends the cluster.
 
     Raises:
         ClusterError: it can't be started; nothing of it is left.
     """
-    written = state.folder() / "up.yaml"
+    written, output, log = (state.folder() / f"up.{suffix}" for suffix in ("yaml", "out", "log"))
     written.write_text(configfile.dump(config))
-    reading, writing = os.pipe()
-    with log_path().open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.cluster.cli", "up", "--config", str(written)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | {REPORT_FD: str(writing)},
-            pass_fds=(writing,),
-            start_new_session=True,
-        )
-    os.close(writing)
+    command = [sys.executable, "-m", "kvrelay.cluster.cli", "up", "--config", str(written)]
+    with output.open("w") as out, log.open("w") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
     try:
-        with os.fdopen(reading) as lines:
-            return follow(lines, report, log_path())
+        with output.open() as lines:
+            while process.poll() is None:
+                fresh = lines.readlines()
+                current = state.current()
+                if current is not None and current.pid == process.pid and current.router:
+                    return current
+                for line in fresh:
+                    report.phase(line.rstrip())
+                time.sleep(POLL_SECONDS)
+        raise _error(process.returncode, log)
     except BaseException:
         process.terminate()
         try:
@@ -49,16 +48,9 @@ def start(config: ClusterConfig, report: Report) -> ClusterState:
         raise
 
 
-def report_descriptor() -> int | None:
-    """The pipe that this process was given to report on; kept from its own children."""
-    given = os.environ.pop(REPORT_FD, None)
-    if given is None:
-        return None
-    descriptor = int(given)
-    os.set_inheritable(descriptor, False)
-    return descriptor
-
-
-def log_path() -> Path:
-    """Where a background cluster's own output is."""
-    return state.folder() / "up.log"
+def _error(code: int, log: Path) -> RunError | UsageError:
+    """The error that the process printed before it ended."""
+    lines = [line.removeprefix(ERROR_PREFIX) for line in log.read_text().splitlines() if line.startswith(ERROR_PREFIX)]
+    if not lines:
+        return RunError(f"the cluster's process ended while it was starting; see {log}")
+    return UsageError(*lines) if code == UsageError.code else RunError(*lines)

@@ -1,6 +1,6 @@
-"""The command line. Exit codes: 0 done; 1 it can't be done now; 2 what was typed can't be used, told in one line each.
+"""The command line. Exit codes: 0 done; 1 it can't be done now; 2 the input can't be used. Each error is one line.
 
-Ray, gRPC and the configuration's classes are imported by the commands that need them, so that each starts at once.
+Each command imports Ray, gRPC and the configuration's classes only if it needs them, so that it starts fast.
 """
 
 import json
@@ -40,7 +40,7 @@ class OneLineErrors(click.Group):
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
         except BrokenPipeError:
-            # Whoever read our output has gone; Python must not trip over it again when it flushes at exit.
+            # The reader of our output has gone; Python must not fail again when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
 
@@ -70,10 +70,9 @@ config_option = click.option(
 def up(config: Path | None, detach: bool, **flags: Any) -> None:
     """Starts a cluster and serves until Ctrl-C."""
     from kvrelay.cluster import background, preflight, rayenv
-    from kvrelay.cluster.report import PipeReport, console_report
+    from kvrelay.cluster.report import console_report
     from kvrelay.cluster.signals import Interrupted
 
-    pipe = background.report_descriptor()
     loaded = preflight.check(_load(config, flags))
     _refuse_second()
 
@@ -81,28 +80,21 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     from kvrelay.cluster import launch  # imports Ray
 
     console = _console()
-    report = console_report(console) if pipe is None else PipeReport(pipe)
+    report = console_report(console)
 
-    def tell(state: "ClusterState") -> None:
-        if isinstance(report, PipeReport):
-            report.ready(state)
-        else:
-            report.close()
-            _print_ready(console, state, "kvrelay down" if detach else "Ctrl-C")
+    def show_ready(state: "ClusterState") -> None:
+        report.close()
+        _print_ready(console, state, "kvrelay down" if detach else "Ctrl-C")
 
     try:
         if not detach:
-            launch.run(loaded, report, tell)
+            launch.run(loaded, report, show_ready)
         elif loaded.local:
-            tell(background.start(loaded, report))
+            show_ready(background.start(loaded, report))
         else:
-            tell(launch.leave_running(loaded, report))
+            show_ready(launch.leave_running(loaded, report))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except ClusterError as error:
-        if isinstance(report, PipeReport):
-            report.error(error)
-        raise
     finally:
         report.close()
 
@@ -110,7 +102,7 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(as_json: bool) -> None:
-    """Shows what runs: the workers, their blocks and their requests."""
+    """Shows the running cluster: its workers, their blocks and their requests."""
     from kvrelay.cluster import state
     from kvrelay.cluster import status as status_of
 
@@ -136,13 +128,13 @@ def status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
 def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
-    """Continues PROMPT; the text comes as it is generated."""
+    """Continues PROMPT; prints the text as it is generated."""
     from kvrelay.cluster.generate import complete_as_json, stream_text
 
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        # Bytes of the command line that aren't UTF-8 arrive as lone surrogates.
+        # Python decodes bytes of the command line that aren't UTF-8 to lone surrogates.
         byte = ord(prompt[error.start]) & 0xFF
         raise click.BadParameter(
             f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
@@ -181,7 +173,7 @@ def config() -> None:
 @config.command()
 @config_option
 def show(config: Path | None) -> None:
-    """Prints the configuration that holds, every default written out."""
+    """Prints the whole configuration, defaults included."""
     from kvrelay.cluster import configfile
 
     click.echo(configfile.dump(configfile.load(config)), nl=False)
@@ -215,7 +207,7 @@ OPTIONS = {
     "grpc_port": "router.grpc_port",
     "address": "ray.address",
 }
-"""Key in the configuration of each of `up`'s options."""
+"""The key in the configuration of each of `up`'s options."""
 
 
 def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
@@ -230,7 +222,7 @@ def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
 
 
 def _console() -> "Console":
-    """Of stdout; a file or a pipe has no width to fit."""
+    """The console of stdout; a file or a pipe gets a fixed width."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
@@ -244,7 +236,7 @@ def _refuse_second() -> None:
     if current is None:
         return
     if current.pid is None and (not current.supervisor or status.get_status(current.supervisor) is None):
-        state.forget()  # it was left on a shared Ray cluster and has ended without us
+        state.forget()  # it was left on a shared Ray cluster and has ended there
         return
     owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"
     raise RunError(f"a cluster is already running ({owner}); `kvrelay down` ends it")

@@ -1,20 +1,22 @@
 """A whole cluster's options: one YAML file, command-line values on top, every default in one place.
 
-The sections hold the very classes that the processes take (`EngineConfig`, `TransferConfig`, ...), so an option is
-written, checked and documented once.
+The sections are the option classes that the processes take (`EngineConfig`, `TransferConfig`, `RouterOptions`, ...),
+so an option is defined, checked and documented once.
 """
 
 import math
 import os
-from dataclasses import fields, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from kvrelay.engine.config import Dtype, EngineConfig, require
-from kvrelay.router.config import RouterConfig
+from kvrelay.cluster.membership import HeartbeatConfig
+from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
+from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 
@@ -22,33 +24,35 @@ ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 LOCAL = "local"
 AUTO = "auto"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_ROUTER = RouterConfig()
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _engine_overrides(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """Schema of a mapping with any of EngineConfig's fields; `threads` is the role's own field."""
+    """Schema of a mapping with any of EngineConfig's fields but `threads`, which is the role's own field."""
     hints = get_type_hints(EngineConfig)
-    described = TypeAdapter(EngineConfig).json_schema()["properties"]
-    return core_schema.typed_dict_schema(
-        {
-            field.name: core_schema.typed_dict_field(
-                handler.generate_schema(hints[field.name]),
-                required=False,
-                metadata={"pydantic_js_updates": {"description": described[field.name]["description"]}},
-            )
-            for field in fields(EngineConfig)
-            if field.name != "threads"
-        },
-        extra_behavior="forbid",
-    )
+    options = {
+        name: core_schema.typed_dict_field(
+            handler.generate_schema(hints[name]),
+            required=False,
+            metadata={"pydantic_js_updates": {"description": described["description"]}},
+        )
+        for name, described in _json_properties(EngineConfig).items()
+        if name != "threads"
+    }
+    return core_schema.typed_dict_schema(options, extra_behavior="forbid")
+
+
+def _json_properties(options: type) -> dict[str, Any]:
+    """The JSON schema of each field of an options class."""
+    properties: dict[str, Any] = TypeAdapter(options).json_schema()["properties"]
+    return properties
 
 
 EngineOverrides = Annotated[dict[str, Any], GetPydanticSchema(_engine_overrides)]
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration that knows its keys."""
+    """A frozen part of the configuration that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -60,23 +64,23 @@ class ModelSection(Section):
     """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
-    """Of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
+    """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
 
 
 class RoleSection(Section):
     """The workers of one role."""
 
     replicas: int = Field(default=0, ge=0, le=1024)
-    """Workers. Where it isn't given: one prefill and one decode worker, or none of these with co-located ones."""
+    """Number of workers. Default: one prefill and one decode worker, or neither if there are co-located workers."""
 
     cpus: Amount = 1.0
-    """CPUs that Ray reserves for each."""
+    """CPUs that Ray reserves for each worker."""
 
     gpus: Amount = 0.0
-    """GPUs that Ray reserves for each."""
+    """GPUs that Ray reserves for each worker."""
 
     resources: dict[str, Amount] = {}
-    """Custom Ray resources that each takes; they choose the group of nodes that it runs on."""
+    """Custom Ray resources that each worker takes; they select the nodes that it runs on."""
 
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the forward pass; 0 takes engine.threads."""
@@ -85,65 +89,33 @@ class RoleSection(Section):
     """Engine options that differ from the `engine` section for this role."""
 
 
-class RouterSection(Section):
-    """The front door; see RouterConfig for what each process is told."""
+def _describe_inherited(schema: dict[str, Any], options: type) -> None:
+    """Adds the descriptions of inherited fields; pydantic reads only the docstrings of the class itself."""
+    for name, described in _json_properties(RouterOptions).items():
+        schema["properties"][name]["description"] = described["description"]
 
-    host: str = _ROUTER.host
-    """Address that the public gRPC binds to; on a Ray cluster that was joined, 127.0.0.1 means the node's own one."""
 
-    grpc_port: int = _ROUTER.grpc_port
-    """Of the public gRPC; 0 takes a free one."""
+@dataclass(frozen=True, slots=True)
+class RouterSection(RouterOptions):
+    """Options and resources of the router."""
 
-    max_requests: int = _ROUTER.max_requests
-    """Requests in flight at once; one more is refused with RESOURCE_EXHAUSTED."""
-
-    max_queue: int = _ROUTER.max_queue
-    """Requests that may wait for room on a decode worker; one more is refused with RESOURCE_EXHAUSTED."""
-
-    backlog_share: float = _ROUTER.backlog_share
-    """How much of the prefill workers' KV memory computed prompts may keep while they wait for room; 0 to 1."""
-
-    max_message_bytes: int = _ROUTER.max_message_bytes
-    """Size of a request at most."""
-
-    first_token_timeout_seconds: float = _ROUTER.first_token_timeout_seconds
-    """How long a request may take to its first token before it fails with DEADLINE_EXCEEDED."""
-
-    idle_timeout_seconds: float = _ROUTER.idle_timeout_seconds
-    """How long a running stream may stay without a token before its worker is given up."""
-
-    max_attempts: int = _ROUTER.max_attempts
-    """Placements of one request at most, the first one counted."""
+    __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
 
     cpus: Amount = 1.0
-    """CPUs that Ray reserves for it."""
+    """CPUs that Ray reserves for the router."""
 
-    resources: dict[str, Amount] = {}
-    """Custom Ray resources that it takes; they choose the group of nodes that it runs on."""
-
-    def process_config(self, model: str, supervisor: str) -> RouterConfig:
-        """What the router process is told.
-
-        Raises:
-            ValueError: an option is out of its range; the text names it, its value and the limit.
-        """
-        options = self.model_dump(exclude={"cpus", "resources"})
-        return RouterConfig(name="router-0", model=model, supervisor=supervisor, **options)
-
-    @model_validator(mode="after")
-    def _check(self) -> "RouterSection":
-        self.process_config("", "")
-        return self
+    resources: dict[str, Amount] = field(default_factory=dict)
+    """Custom Ray resources that the router takes; they select the nodes that it runs on."""
 
 
 class RaySection(Section):
-    """The Ray cluster that it runs on."""
+    """The Ray cluster that kvrelay runs on."""
 
     address: str = LOCAL
     """`local` starts one that ends with `kvrelay up`; `auto` or host:port joins a running one."""
 
     namespace: str = Field(default="kvrelay", min_length=1)
-    """Of the named actors; two kvrelay clusters on one Ray cluster need two."""
+    """Namespace of the named actors; each kvrelay cluster on one Ray cluster needs its own."""
 
     include_dashboard: bool = True
     """Start Ray's dashboard with a local cluster."""
@@ -152,7 +124,7 @@ class RaySection(Section):
     """Address that a local cluster's dashboard binds to."""
 
     dashboard_port: int = Field(default=0, ge=0, le=65535)
-    """Of a local cluster's dashboard; 0 takes 8265 or the next free one."""
+    """Port of a local cluster's dashboard; 0 takes 8265 or the next free one."""
 
     @model_validator(mode="after")
     def _check(self) -> "RaySection":
@@ -162,24 +134,8 @@ class RaySection(Section):
         return self
 
 
-class HeartbeatSection(Section):
-    """When a silent member is given up; heartbeats come every 0.5 s."""
-
-    suspect_seconds: float = Field(default=1.5, ge=0.6, le=3600)
-    """Silence after which a member gets no new requests."""
-
-    dead_seconds: float = Field(default=3.0, ge=0.6, le=3600)
-    """Silence after which an incarnation is fenced for good and replaced."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "HeartbeatSection":
-        allowed = f"at least suspect_seconds ({self.suspect_seconds})"
-        require(self.dead_seconds >= self.suspect_seconds, "dead_seconds", self.dead_seconds, allowed)
-        return self
-
-
 class ClusterConfig(Section):
-    """Everything that `kvrelay up` is told."""
+    """Everything that `kvrelay up` needs."""
 
     model: ModelSection = ModelSection()
     """The checkpoint that is served."""
@@ -191,21 +147,21 @@ class ClusterConfig(Section):
     """Options of the KV hand-off."""
 
     router: RouterSection = RouterSection()
-    """The front door."""
+    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
     prefill: RoleSection = RoleSection()
-    """Workers that compute prompts and hand their KV off."""
+    """Workers that compute prompts and send their KV to decode workers."""
 
     decode: RoleSection = RoleSection()
-    """Workers that continue from handed-off KV."""
+    """Workers that receive KV and generate tokens."""
 
     colocated: RoleSection = RoleSection()
     """Workers that do both, without a hand-off."""
 
     ray: RaySection = RaySection()
-    """The Ray cluster that it runs on."""
+    """The Ray cluster that kvrelay runs on."""
 
-    heartbeat: HeartbeatSection = HeartbeatSection()
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
     """When a silent member is given up."""
 
     @model_validator(mode="before")
@@ -219,17 +175,18 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        self._require_resources(None)
         for role in ROLES:
             self._engine(role)
-            self._check_bundle(role)
-        self._check_bundle(None)
-        if self.colocated.replicas == 0:
-            for role in ("prefill", "decode"):
-                replicas = self.role(role).replicas
-                require(replicas > 0, f"{role}.replicas", replicas, "at least 1, unless colocated.replicas is")
+            self._require_resources(role)
+            replicas = self.role(role).replicas
+            needed = self.colocated.replicas == 0 and role != "colocated"
+            require(
+                replicas > 0 or not needed, f"{role}.replicas", replicas, "at least 1, unless colocated.replicas is"
+            )
         return self
 
-    def _check_bundle(self, role: WorkerRole | None) -> None:
+    def _require_resources(self, role: WorkerRole | None) -> None:
         reserved = bool(self.bundle(role))
         require(reserved, f"{role or 'router'}.cpus", 0.0, "more than 0, unless gpus or resources are")
 
@@ -251,10 +208,10 @@ class ClusterConfig(Section):
             raise ValueError(f"{role}.engine.{error}") from None
 
     def worker_configs(self, supervisor: str = "", cores: int | None = None) -> list[WorkerConfig]:
-        """What each worker is told: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
+        """Each worker's options: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
 
-        Threads that nobody chose: on one machine the workers share its `cores` (default: those that this process may
-        use); on a Ray cluster each takes the CPUs that are reserved for it.
+        Default of `threads`: on one machine the workers share its `cores` (default: those that this process may use);
+        on a Ray cluster each takes the CPUs that are reserved for it.
         """
         workers = sum(self.role(role).replicas for role in ROLES)
         share = max(1, (cores or available_cores()) // workers)
@@ -273,27 +230,28 @@ class ClusterConfig(Section):
         ]
 
     def router_config(self, supervisor: str = "") -> RouterConfig:
-        """What the router is told."""
-        return self.router.process_config(self.model.path, supervisor)
+        """The router's options."""
+        options = asdict(self.router)
+        del options["cpus"], options["resources"]
+        return RouterConfig(**options, model=self.model.path, supervisor=supervisor)
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of the router for None."""
         section = self.router if role is None else self.role(role)
-        gpus = section.gpus if isinstance(section, RoleSection) else 0.0
-        amounts = {"CPU": section.cpus, "GPU": gpus, **section.resources}
+        amounts = {"CPU": section.cpus, "GPU": getattr(section, "gpus", 0.0), **section.resources}
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
     def total_resources(self) -> dict[str, float]:
         """Ray resources of all workers and the router together."""
-        total: dict[str, float] = {}
-        for role in (*ROLES, None):
-            for name, amount in self.bundle(role).items():
-                total[name] = total.get(name, 0.0) + amount * (1 if role is None else self.role(role).replicas)
-        return {name: amount for name, amount in total.items() if amount > 0}
+        total: Counter[str] = Counter(self.bundle(None))
+        for role in ROLES:
+            replicas = self.role(role).replicas
+            total.update({name: amount * replicas for name, amount in self.bundle(role).items()})
+        return dict(+total)
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, and no more than its control group's quota."""
+    """Cores that this process may use: those of its affinity, at most its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = CPU_QUOTA.read_text().partition(" ") if CPU_QUOTA.exists() else ("max", "", "")
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))

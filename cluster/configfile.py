@@ -1,4 +1,4 @@
-"""Reads a cluster's configuration file and says in one line each what is wrong with it."""
+"""Reads a cluster's configuration file; each mistake in it is one line."""
 
 import difflib
 import re
@@ -16,7 +16,7 @@ from kvrelay.cluster.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-# How every options class words a value out of its range; see kvrelay.engine.config.require.
+# The text of every options class for a value out of its range; see kvrelay.engine.config.require.
 _OUT_OF_RANGE = re.compile(r"(?P<field>[\w.]+) is (?P<value>.*); allowed: (?P<allowed>.*)", re.DOTALL)
 
 
@@ -29,7 +29,7 @@ class Override:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, where a key given twice is an error instead of the last one winning."""
+    """YAML's safe subset, where a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -88,7 +88,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UsageError(f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections")
-    # An empty section (`engine:` and nothing below) is its defaults.
+    # An empty section (`engine:` and nothing below) takes its defaults.
     return {str(key): {} if value is None else value for key, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""`kvrelay down`: the owner of the cluster is told to end it; one left on a shared Ray cluster is ended from here."""
+"""`kvrelay down`: asks the owner of the cluster to end it; a cluster without an owner is ended from here."""
 
 import logging
 import os
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvrelay.cluster import processes, rayenv, state
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.state import ClusterState
 
 if TYPE_CHECKING:
     from kvrelay.cluster.report import Report
@@ -26,34 +25,33 @@ def down(report: "Report") -> bool:
         return False
     report.phase("stopping")
     if current.pid is None:
-        _end_left_running(current)
+        _end_detached(current)
         return True
     owner = processes.find(current.pid)
-    if owner is None or not state.held():
+    if owner is None or state.current() != current:
         return False  # it has ended just now
     os.kill(owner.pid, signal.SIGTERM)
-    # Killed, it takes Ray's local processes with it.
+    # A killed owner takes Ray's local processes with it.
     if processes.end([owner], OWNER_SECONDS):
         state.forget()
         raise RunError(f"pid {owner.pid} did not end within {OWNER_SECONDS:g} s and was killed")
     return True
 
 
-def _end_left_running(current: ClusterState) -> None:
+def _end_detached(current: state.ClusterState) -> None:
+    """Ends a cluster that was left on a shared Ray cluster."""
     rayenv.prepare()
     import ray  # takes half a second, which the owner of a local cluster has spent already
 
-    from kvrelay.cluster import ray_launcher
+    from kvrelay.cluster import supervisor_actor
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        ray.init(address=current.ray_address, namespace=current.namespace, log_to_driver=False, configure_logging=False)
-    except ray_launcher.JOIN_ERRORS as error:
+        problem = f"Ray at {current.ray_address} is gone"
+        supervisor_actor.connect(problem, address=current.ray_address, namespace=current.namespace)
+    except RunError:
         state.forget()
-        raise RunError(f"Ray at {current.ray_address} is gone: {ray_launcher.why_not_joined(error)}") from None
-    supervisor = ray_launcher.find_supervisor(current.namespace)
-    if supervisor is not None:
-        ray_launcher.end(supervisor)
-    ray_launcher.remove_all(current.namespace)
+        raise
+    supervisor_actor.end(current.namespace)
     ray.shutdown()
     state.forget()

@@ -1,26 +1,21 @@
-"""What went wrong, for the one who typed the command."""
-
-from collections.abc import Sequence
+"""Errors that a command prints for its user."""
 
 
 class ClusterError(Exception):
-    """A command can't do what it was told; `lines` say why, one for each reason, and `code` is its exit code."""
+    """Why a command failed: one line for each reason; `code` is the command's exit code."""
 
-    def __init__(self, lines: Sequence[str], code: int) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = list(lines)
-        self.code = code
+    code = 1
 
-
-class UsageError(ClusterError):
-    """What the user wrote can't be used: exit code 2."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__(lines, 2)
+    @property
+    def lines(self) -> list[str]:
+        return [str(line) for line in self.args]
 
 
 class RunError(ClusterError):
-    """What the user wrote is fine, but it can't be done now: exit code 1."""
+    """The input is valid, but the command can't be done now."""
 
-    def __init__(self, *lines: str) -> None:
-        super().__init__(lines, 1)
+
+class UsageError(ClusterError):
+    """The user's input can't be used."""
+
+    code = 2

@@ -1,4 +1,4 @@
-"""`kvrelay generate`: one request to a router, its text as it comes."""
+"""`kvrelay generate`: sends one request to a router and prints its text as it arrives."""
 
 import json
 import sys
@@ -18,28 +18,18 @@ def complete_as_json(target: str, prompt: str, options: GenerateOptions) -> None
     """Prints the whole completion as one JSON object.
 
     Raises:
-        ClusterError: the router is not there, or refuses the request.
+        ClusterError: there is no router, or it refuses the request.
     """
     with _errors(target), Client(target) as client:
         completion = client.complete(prompt, **options)
-    print(
-        json.dumps(
-            {
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "usage": asdict(completion.usage),
-                "timeline": asdict(completion.timeline),
-            }
-        )
-    )
+    print(json.dumps(asdict(completion)))
 
 
 def stream_text(target: str, prompt: str, options: GenerateOptions, timeline: bool) -> None:
-    """Prints the text as it comes and, if wanted, where the time went.
+    """Prints the text as it arrives and, with `timeline`, where the time went.
 
     Raises:
-        ClusterError: the router is not there, or refuses the request.
+        ClusterError: there is no router, or it refuses the request.
     """
     last = None
     with _errors(target), Client(target) as client, client.generate(prompt, **options) as stream:
@@ -57,23 +47,19 @@ def timeline_table(line: Timeline) -> Table:
     table = Table(title="Where the time went (ms)", title_justify="left")
     rate = line.transfer_bytes / line.transfer_seconds / 1e9 if line.transfer_seconds else 0.0
     columns = {
-        "queue": _ms(line.queue_seconds),
-        "prefill": _ms(line.prefill_seconds),
-        "transfer": _ms(line.transfer_seconds),
+        "queue": f"{line.queue_seconds * 1e3:.1f}",
+        "prefill": f"{line.prefill_seconds * 1e3:.1f}",
+        "transfer": f"{line.transfer_seconds * 1e3:.1f}",
         "KiB": f"{line.transfer_bytes / 1024:.0f}",
         "GB/s": f"{rate:.2f}",
-        "hand-off": _ms(line.handoff_seconds),
-        "first token": _ms(line.first_token_seconds),
-        "decode": _ms(line.decode_seconds),
+        "hand-off": f"{line.handoff_seconds * 1e3:.1f}",
+        "first token": f"{line.first_token_seconds * 1e3:.1f}",
+        "decode": f"{line.decode_seconds * 1e3:.1f}",
     }
     for name in columns:
         table.add_column(name, justify="right")
     table.add_row(*columns.values())
     return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
 
 
 @contextmanager

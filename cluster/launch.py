@@ -1,10 +1,10 @@
-"""`kvrelay up`: a cluster's life as seen from the process that owns it.
+"""`kvrelay up`: a cluster's life in the process that owns it.
 
-    Ray, started or joined -> the supervisor's actor, which starts the others -> ready
-    -> until SIGINT, SIGTERM or SIGHUP -> members finish and end -> Ray is ended or left
+    start or join Ray -> start the supervisor's actor, which starts the others -> ready
+    -> wait for SIGINT, SIGTERM or SIGHUP -> members finish and end -> end or leave Ray
 
-Signals are looked at between steps. Only Ray's own start, which takes seconds, is broken off; what it has started by
-then is found below this process and ended.
+Signals are checked between steps. Only Ray's own start, which takes seconds, is interrupted; the processes that it has
+started by then are descendants of this one, and are killed.
 """
 
 import logging
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from kvrelay.cluster import processes, ray_launcher, state
+from kvrelay.cluster import processes, state, supervisor_actor
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.signals import Interrupted, Signals
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 10.0
-"""For Ray's own processes, after it was shut down."""
+"""For Ray's own processes to end after its shutdown."""
 STALL_SECONDS = 180.0
-"""How long a start may go without any progress of any member."""
+"""How long a start may go on without progress of any member."""
 MOST_FAILURES = 3
 """Processes of one member that may end before the cluster is ready."""
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Nearly Ray's least: nothing here travels through its object store."""
+"""Nearly Ray's minimum: kvrelay sends nothing through the object store."""
 
 
 def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterState], None]) -> None:
@@ -101,7 +101,7 @@ class Cluster:
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
-        self._know(self.state)
+        self._update()
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
@@ -109,13 +109,13 @@ class Cluster:
         self._connect()
         self._signals.check()
         self._report.phase("starting the cluster")
-        self._supervisor = ray_launcher.create_supervisor(self._config)
+        self._supervisor = supervisor_actor.create(self._config)
         self._serving = self._supervisor.serve.remote()
-        self._know(replace(self.state, supervisor=self._ask(self._supervisor.address)))
-        self._know(replace(self.state, router=self._until_ready()))
+        self._update(supervisor=self._ask(self._supervisor.address))
+        self._update(router=self._until_ready())
 
     def wait(self) -> None:
-        """Returns when a signal has come. Without its supervisor the cluster goes on: that much is only said."""
+        """Returns when a signal has come. A lost supervisor is only reported: the cluster serves without it."""
         while not self._signals.wait(1.0):
             if self._serving is not None and ray.wait([self._serving], timeout=0)[0]:
                 self._serving = None
@@ -124,43 +124,38 @@ class Cluster:
     def stop(self) -> None:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
         if not ray.is_initialized():
-            processes.kill_descendants()  # what a start that was broken off has started
+            processes.kill_descendants()  # those of an interrupted start
             return
         self._report.phase("stopping")
         if self._supervisor is not None:
-            ray_launcher.end(self._supervisor)
-            ray_launcher.remove_all(self._config.ray.namespace)
+            supervisor_actor.end(self._config.ray.namespace)
         below = processes.descendants()
         ray.shutdown()
         for process in processes.end(below, EXIT_SECONDS):
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
 
-    def _know(self, fresh: ClusterState) -> None:
-        self.state = fresh
-        state.save(fresh)
+    def _update(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
+        state.save(self.state)
 
     def _connect(self) -> None:
-        options: dict[str, Any] = {
-            "namespace": self._config.ray.namespace,
-            "log_to_driver": False,
-            "configure_logging": False,
-        }
         if self._config.local:
-            context = self._start_ray(options)
+            context = self._start_ray()
             self._check_gpus()
         else:
-            context = _join(self._config.ray.address, options)
+            context = _join(self._config.ray.address, self._config.ray.namespace)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
-        self._know(replace(self.state, ray_address=context.address_info["gcs_address"], dashboard=dashboard))
+        self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)
 
-    def _start_ray(self, options: dict[str, Any]) -> Any:
+    def _start_ray(self) -> Any:
         section = self._config.ray
         resources = self._config.total_resources()
         cpus = max(available_cores(), math.ceil(resources.pop("CPU", 0)))
         resources.pop("GPU", None)  # Ray counts them
         self._signals.interrupt()
         try:
-            return ray.init(
+            return supervisor_actor.connect(
+                "Ray did not start",
                 address="local",
                 num_cpus=cpus,
                 resources=resources,
@@ -168,12 +163,10 @@ class Cluster:
                 include_dashboard=section.include_dashboard,
                 dashboard_host=section.dashboard_host,
                 dashboard_port=section.dashboard_port or None,
-                **options,
+                namespace=section.namespace,
             )
-        except ray_launcher.JOIN_ERRORS as error:
-            raise RunError(f"Ray did not start: {ray_launcher.why_not_joined(error)}") from error
         except SystemExit:
-            raise Interrupted(signal.SIGTERM) from None  # by Ray's own handler, in force while it starts
+            raise Interrupted(signal.SIGTERM) from None  # raised by Ray's own handler while Ray starts
         except KeyboardInterrupt:
             raise Interrupted(signal.SIGINT) from None
         finally:
@@ -186,7 +179,7 @@ class Cluster:
             raise UsageError(f"gpus of all workers together are {wanted:g}; allowed: at most {there:g} on this machine")
 
     def _ask(self, method: Any) -> Any:
-        """What the supervisor's actor answers, while signals are looked at."""
+        """The answer of the supervisor's actor; signals are checked while it is awaited."""
         answer = method.remote()
         deadline = time.monotonic() + STALL_SECONDS
         while not ray.wait([answer], timeout=POLL_SECONDS)[0]:
@@ -218,8 +211,8 @@ class Cluster:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
                     return startup.router
                 raise RunError(
-                    f"not ready: no progress of {missing} in {STALL_SECONDS:g} s, for want of resources or as "
-                    f"{_logs()} says"
+                    f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
+                    f"{_logs()}"
                 )
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
@@ -227,28 +220,24 @@ class Cluster:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Ray's driver from writing into this process's output; all of it is in Ray's log files as well."""
+    """Keeps Ray's driver from writing to this process's output; Ray's log files have all of it."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 
 
-def _join(address: str, options: dict[str, Any]) -> Any:
-    namespace = options["namespace"]
+def _join(address: str, namespace: str) -> Any:
     if address != AUTO:
         _check_reachable(address)
-    try:
-        context = ray.init(address=address, **options)
-    except ray_launcher.JOIN_ERRORS as error:
-        raise RunError(f"--address {address}: {ray_launcher.why_not_joined(error)}") from None
-    if ray_launcher.find_supervisor(namespace) is not None:
+    context = supervisor_actor.connect(f"--address {address}", address=address, namespace=namespace)
+    if supervisor_actor.find(namespace) is not None:
         ray.shutdown()
         raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
     return context
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself takes a minute to find out, and says so on stderr."""
+    """Fails at once where Ray itself would try for a minute and print to stderr."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5.0):
@@ -258,8 +247,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_failures(startup: "Startup") -> None:
-    hopeless = [f"{member.name}: {member.reason}" for member in startup.members if member.hopeless]
-    if hopeless:
+    if hopeless := [f"{member.name}: {member.reason}" for member in startup.members if member.hopeless]:
         raise UsageError(*hopeless)
     for member in startup.members:
         if member.failures >= MOST_FAILURES:
@@ -269,6 +257,6 @@ def _check_failures(startup: "Startup") -> None:
 
 
 def _logs() -> str:
-    """Where Ray keeps its processes' output."""
+    """The folder of Ray's log files."""
     context = ray.get_runtime_context()
     return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"

@@ -1,4 +1,4 @@
-"""What can be found wrong before Ray is started, so that a mistake costs no ten seconds."""
+"""Checks before Ray is started, so that a mistake doesn't cost ten seconds."""
 
 import errno
 import socket
@@ -12,10 +12,10 @@ from kvrelay.models import resolve
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with the model's folder resolved. Says nothing about other machines' folders and ports.
+    """Returns the configuration with the model's folder resolved. Folders and ports of other machines aren't checked.
 
     Raises:
-        UsageError: the model isn't there, or a port is in use.
+        UsageError: the model is missing, or a port is in use.
     """
     if not config.local:
         return config
@@ -30,10 +30,10 @@ def check(config: ClusterConfig) -> ClusterConfig:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Checks the files' headers; what the weights are is the workers' to say.
+    """Checks the files' headers; the workers check the weights.
 
     Raises:
-        UsageError: a file is missing, pickled, broken, or holds other tensors than the architecture has.
+        UsageError: a file is missing, pickled or broken, or its tensors don't match the architecture.
     """
     try:
         config = read_config(folder)
@@ -46,11 +46,11 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def check_port(name: str, host: str, port: int) -> None:
-    """Raises UsageError, naming the option, if this machine can't listen on host:port; port 0 is any free one."""
+    """Raises UsageError naming the option if this machine can't listen on host:port; port 0 means any free port."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # As a server would: a port whose last connections are only now fading away is free.
+            # As a server does: a port whose old connections are in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)

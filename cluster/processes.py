@@ -1,11 +1,11 @@
-"""The processes below this one, so that none of Ray's is left when a local cluster has ended (Linux's /proc)."""
+"""The descendants of this process, to leave none of Ray's when a local cluster has ended (Linux's /proc)."""
 
 import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 POLL_SECONDS = 0.02
@@ -14,45 +14,45 @@ KILLED_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process; its start time tells it from a later one with the same pid."""
+    """One process; its start time distinguishes it from a later one with the same pid."""
 
     pid: int
     started: int
     """Clock ticks since the machine started."""
+    parent: int = field(default=0, compare=False)
+    state: str = field(default="", compare=False)
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; one that waits to be reaped by its parent doesn't."""
-        found = _read(self.pid)
-        return found is not None and found.process == self and found.state not in "ZX"
-
-
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    process: Process
-    parent: int
-    state: str
+        """Whether it still runs; a zombie, which waits for its parent, doesn't."""
+        found = find(self.pid)
+        return found is not None and found == self and found.state not in "ZX"
 
 
 def find(pid: int) -> Process | None:
-    """The process that has this pid now."""
-    found = _read(pid)
-    return None if found is None else found.process
+    """The process with this pid now, from /proc/PID/stat: pid (name) state ppid ..., its start time as field 22."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name may contain anything
+    return Process(pid, started=int(fields[19]), parent=int(fields[1]), state=fields[0])
 
 
 def descendants() -> list[Process]:
-    """Every process that this one started, and that those started, and so on."""
-    found = [stat for path in Path("/proc").iterdir() if path.name.isdigit() and (stat := _read(int(path.name)))]
-    below, parents = [], {os.getpid()}
+    """The children of this process, their children, and so on."""
+    found = [process for path in Path("/proc").iterdir() if path.name.isdigit() and (process := find(int(path.name)))]
+    below: list[Process] = []
+    parents = {os.getpid()}
     while parents:
-        children = [stat.process for stat in found if stat.parent in parents]
+        children = [process for process in found if process.parent in parents]
         below += children
         parents = {child.pid for child in children}
     return below
 
 
 def end(processes: Sequence[Process], seconds: float) -> list[Process]:
-    """Waits until all have ended by themselves, `seconds` at most, and kills the rest, which it returns."""
+    """Waits up to `seconds` until all have ended by themselves; kills the rest and returns them."""
     deadline = time.monotonic() + seconds
     while (left := [process for process in processes if process.alive]) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -61,30 +61,20 @@ def end(processes: Sequence[Process], seconds: float) -> list[Process]:
 
 
 def kill_descendants() -> None:
-    """Kills every process below this one at once.
+    """Kills every descendant of this process at once.
 
-    They are frozen first, and looked for again until none is new: one that was started while its parent was being
-    killed would belong to nobody and be found by nobody.
+    They are stopped first, and searched again until none is new: a process that was started while its parent was being
+    killed would have no parent here and not be found.
     """
-    frozen: set[Process] = set()
-    while fresh := set(descendants()) - frozen:
+    stopped: set[Process] = set()
+    while fresh := set(descendants()) - stopped:
         _send(signal.SIGSTOP, fresh)
-        frozen |= fresh
-    _send(signal.SIGKILL, frozen)
-    end(list(frozen), KILLED_SECONDS)
+        stopped |= fresh
+    _send(signal.SIGKILL, stopped)
+    end(list(stopped), KILLED_SECONDS)
 
 
 def _send(number: int, processes: Iterable[Process]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def _read(pid: int) -> _Stat | None:
-    """/proc/PID/stat: pid (name) state ppid ... with the start time as field 22; the name may hold anything."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text[text.rindex(")") + 2 :].split()
-    return _Stat(Process(pid, int(fields[19])), parent=int(fields[1]), state=fields[0])

@@ -1,4 +1,4 @@
-"""What Ray reads from the environment when it is imported; so this comes before."""
+"""Environment variables that Ray reads when it is imported; call `prepare` before that import."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 def prepare() -> None:
     """Uses the token of a Ray cluster that asks for one, as Ray's own commands do; sends no usage reports.
 
-    What is set already stays. A cluster that asks for no token takes a client that has one.
+    Variables that are already set stay. A cluster without authentication accepts a client that has a token.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -1,4 +1,4 @@
-"""When a member whose process ended gets its next one. No I/O."""
+"""How a member's process ended, and when its replacement starts. No I/O."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ class Ended:
     """How one process of a member ended."""
 
     reason: str = ""
-    """Why, in one line; empty when it was told to stop."""
+    """Why, in one line; empty if it was asked to stop."""
 
     mistake: bool = False
-    """It could not start, and what it was told is why: a model that isn't there, a port in use."""
+    """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
 
 
 class Backoff:
@@ -25,7 +25,7 @@ class Backoff:
         self._next = 0.0
 
     def after(self, life_seconds: float) -> float:
-        """Seconds to wait, after a process that lived for `life_seconds`."""
+        """Seconds to wait after a process that lived for `life_seconds`."""
         if life_seconds >= LONG_LIFE_SECONDS:
             self._next = 0.0
         wait = self._next

@@ -1,18 +1,10 @@
-"""What `kvrelay up` tells while a cluster comes up: bars on a terminal, lines elsewhere, or JSON to its own starter."""
+"""The progress of `kvrelay up`: bars on a terminal, lines elsewhere."""
 
-import json
-import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvrelay.cluster.errors import ClusterError, RunError
-from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.supervisor import Progress as MemberProgress
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -21,39 +13,37 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_UNSPECIFIED,
 )
 
-
-def describe(member: MemberProgress) -> str:
-    """One member's progress in a word or two."""
-    if member.state == MEMBER_STATE_UNSPECIFIED:
-        return "starting"
-    if member.state == MEMBER_STATE_STARTING:
-        return f"loading {member.loaded:.0%}" if member.loaded else "loading"
-    return {MEMBER_STATE_READY: "ready", MEMBER_STATE_DRAINING: "draining"}.get(member.state, "lost")
+WORDS = {
+    MEMBER_STATE_UNSPECIFIED: "starting",
+    MEMBER_STATE_STARTING: "loading",
+    MEMBER_STATE_READY: "ready",
+    MEMBER_STATE_DRAINING: "draining",
+}
 
 
 class LinesReport:
-    """One line for each change; for output that isn't a terminal."""
+    """One line for each change of the cluster's step or of a member's state; for output that isn't a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
 
     def phase(self, text: str) -> None:
         self._console.print(text)
 
     def progress(self, members: Sequence[MemberProgress]) -> None:
         for member in members:
-            word = describe(member).split()[0]
-            if self._said.get(member.name) != word:
-                self._said[member.name] = word
+            word = WORDS.get(member.state, "lost")
+            if self._shown.get(member.name) != word:
+                self._shown[member.name] = word
                 self._console.print(f"  {member.name}: {word}")
 
     def close(self) -> None:
-        """Nothing is left on the screen."""
+        """Nothing to remove from the screen."""
 
 
 class BarsReport:
-    """One bar for each member, gone when the cluster is there."""
+    """One bar for each member, removed at the end."""
 
     def __init__(self, console: Console) -> None:
         columns = (
@@ -70,9 +60,10 @@ class BarsReport:
 
     def progress(self, members: Sequence[MemberProgress]) -> None:
         for member in members:
-            ready = member.state == MEMBER_STATE_READY
-            # Loading isn't all: the last part of the bar is for what comes after.
-            self._show(member.name, 1.0, 1.0 if ready else 0.9 * member.loaded, describe(member))
+            loading = member.state == MEMBER_STATE_STARTING and member.loaded
+            now = WORDS.get(member.state, "lost") + (f" {member.loaded:.0%}" if loading else "")
+            # The last tenth of the bar is for what follows the loading of weights.
+            self._show(member.name, 1.0, 1.0 if member.state == MEMBER_STATE_READY else 0.9 * member.loaded, now)
 
     def close(self) -> None:
         self._bars.stop()
@@ -84,67 +75,9 @@ class BarsReport:
         self._bars.update(self._tasks[name], completed=completed, now=now)
 
 
-class PipeReport:
-    """JSON lines for `follow` in another process. That one may have gone: nobody to tell is no reason to stop."""
-
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor` is the pipe's writing end, which this takes over."""
-        self._descriptor = descriptor
-
-    def phase(self, text: str) -> None:
-        self._write({"phase": text})
-
-    def progress(self, members: Sequence[MemberProgress]) -> None:
-        self._write({"progress": [asdict(member) for member in members]})
-
-    def ready(self, state: ClusterState) -> None:
-        """Tells that the cluster serves; the last message of a cluster that came up."""
-        self._write({"ready": asdict(state)})
-
-    def error(self, error: ClusterError) -> None:
-        """Tells why there is no cluster; the last message of one that did not come up."""
-        self._write({"error": error.lines, "code": error.code})
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _write(self, message: dict[str, object]) -> None:
-        with suppress(BrokenPipeError):
-            os.write(self._descriptor, json.dumps(message).encode() + b"\n")
-
-
-class Report(Protocol):
-    """Takes what there is to tell while a cluster comes up."""
-
-    def phase(self, text: str) -> None:
-        """What is being done now."""
-
-    def progress(self, members: Sequence[MemberProgress]) -> None:
-        """How far the members are."""
-
-    def close(self) -> None:
-        """There is nothing more to tell."""
+Report = LinesReport | BarsReport
 
 
 def console_report(console: Console) -> Report:
-    """What suits this output."""
+    """Bars on a terminal, else lines."""
     return BarsReport(console) if console.is_terminal else LinesReport(console)
-
-
-def follow(lines: Iterable[str], report: Report, log: Path) -> ClusterState:
-    """Shows what a PipeReport in another process tells, until that cluster is ready.
-
-    Raises:
-        ClusterError: the cluster did not come up.
-    """
-    for line in lines:
-        message = json.loads(line)
-        if "phase" in message:
-            report.phase(message["phase"])
-        elif "progress" in message:
-            report.progress([MemberProgress(**member) for member in message["progress"]])
-        elif "ready" in message:
-            return ClusterState(**message["ready"])
-        else:
-            raise ClusterError(message["error"], message["code"])
-    raise RunError(f"the cluster's process ended while it was starting; see {log}")

@@ -1,4 +1,4 @@
-"""The signals that ask a process to end, remembered instead of breaking into what it does."""
+"""Signals that ask a process to end. They are recorded and checked between steps, so they interrupt no step."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """The user wanted it to end before it was done."""
+    """A signal asked this process to end before it was ready."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -16,30 +16,30 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Whether the user wants this process to end."""
+    """The last signal that asked this process to end."""
 
     def __init__(self) -> None:
         self._came = threading.Event()
         self._number = 0
 
     def install(self) -> None:
-        """Takes the signals over, but for those that this process was started to ignore (nohup)."""
+        """Handles the signals, except those that this process was started to ignore (nohup)."""
         for number in NUMBERS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on)
 
     def interrupt(self) -> None:
-        """Lets Ctrl-C break into what follows, as KeyboardInterrupt, until `install`."""
+        """Lets Ctrl-C interrupt what follows with KeyboardInterrupt, until `install` is called again."""
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def check(self) -> None:
-        """Raises Interrupted if one came."""
+        """Raises Interrupted if a signal came."""
         if self._came.is_set():
             raise Interrupted(self._number)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for one; whether one came."""
+        """Waits up to `seconds` for a signal; True if one came."""
         return self._came.wait(seconds)
 
     def _on(self, number: int, frame: FrameType | None) -> None:

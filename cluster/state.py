@@ -1,7 +1,7 @@
-"""What one machine remembers of the cluster that was started from it, so that `status`, `generate` and `down` find it.
+"""The record of the cluster that was started from this machine; `status`, `generate` and `down` read it.
 
-`cluster.json` says where it is; the process that owns the cluster holds `lock` for as long as it lives, so that a file
-left behind by a killed process is told from a running one whatever became of its pid.
+`cluster.json` holds its addresses. The process that owns the cluster locks the file `lock` as long as it lives, so a
+record that a killed process left behind is recognized even if another process has its pid now.
 """
 
 import fcntl
@@ -16,21 +16,21 @@ from pathlib import Path
 from kvrelay.cluster.errors import RunError
 
 LOCK_SECONDS = 0.3
-"""How long to try: who only asks whether the lock is held holds it for a moment."""
+"""How long to try: a process that only tests the lock holds it for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """Where a cluster is; empty where it isn't known yet."""
+    """The addresses of a cluster; empty before they are known."""
 
     pid: int | None
-    """Of the `kvrelay up` that owns it; None for one that was left detached on a shared Ray cluster."""
+    """Process id of the `kvrelay up` that owns it; None for one that was left detached on a shared Ray cluster."""
 
     started: float
     """Unix time."""
 
     namespace: str
-    """Of its Ray actors."""
+    """Namespace of its Ray actors."""
 
     ray_address: str = ""
     """host:port of Ray's GCS."""
@@ -46,7 +46,7 @@ class ClusterState:
 
 
 def folder() -> Path:
-    """$KVRELAY_STATE_DIR, or kvrelay in $XDG_STATE_HOME, or ~/.local/state/kvrelay; made if it isn't there."""
+    """$KVRELAY_STATE_DIR, or kvrelay in $XDG_STATE_HOME, or ~/.local/state/kvrelay; created if missing."""
     chosen = os.environ.get("KVRELAY_STATE_DIR")
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     path = Path(chosen) if chosen else Path(base) / "kvrelay"
@@ -56,10 +56,10 @@ def folder() -> Path:
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Holds the state folder for a cluster that ends with this process; forgets the cluster on leaving.
+    """Locks the state folder for a cluster that ends with this process; removes the record at the end.
 
     Raises:
-        RunError: another process holds it.
+        RunError: another process has locked it.
     """
     with (folder() / "lock").open("a") as lock:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -76,7 +76,7 @@ def owned() -> Iterator[None]:
 
 
 def save(state: ClusterState) -> None:
-    """Remembers the cluster; readable by this user only, as it says where an unauthenticated port is."""
+    """Writes the record. Only this user can read it, since it holds the address of an unauthenticated port."""
     path = folder() / "cluster.json"
     fresh = path.with_suffix(f".{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -86,12 +86,12 @@ def save(state: ClusterState) -> None:
 
 
 def forget() -> None:
-    """Drops what is remembered."""
+    """Removes the record."""
     (folder() / "cluster.json").unlink(missing_ok=True)
 
 
 def current() -> ClusterState | None:
-    """The cluster that is remembered; one whose owner has died is forgotten."""
+    """The recorded cluster; the record of an owner that has died is removed."""
     state = _read()
     if state is None or state.pid is None:
         return state
@@ -100,12 +100,6 @@ def current() -> ClusterState | None:
             return state
         forget()
         return None
-
-
-def held() -> bool:
-    """Whether a process owns a cluster in this state folder."""
-    with (folder() / "lock").open("a") as lock:
-        return not _try_lock(lock.fileno())
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -123,5 +117,5 @@ def _read() -> ClusterState | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
-        path.unlink(missing_ok=True)  # not ours, or of another version: it says nothing
+        path.unlink(missing_ok=True)  # not a record, or one of another version
         return None

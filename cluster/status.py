@@ -1,4 +1,4 @@
-"""`kvrelay status`: what the supervisor knows, as a table for people and as JSON for programs."""
+"""`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
 from typing import Any
 
@@ -23,18 +23,17 @@ NOT_RUNNING: dict[str, Any] = {"ready": False, "router": None, "routers": [], "w
 
 
 def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
-    """What the supervisor at host:port knows; None if it doesn't answer in time."""
+    """The status from the supervisor at host:port; None if it doesn't answer in time."""
     with grpc.insecure_channel(supervisor, options=channel_options()) as channel:
-        stub = SupervisorServiceStub(channel)
         try:
-            response: GetStatusResponse = stub.GetStatus(GetStatusRequest(), timeout=timeout)
+            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
         except grpc.RpcError:
             return None
         return response
 
 
 def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
-    """Whether the router at host:port says that a request can be placed now."""
+    """Whether the health service of the router at host:port answers that a request can be placed now."""
     with grpc.insecure_channel(router, options=channel_options()) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
@@ -44,20 +43,19 @@ def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
 
 
 def as_json(status: GetStatusResponse) -> dict[str, Any]:
-    """What `kvrelay status --json` prints."""
+    """The output of `kvrelay status --json`."""
     return {
         "ready": status.ready,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
-        "workers": [_worker(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
     }
 
 
 def as_table(status: GetStatusResponse, dashboard: str) -> Table:
-    """The same for people."""
-    title = (
-        f"{'ready' if status.ready else 'not ready'}   router {_router(status) or '-'}   dashboard {dashboard or '-'}"
-    )
+    """The output of `kvrelay status`."""
+    ready = "ready" if status.ready else "not ready"
+    title = f"{ready}   router {_router(status) or '-'}   dashboard {dashboard or '-'}"
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("worker", "role", "state"):
         table.add_column(column)
@@ -66,45 +64,42 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
     table.add_column("incarnation", no_wrap=True)
     for entry in status.members:
         member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
+        counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
         table.add_row(
             member.name,
             _role(member.role),
             _state(member.state),
             str(member.pid),
-            *(str(count) for count in (blocks.free, blocks.cached, blocks.held, blocks.total)),
-            *(str(count) for count in (requests.waiting, requests.running)),
+            *map(str, counts),
             f"{entry.heartbeat_age_seconds:.1f} s",
             member.incarnation[:8],
         )
     return table
 
 
+def _process(entry: MemberStatus) -> dict[str, Any]:
+    member = entry.member
+    return {"pid": member.pid, "incarnation": member.incarnation, "state": _state(member.state)}
+
+
 def _router_entry(entry: MemberStatus) -> dict[str, Any]:
-    member, requests = entry.member, entry.load.requests
-    return {
-        "name": member.name,
-        "address": member.address,
-        "pid": member.pid,
-        "incarnation": member.incarnation,
-        "state": _state(member.state),
-        "requests": {"queued": requests.waiting, "running": requests.running},
-    }
+    requests = {"queued": entry.load.requests.waiting, "running": entry.load.requests.running}
+    return {"name": entry.member.name, "address": entry.member.address, **_process(entry), "requests": requests}
 
 
-def _worker(entry: MemberStatus) -> dict[str, Any]:
-    member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
+def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
+    blocks, requests = entry.load.blocks, entry.load.requests
     return {
-        "name": member.name,
-        "role": _role(member.role),
-        "pid": member.pid,
-        "incarnation": member.incarnation,
-        "state": _state(member.state),
+        "name": entry.member.name,
+        "role": _role(entry.member.role),
+        **_process(entry),
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
         "requests": {"waiting": requests.waiting, "running": requests.running},
     }
 
 
 def _router(status: GetStatusResponse) -> str | None:
+    """host:port of a router that is ready."""
     for entry in status.members:
         if entry.member.role == ROLE_ROUTER and entry.member.state == MEMBER_STATE_READY:
             return entry.member.address

@@ -1,24 +1,24 @@
-"""The supervisor: knows every member by its heartbeats, tells each of them who else is there, replaces the lost.
+"""The supervisor: hears every member's heartbeats, sends each of them the membership, and replaces lost members.
 
 A plain server: `python -m kvrelay.cluster.supervisor --config FILE` runs one that replaces nobody. With a `Launcher`
-it keeps one process for each name: started, watched, and started anew when it ended or was declared dead.
+it keeps one process running for each name: it starts the process, watches it, and starts another one when it ended or
+was declared dead.
 
-Requests and tokens never pass through here: with the supervisor away, running streams go on.
+Requests and tokens never pass through here: without the supervisor, running streams go on.
 """
 
 import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import grpc
 
-from kvrelay.cluster.membership import Identity, InvalidMember, Membership
+from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership
 from kvrelay.cluster.replacement import Backoff, Ended
-from kvrelay.engine.config import STRICT
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_UNSPECIFIED,
@@ -27,10 +27,12 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     AttendResponse,
     GetStatusRequest,
     GetStatusResponse,
+    Member,
     MemberState,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.serve import main
 
@@ -42,33 +44,28 @@ TICK_SECONDS = 0.1
 class Launcher(Protocol):
     """Runs members' processes, at most one for each name at a time."""
 
+    names: tuple[str, ...]
+    """The members to keep running."""
+
     async def run(self, name: str, supervisor: str) -> Ended:
-        """Starts the member's process, tells it the supervisor's address, and returns when it has ended."""
+        """Starts the member's process with the supervisor's address (host:port); returns when it has ended."""
 
     async def stop(self, name: str, grace: float) -> None:
-        """Lets the process finish what it has within `grace` seconds and ends it; returns when it is gone."""
+        """Gives the process `grace` seconds to finish its requests and ends it; returns when it is gone."""
 
     async def kill(self, name: str) -> None:
-        """Ends the process at once, also a frozen one."""
+        """Ends the process at once, even a frozen one."""
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisorConfig:
-    """What the supervisor is told at start."""
-
-    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+class SupervisorConfig(HeartbeatConfig):
+    """One supervisor's options."""
 
     host: str = "127.0.0.1"
     """Address that its gRPC binds to, and that members dial."""
 
     port: int = 0
-    """Of its gRPC; 0 takes a free one."""
-
-    suspect_seconds: float = 1.5
-    """Silence after which a member gets no new requests."""
-
-    dead_seconds: float = 3.0
-    """Silence after which an incarnation is fenced for good and replaced."""
+    """Port of its gRPC; 0 takes a free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +73,16 @@ class Progress:
     """How far one expected member is."""
 
     name: str
-    state: MemberState
+    state: MemberState = MEMBER_STATE_UNSPECIFIED
     """Unspecified before its first heartbeat."""
-    loaded: float
+    loaded: float = 0.0
     """Share of the weights, 0 to 1."""
-    failures: int
-    """Processes of this member that ended so far without having been told to."""
-    reason: str
+    failures: int = 0
+    """Processes of this member that ended so far without a request to stop."""
+    reason: str = ""
     """Why the last of them did."""
-    hopeless: bool
-    """It isn't tried again: what it was told is the reason."""
+    hopeless: bool = False
+    """It isn't started again: its configuration is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +90,29 @@ class Startup:
     """How far the cluster is."""
 
     ready: bool
-    """Requests can be served, though not every member may be there."""
+    """Requests can be served, though some members may be missing."""
     router: str
     """host:port of the public gRPC of a router that is ready; empty before."""
     members: list[Progress]
 
 
 class SupervisorServer(SupervisorServiceServicer):
-    """Serves SupervisorService over a Membership, and keeps the members in `names` running with `launcher`."""
+    """Serves SupervisorService over a Membership, and keeps the members of `launcher` running."""
 
-    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None) -> None:
         self.config = config
-        self.membership = Membership(config.suspect_seconds, config.dead_seconds)
+        self.membership = Membership(config)
         self._launcher = launcher
-        self._names = tuple(names) if launcher is not None else ()
-        self._failures: dict[str, int] = dict.fromkeys(self._names, 0)
-        self._reasons: dict[str, str] = {}
-        self._hopeless: set[str] = set()
+        self._expected = {name: Progress(name) for name in (launcher.names if launcher is not None else ())}
         self._served: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: grpc.aio.Server | None = None
         self._port = 0
-        self._told = -1
+        self._changed = asyncio.Event()
+        self._sent_version = -1
+        self._failed = asyncio.Event()
+        self._failure: BaseException = RuntimeError("the supervisor has not failed")
         self._stopping = False
-
-    # Life.
 
     @property
     def address(self) -> str:
@@ -130,26 +125,24 @@ class SupervisorServer(SupervisorServiceServicer):
         Raises:
             OSError: the port is in use.
         """
-        self._changed = asyncio.Event()
-        self._failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._server = grpc.aio.server(options=server_options())
         add_SupervisorServiceServicer_to_server(self, self._server)
         self._port = bind(self._server, self.config.host, self.config.port)
         await self._server.start()
         self._run("tick", self._watch())
         if self._launcher is not None:
-            for name in self._names:
+            for name in self._expected:
                 self._run(name, self._keep(name, self._launcher))
 
     async def stop(self, grace: float) -> None:
-        """Ends every member (the router first, so that nothing new comes in), then itself.
+        """Ends every member (the router first, so that no new request comes in), then itself.
 
-        A supervisor that has failed ends itself only: the members serve without it.
+        A supervisor that has failed ends only itself: the members serve without it.
         """
         self._stopping = True
-        if self._launcher is not None and self._server is not None and not self._failure.done():
-            routers = [name for name in self._names if name.startswith("router-")]
-            workers = [name for name in self._names if name not in routers]
+        if self._launcher is not None and self._server is not None and not self._failed.is_set():
+            routers = [name for name in self._expected if name.startswith("router-")]
+            workers = [name for name in self._expected if name not in routers]
             for group in (routers, workers):
                 await asyncio.gather(*(self._end(name, self._launcher, grace) for name in group))
         for task in self._tasks.values():
@@ -159,30 +152,22 @@ class SupervisorServer(SupervisorServiceServicer):
             await self._server.stop(0.2)
 
     async def failed(self) -> BaseException:
-        """Returns when the supervisor can't go on, with the reason."""
-        return await self._failure
+        """Returns the reason when the supervisor can't go on."""
+        await self._failed.wait()
+        return self._failure
 
     def startup(self) -> Startup:
         """How far every expected member is."""
         members = {member.name: member for member in self.membership.members()}
         routers = [m.address for m in members.values() if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
-        progress = [
-            Progress(
-                name,
-                state=members[name].state if name in members else MEMBER_STATE_UNSPECIFIED,
-                loaded=members[name].loaded if name in members else 0.0,
-                failures=self._failures[name],
-                reason=self._reasons.get(name, ""),
-                hopeless=name in self._hopeless,
-            )
-            for name in self._names
-        ]
+        progress = []
+        for name, expected in self._expected.items():
+            member = members.get(name, Member())
+            progress.append(replace(expected, state=member.state, loaded=member.loaded))
         return Startup(self.membership.ready, routers[0] if routers else "", progress)
 
-    # Members' processes.
-
     async def _keep(self, name: str, launcher: Launcher) -> None:
-        """One process of this name after another."""
+        """Runs one process of this name after another."""
         backoff = Backoff()
         while not self._stopping:
             started = time.monotonic()
@@ -190,10 +175,10 @@ class SupervisorServer(SupervisorServiceServicer):
             self._lost(name)
             if self._stopping:
                 return
-            self._failures[name] += 1
-            self._reasons[name] = ended.reason
-            if ended.mistake and name not in self._served:
-                self._hopeless.add(name)
+            hopeless = ended.mistake and name not in self._served
+            failures = self._expected[name].failures + 1
+            self._expected[name] = Progress(name, failures=failures, reason=ended.reason, hopeless=hopeless)
+            if hopeless:
                 logger.error("cannot start", extra={"member": name, "reason": ended.reason})
                 return
             wait = backoff.after(time.monotonic() - started)
@@ -203,45 +188,44 @@ class SupervisorServer(SupervisorServiceServicer):
     async def _end(self, name: str, launcher: Launcher, grace: float) -> None:
         await launcher.stop(name, grace)
         self.membership.remove(name)
-        self._tell()
+        self._publish()
 
     def _lost(self, name: str) -> None:
-        """The one process of this name is gone, and with it the incarnation that attended under the name."""
-        identity = self.membership.incarnation(name)
-        if identity is not None and self.membership.gone(identity) and not self._stopping:
-            logger.warning("gone", extra={"member": name, "incarnation": identity.incarnation})
-        self._tell()
+        """The process of this name has ended, and with it the name's present incarnation."""
+        worker = self.membership.present(name)
+        if worker is not None and self.membership.gone(worker) and not self._stopping:
+            logger.warning("gone", extra={"member": name, "incarnation": worker.incarnation})
+        self._publish()
 
     async def _watch(self) -> None:
         while True:
-            for identity in self.membership.tick():
-                logger.warning("silent; dead", extra={"member": identity.name, "incarnation": identity.incarnation})
-                self._replace(identity)
+            for worker in self.membership.tick():
+                logger.warning("silent; dead", extra={"member": worker.name, "incarnation": worker.incarnation})
+                self._kill(worker)
             for member in self.membership.members():
                 if member.state == MEMBER_STATE_READY:
                     self._served.add(member.name)
-            self._tell()
+            self._publish()
             await asyncio.sleep(TICK_SECONDS)
 
-    def _replace(self, identity: Identity) -> None:
-        """Ends a silent member's process; `_keep` sees it end and starts the next."""
-        if self._launcher is not None and identity.name in self._names and not self._stopping:
-            self._run(f"kill {identity.name}", self._launcher.kill(identity.name))
+    def _kill(self, worker: WorkerId) -> None:
+        """Ends a silent member's process; `_keep` sees the end and starts the next one."""
+        if self._launcher is not None and worker.name in self._expected and not self._stopping:
+            self._run(f"kill {worker.name}", self._launcher.kill(worker.name))
 
     def _run(self, key: str, work: "asyncio._CoroutineLike[None]") -> None:
         def done(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled() and (error := task.exception()) is not None and not self._failure.done():
-                self._failure.set_result(error)
+            if not task.cancelled() and (error := task.exception()) is not None and not self._failed.is_set():
+                self._failure = error
+                self._failed.set()
 
         self._tasks[key] = asyncio.create_task(work, name=key)
         self._tasks[key].add_done_callback(done)
 
-    # SupervisorService.
-
-    def _tell(self) -> None:
-        """Wakes every attending stream when the membership has changed."""
-        if self.membership.version != self._told:
-            self._told = self.membership.version
+    def _publish(self) -> None:
+        """Wakes every Attend stream if the membership has changed."""
+        if self.membership.version != self._sent_version:
+            self._sent_version = self.membership.version
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -255,7 +239,7 @@ class SupervisorServer(SupervisorServiceServicer):
         beats.add_done_callback(lambda _: heard.set())
         sent = -1
         try:
-            await heard.wait()  # a member finds itself in the first membership that it gets
+            await heard.wait()  # the first membership that a member gets includes itself
             while not beats.done():
                 changed = asyncio.ensure_future(self._changed.wait())
                 if (version := self.membership.version) != sent:
@@ -272,10 +256,8 @@ class SupervisorServer(SupervisorServiceServicer):
         finally:
             beats.cancel()
 
-    async def _write(
-        self, context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]", response: AttendResponse
-    ) -> None:
-        """Writes within the time to death: a frozen member must not hold its stream's memory for ever."""
+    async def _write(self, context: "grpc.aio.ServicerContext[Any, AttendResponse]", response: AttendResponse) -> None:
+        """Writes within `dead_seconds`: a frozen member must not hold its stream's memory for ever."""
         await asyncio.wait_for(context.write(response), self.config.dead_seconds)
 
     async def _beats(self, requests: AsyncIterator[AttendRequest], heard: asyncio.Event) -> bool:
@@ -285,12 +267,12 @@ class SupervisorServer(SupervisorServiceServicer):
                 member = request.member
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True
-            self._tell()
+            self._publish()
             heard.set()
         return False
 
     async def GetStatus(
-        self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[GetStatusRequest, GetStatusResponse]"
+        self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> GetStatusResponse:
         return GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
 

@@ -1,1 +1,1 @@
-"""The decode role, and the co-located one."""
+"""The decode role: takes KV over and generates tokens."""

@@ -1,12 +1,12 @@
-"""Whose turn it is to ask for blocks."""
+"""Offers that wait for free blocks."""
 
 from kvrelay.transfer.messages import Key
 
 
 class ReservationQueue:
-    """Offers that found no room, in the order in which they came.
+    """Offers that found no free blocks, in the order in which they came.
 
-    While one waits, later ones don't ask at all: a small prompt must not pass a large one for ever.
+    While one waits, later ones don't ask at all; otherwise small prompts could overtake a large one for ever.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
     (router's Submit)          (prefill worker's offer)
         '-----------. .---------------'
                   EXPECTED     both must come, in either order
-                     |         queue: waiting offers, first come first served; consumer `blocks_freed`
+                     |         queue: offers without free blocks, first come first served; consumer `blocks_freed`
                   RESERVED     blocks are taken, prefix-cache hits first; the prefill worker may send
                      |         queue: the link's frames      producer the prefill worker, consumer the link's thread
                   COMMITTED    every frame has verified; the sequence enters the engine with all its prompt computed
@@ -15,61 +15,60 @@
 A co-located request is computed here to its end, in the same engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
-from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit
-from kvrelay.transfer.control import TransferStats
+from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
-from kvrelay.worker.handoff import HandoffRole
-from kvrelay.worker.server import Key, WorkerServer
+from kvrelay.worker.handoff import HandoffRole, peer_of
+from kvrelay.worker.worker import Key, Worker
 
 
 class DecodeRole(HandoffRole):
-    """Decode's side of the hand-off."""
+    """Decode's side of the hand-off; implements `ReceiverHost`."""
 
     phases = (PHASE_DECODE, PHASE_COLOCATED)
     peer_role = ROLE_PREFILL
 
-    def __init__(self, worker: WorkerServer) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self._promised: dict[Key, int] = {}
-        """Blocks that requests will need for their KV, of those that have none yet."""
+        """Blocks that requests without a reservation will need for their KV."""
+        self._service = HandoffService(self.setup, self)
+        self._receiver = self._service.receiver
 
-    async def start(self, server: grpc.aio.Server) -> None:
-        worker = self.worker
-        self._importer = KVReceiver(
-            self.local(), worker.runner.pool, self.peers, worker.config.transfer, self.transports(), self
-        )
-        add_HandoffServiceServicer_to_server(self._importer, server)
-        self._importer.start()
+    def add_services(self, server: grpc.aio.Server) -> None:
+        add_HandoffServiceServicer_to_server(self._service, server)
 
     async def stop(self) -> None:
-        await self._importer.close()
+        await self._service.close()
 
     def members_changed(self, members: Sequence[Member]) -> None:
         super().members_changed(members)
-        if self.worker.started:
-            self._importer.peers_changed()
+        self._receiver.peers_changed()
 
     def submit(self, request: Request, submit: Submit) -> None:
         if submit.phase == PHASE_DECODE:
-            self._promised[request.key] = self.worker.runner.layout.blocks_for(len(request.tokens) + 1)
+            self._promised[request.key] = self.worker.layout.blocks_for(len(request.tokens) + 1)
         super().submit(request, submit)
 
     def take(self, request: Request, submit: Submit) -> None:
-        if submit.phase == PHASE_DECODE:
-            self._importer.expect(request.key, (submit.peer.name, submit.peer.incarnation), request.tokens)
-        else:
+        peer = peer_of(submit)
+        if submit.phase != PHASE_DECODE:
             self.worker.compute(request)
+        elif peer is None:
+            self.worker.fail(request.key, Failure.CODE_INTERNAL, "a decode request names no prefill worker")
+        else:
+            self._receiver.expect(request.key, peer, request.tokens)
 
     def promised(self) -> Promised:
         return Promised(requests=len(self._promised), blocks=sum(self._promised.values()))
@@ -77,31 +76,32 @@ class DecodeRole(HandoffRole):
     def cancel(self, key: Key) -> None:
         super().cancel(key)
         self._promised.pop(key, None)
-        self._importer.cancel(key)
+        self._receiver.cancel(key)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        self.worker.loop.call_soon_threadsafe(self._importer.blocks_freed)
+        self.worker.post_to_loop(self._receiver.blocks_freed)
 
-    # ImportHost.
+    # ReceiverHost.
 
-    async def reserve(self, key: Key) -> Reservation | None:
+    def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None]) -> None:
+        def answered(outcome: Reservation | Exception | None) -> None:
+            if isinstance(outcome, ValueError):
+                self.worker.fail(key, Failure.CODE_INVALID, str(outcome))
+                outcome = None
+            if isinstance(outcome, Reservation):
+                self._promised.pop(key, None)
+            failpoint("decode.after_reserve", key)
+            answer(outcome)
+
         request = self.worker.request(key)
         if request is None:
-            return None
-        try:
-            reservation = await self.worker.with_load(lambda: self.worker.engine.scheduler.reserve(request))
-        except ValueError as error:
-            self.worker.fail(key, Failure.CODE_INVALID, str(error))
-            return None
-        if reservation is not None:
-            self._promised.pop(key, None)
-        failpoint("decode.after_reserve", key)
-        return reservation
+            self.worker.post_to_loop(answer, None)
+        else:
+            self.worker.reserve(request, answered)
 
     def release(self, reservation: Reservation) -> None:
-        self.worker.thread.post(reservation.release)
-        self.worker.refresh_load()
-        self._importer.blocks_freed()
+        self.worker.release(reservation)
+        self._receiver.blocks_freed()
 
     def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
         failpoint("decode.before_commit", key)
@@ -109,24 +109,14 @@ class DecodeRole(HandoffRole):
         if request is None:
             self.release(reservation)
             return
-        self.worker.thread.post(lambda: self._resume(request, first_token, reservation))
 
-    def _resume(self, request: Request, first_token: int, reservation: Reservation) -> None:
-        """Gives the sequence to the engine; on the engine thread, which a wrong token of a peer's must not end."""
-        vocab_size = self.worker.runner.spec.vocab_size
-        try:
-            if first_token >= vocab_size:
-                raise ValueError(f"first_token is {first_token}; allowed: 0 to {vocab_size - 1}")
-            self.worker.engine.scheduler.resume(request, first_token, reservation.hold)
-            failpoint("decode.after_commit", request.key)
-        except ValueError as error:
-            reservation.release()
-            self.worker.loop.call_soon_threadsafe(self.worker.fail, request.key, Failure.CODE_INTERNAL, str(error))
-            self.worker.loop.call_soon_threadsafe(self._importer.blocks_freed)
+        def resumed() -> None:
+            failpoint("decode.after_commit", key)
+
+        self.worker.resume(request, first_token, reservation, resumed)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        if code is Code.NO_ROOM:
-            verdict = Failure.CODE_FULL
+        if code is Code.NO_CAPACITY:
+            self.worker.fail(key, Failure.CODE_FULL, f"hand-off {code.value}: {message}")
         else:
-            verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
-        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")
+            self.handoff_failed(key, code, message)

@@ -1,4 +1,4 @@
-"""A decode worker: the worker's shell with the decode role."""
+"""A decode worker: `WorkerServer` with the decode role."""
 
 from collections.abc import Callable
 
@@ -9,5 +9,5 @@ from kvrelay.worker.server import WorkerServer
 
 
 def decode_server(config: WorkerConfig, observer: Callable[[Load], None] | None = None) -> WorkerServer:
-    """Serves one decode worker; `observer` is given its load at every heartbeat."""
+    """A server of one decode worker, not started yet; `observer` gets its load at every heartbeat."""
     return WorkerServer(config, DecodeRole, observer)

@@ -1,48 +1,49 @@
-"""Puts an engine together from a checkpoint."""
+"""Builds an engine from a checkpoint."""
 
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kvrelay.engine.config import Device, Dtype, EngineConfig
-from kvrelay.engine.engine import AsyncRunner, Engine
+from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
-from kvrelay.engine.runner import Runner, build_runner
+from kvrelay.engine.models.loader import OnLoaded
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    model: Path, dtype: Dtype, config: EngineConfig, progress: Callable[[float], None] | None = None
+    folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None = None
 ) -> tuple[Engine, Runner]:
-    """An engine on the checkpoint in folder `model`, and its runner, on the device that `config` asks for.
+    """An engine on the checkpoint in `folder`, and its runner, on the device that the options ask for.
 
     Args:
-        progress: gets the loaded share of the weights, 0 to 1.
+        on_loaded: called with the loaded share of the weights, 0 to 1.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     runner: Runner
-    if device_of(config.device) == "cuda":
-        # Needs Triton, which isn't there on every platform that the CPU's runner works on.
-        from kvrelay.engine.gpu_runner import build_gpu_runner
+    if device_of(options.device) == "cuda":
+        # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
+        from kvrelay.engine.runner.gpu import build_gpu_runner
 
-        runner = build_gpu_runner(model, dtype, config, progress)
+        runner = build_gpu_runner(folder, dtype, options, on_loaded)
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     else:
-        runner = build_runner(model, dtype, config, progress)
-    return engine_on(runner, config), runner
+        runner = build_cpu_runner(folder, dtype, options, on_loaded)
+    return engine_on(runner, options), runner
 
 
 def device_of(device: Device) -> Device:
-    """Of "cpu" and "cuda" what is asked for, or, for auto, a GPU if this process sees one.
+    """The device to use, "cpu" or "cuda"; for auto, the GPU if this process sees one that can be used.
 
     Raises:
         ValueError: a GPU is asked for, and there is none that can be used.
@@ -64,12 +65,9 @@ def device_of(device: Device) -> Device:
     return "cpu"
 
 
-def engine_on(runner: Runner, config: EngineConfig) -> Engine:
+def engine_on(runner: Runner, options: EngineConfig) -> Engine:
     """An engine whose steps `runner` runs."""
     pool = BlockPool(runner.pool.num_blocks)
-    prefix = None
-    if config.prefix_cache:
-        namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
-        prefix = PrefixIndex(pool, config.block_size, namespace)
-    lag = int(isinstance(runner, AsyncRunner))
-    return Engine(Scheduler(config, pool, prefix, runner.spec.max_context, lag), runner)
+    namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
+    prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)
+    return Engine(Scheduler(options, prefix, runner.spec, runner.lag), runner)

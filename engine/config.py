@@ -1,6 +1,6 @@
 """The options of an engine.
 
-Plain frozen dataclasses, so that an engine runs where pydantic isn't installed; `__pydantic_config__` lets
+These are plain frozen dataclasses, so that an engine runs without pydantic. `__pydantic_config__` lets
 `kvrelay.cluster.config` validate and document the same classes strictly.
 """
 
@@ -11,7 +11,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
-"""Value of every options class's `__pydantic_config__`."""
+"""The `__pydantic_config__` of every class of options."""
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -30,10 +30,10 @@ class EngineConfig:
     """Tokens per KV block; a power of two, 8 to 128."""
 
     kv_memory_bytes: int = 256 * 2**20
-    """Bytes of the KV pool, allocated at start. The number of blocks is what fits."""
+    """Bytes of the KV pool, allocated at start; it has as many blocks as fit."""
 
     max_batch_tokens: int = 512
-    """Token budget of one step: decode tokens first, the rest goes to chunks of prompts."""
+    """Token budget of one step. Decode takes from it first, chunks of prompts get the rest."""
 
     max_sequences: int = 64
     """Sequences in one step at most."""
@@ -42,13 +42,13 @@ class EngineConfig:
     """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
 
     prefix_cache: bool = True
-    """Keep finished blocks and reuse them for prompts that begin alike (same tenant)."""
+    """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""
 
     device: Device = "auto"
-    """Where the forward pass runs and the KV lies; auto takes a GPU if the worker has one."""
+    """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
     threads: int = 0
-    """CPU threads of the forward pass; 0 shares the machine's cores among the workers on it."""
+    """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
     def __post_init__(self) -> None:
         size = self.block_size

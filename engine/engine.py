@@ -1,77 +1,64 @@
-"""The loop: plan -> run -> commit, or, on a runner that is asynchronous, plan N + 1 -> launch it -> commit N."""
+"""The loop: plan -> launch -> commit. A runner's lag says how many launched steps may wait for their commit.
 
-from typing import Protocol, runtime_checkable
+With a lag of one, a step is planned while the one before it runs. A row may then compute a token that isn't known yet:
+the plan names the row of the step before that yields it. What follows from that token is decided one step later. If it
+ends the sequence, the sequence is in one more plan, and that row is dropped when the plan is committed. An end by
+length is foreseen.
 
-from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.scheduler import Progress, Scheduler
+    plan N+1      num_computed | scheduled (in flight) | this step's |       tokens known, then `yields` that aren't
+    commit N      in order; blocks of an ended sequence stay until no plan in flight names it
+    preemption    waits until nothing is in flight: `plan` is None once, and the next one does it
+"""
 
+from collections import deque
 
-class StepRunner(Protocol):
-    """What the loop needs of a runner (see `kvrelay.engine.runner`)."""
-
-    def run(self, plan: StepPlan) -> StepOutput: ...
-
-
-class Launched(Protocol):
-    """A step that is under way."""
-
-    def result(self) -> StepOutput:
-        """Waits until the step is done."""
-        ...
-
-
-@runtime_checkable
-class AsyncRunner(Protocol):
-    """A runner whose steps go on by themselves, one after another, so that the next is planned meanwhile."""
-
-    def launch(self, plan: StepPlan) -> Launched:
-        """Starts a step, behind the one launched before it, whose tokens `plan.feeds` may ask for."""
-        ...
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.runner.base import Runner, StepHandle
+from kvrelay.engine.scheduler import Scheduler
 
 
 class Engine:
     """A scheduler and a runner. Not thread-safe: one thread owns both."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner | AsyncRunner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         """
         Args:
-            scheduler: with a lag of 1 for an `AsyncRunner`, of 0 for any other.
+            scheduler: made with the runner's lag.
         """
         self.scheduler = scheduler
         self.runner = runner
         self.computed_tokens = 0
         """Tokens computed since start."""
-        self._launched: tuple[StepPlan, Launched] | None = None
+        self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may do something. It may find that everything waits for blocks held by others, too."""
-        return self.scheduler.has_work or self._launched is not None
+        """Whether a sequence is here or a step is in flight. All sequences may wait for blocks that others hold."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[Progress]:
-        """One step; [] where there is nothing to compute, or no room for any of it until a hold is released.
+        """Launches steps as far ahead as the lag allows, then commits the oldest and returns what it did.
 
-        Rows whose logits aren't finite fail by themselves; whatever the runner raises comes out of here, and the
-        engine is not to be used afterwards.
+        Returns:
+            One Progress per row; [] if there is nothing to compute, or no free blocks until a hold is released.
+
+        Raises:
+            Whatever the runner raises; the engine must not be used afterwards. A row whose logits aren't finite raises
+            nothing: its sequence fails alone.
         """
-        if isinstance(self.runner, AsyncRunner):
-            return self._step_ahead(self.runner)
-        plan = self.scheduler.plan()
-        return [] if plan is None else self._commit(plan, self.runner.run(plan))
-
-    def _step_ahead(self, runner: AsyncRunner) -> list[Progress]:
-        """Keeps one step under way while another is planned, and reports on the older one."""
         while True:
             plan = self.scheduler.plan()
-            launched, self._launched = self._launched, None if plan is None else (plan, runner.launch(plan))
-            if launched is not None:
-                done, pending = launched
-                reports = self._commit(done, pending.result())
-                if reports:
-                    return reports
-            elif plan is None:
+            if plan is not None:
+                self._in_flight.append((plan, self.runner.launch(plan)))
+                if len(self._in_flight) <= self.runner.lag:
+                    continue
+            if not self._in_flight:
                 return []
-
-    def _commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
-        self.computed_tokens += plan.num_tokens
-        return self.scheduler.commit(plan, out)
+            oldest, handle = self._in_flight.popleft()
+            out = handle.result()
+            self.computed_tokens += oldest.num_tokens
+            reports = self.scheduler.commit(oldest, out)
+            # No reports if all rows of the step belonged to sequences that had ended meanwhile.
+            if reports:
+                return reports

@@ -1,4 +1,4 @@
-"""The timestamps of one request on one worker; every latency figure derives from them."""
+"""The timestamps of one request on one worker, from which every latency metric is derived."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ now = time.monotonic
 
 @dataclass(slots=True)
 class Lifetime:
-    """Seconds on this machine's monotonic clock; None until it happened. Never compared across machines.
+    """Seconds on this machine's monotonic clock; None before the event. Never compared across machines.
 
     submitted -> scheduled -> first_token -> finished
-    submitted -> committed -> scheduled ...               (KV that came from another worker)
+    submitted -> committed -> scheduled ...               (if the KV came from another worker)
     """
 
     submitted: float = field(default_factory=now)
@@ -22,7 +22,7 @@ class Lifetime:
 
     @staticmethod
     def between(start: float | None, end: float | None) -> float:
-        """Seconds from `start` to `end`; 0 where either never happened."""
+        """Seconds from `start` to `end`; 0 if one of them never happened."""
         return 0.0 if start is None or end is None else max(0.0, end - start)
 
     @property

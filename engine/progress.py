@@ -1,4 +1,4 @@
-"""What a scheduler tells the rest of its worker."""
+"""What a scheduler reports to the rest of its worker."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,13 +13,13 @@ class Progress(NamedTuple):
 
     sequence: Sequence
     computed: int
-    """Tokens whose KV is in the pool now. Smaller than in an earlier report if the sequence was preempted since."""
+    """Tokens whose KV is in the pool now. Fewer than in an earlier report if the sequence was preempted since."""
     token: int | None = None
-    """The token that was sampled; None for a chunk that isn't the last, and for a failure."""
+    """The sampled token; None for a failure, and for a chunk that isn't the last."""
     finish: FinishReason | None = None
     """Why the token is the last; None if it isn't."""
     hold: Hold | None = None
-    """The blocks of a handed-off sequence, with its first token: the taker must release it."""
+    """The blocks of a handed-off sequence, with its first token. The receiver of this report must release it."""
     error: str | None = None
     """Why the sequence failed; None if it didn't."""
 
@@ -37,19 +37,19 @@ class EngineLoad:
     pending_tokens: int
     """Tokens that the waiting and running sequences have yet to compute."""
     free_slots: int = 0
-    """How many more reservations would be given, for as long as there are blocks."""
+    """How many more reservations would be granted if there are free blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks for KV that comes from elsewhere: room for the request's tokens and one more.
+    """Blocks for the KV of a request's tokens, which comes from another worker, and for one more token.
 
-    Either `hold` goes back to `Scheduler.resume`, or this is released.
+    Either `hold` goes back to `Scheduler.resume`, or the reservation must be released.
     """
 
     hold: Hold
     have_tokens: int
-    """Leading tokens whose KV is in the blocks already (a multiple of the block size): not to be written."""
+    """Leading tokens whose KV is in the blocks already, a multiple of the block size. These blocks are read-only."""
 
     def release(self) -> None:
         self.hold.release()

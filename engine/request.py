@@ -4,19 +4,25 @@ import enum
 from dataclasses import dataclass, field
 
 
-class FinishReason(enum.Enum):
-    """Why a sequence ended by itself (cancels and failures are not finishes)."""
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended by itself (a cancel or a failure is not a finish).
 
-    STOP = "stop"
-    LENGTH = "length"
+    The numbers are those of `kvrelay.v1.FinishReason` in `proto/kvrelay/v1/inference.proto`, so that one number means
+    the same from the engine to the client.
+    """
+
+    STOP = 1
+    """An end-of-sequence token or a stop id."""
+    LENGTH = 2
+    """`max_tokens` was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Validated by the router; see `kvrelay/v1/inference.proto` for the limits.
+    """How tokens are chosen. Validated by the router; `kvrelay/v1/inference.proto` has the ranges.
 
-    `stop_token_ids` already holds the model's end-of-sequence ids unless `ignore_eos` was asked for, so that a
-    sequence stops by one rule. Stop strings never get here: they are the router's, which has the text.
+    `stop_token_ids` includes the model's end-of-sequence ids unless `ignore_eos` was asked for, so that one rule ends a
+    sequence. The engine knows no stop strings: the router has the text.
     """
 
     max_tokens: int = 128
@@ -37,9 +43,9 @@ class SamplingParams:
 class Request:
     """One placement of a request on this engine.
 
-    `tokens` is the prompt followed, on a later attempt, by the completion tokens that the client already has;
-    `prompt_tokens` says where the prompt ends. Sampling counts completion tokens from there, so that a request
-    resumed elsewhere ends where, and draws what, it would have.
+    `tokens` is the prompt, followed on a later attempt by the completion tokens that the client already has;
+    `prompt_tokens` says where the prompt ends. `max_tokens` and `min_tokens` count from there, and the noise of
+    sampling depends on the position, so a request that is resumed elsewhere draws the same tokens and ends alike.
     """
 
     request_id: str
@@ -51,5 +57,14 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """(request_id, attempt): what every message about this placement carries."""
+        """(request_id, attempt): every message about this placement carries it."""
         return self.request_id, self.attempt
+
+    def __str__(self) -> str:
+        # Never the tokens: this text ends up in logs.
+        return f"{self.request_id}/{self.attempt}"
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt plus completion, in tokens, at most."""
+        return self.prompt_tokens + self.sampling.max_tokens

@@ -5,25 +5,19 @@ up with the first. A chunk of a prompt, a prefix-cache hit, a decode, a preempte
 whose KV came from another worker differ only in how far apart the two are.
 
     add -----> waiting ------------------> running -----> finished, cancelled, failed
-                  ^     room for its KV       |    '----> handed off (with its blocks, on the first token)
+                  ^      blocks for its KV    |    '----> handed off (with its blocks, on the first token)
                   '------ preempted ----------'
     resume --> ready  -----------------------'
                (has its KV)      a row
 
-    waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The head blocks the rest.
-    ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting where that waits for room.
+    waiting   in order of arrival; producers `add` and preemption, consumer `plan`. The first one blocks the rest.
+    ready     in order of arrival; producer `resume`, consumer `plan`. Passes waiting while that lacks blocks.
     running   in order of arrival; has a row of the block tables and all blocks for its tokens so far.
 
-Blocks for all of a sequence's tokens are taken when it starts to run, the rest one by one as it decodes. Where none
-is left, the youngest gives up its blocks and waits again; so the oldest always moves, and nobody starves.
+A sequence takes the blocks for all of its tokens when it starts to run, then one by one as it decodes. If no block is
+left, the youngest sequence gives up its blocks and waits again. So the oldest always advances, and none starves.
 
-With a lag of one, a step is planned while the one before it runs. A row then may compute a token that nobody has seen:
-the plan says which row of the step before yields it. What the token decides, it decides one step late: a sequence that
-turns out to have ended is in one more plan, and that row is dropped when it comes back. An end by length is foreseen.
-
-    plan N+1      num_computed | scheduled (in flight) | this step's |       tokens known, then `yields` that aren't
-    commit N      in order; blocks of an ended sequence stay until no plan in flight names it
-    preemption    waits until nothing is in flight: `plan` is None once, and the next one does it
+`kvrelay.engine.engine` explains what changes when steps are planned ahead.
 """
 
 import itertools
@@ -36,11 +30,12 @@ from operator import attrgetter
 import numpy as np
 
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
+from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.kv.tables import BlockTables
 from kvrelay.engine.lifetime import now
-from kvrelay.engine.limits import Limits
+from kvrelay.engine.limits import SequenceLimits
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
@@ -52,90 +47,89 @@ __all__ = ["EngineLoad", "Progress", "Reservation", "Scheduler"]
 class Scheduler:
     """Owns the sequences of one engine. Not thread-safe; plan and commit take turns, `lag` plans apart."""
 
-    def __init__(
-        self, config: EngineConfig, pool: BlockPool, prefix: PrefixIndex | None, max_context: int, lag: int = 0
-    ) -> None:
+    def __init__(self, config: EngineConfig, prefix: PrefixIndex, spec: ModelSpec, lag: int = 0) -> None:
         """
         Args:
-            prefix: index of `pool`; None computes every prompt in full.
-            max_context: prompt plus completion, in tokens, at most.
+            prefix: with the pool that blocks are taken from.
+            spec: of the model, for the limits on requests.
             lag: plans that may be in flight when another one is made, 0 or 1.
         """
         self.on_start: Callable[[Sequence], None] | None = None
-        """Told of each sequence that begins to run (again, after a preemption), before the step that computes it."""
+        """Called with each sequence that starts to run, or starts again, before the step that computes it."""
         self._config = config
-        self._pool = pool
+        self._pool = prefix.pool
         self._prefix = prefix
-        self._limits = Limits(config.block_size, pool.total, max_context)
+        self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
         self._block_size = config.block_size
         self._waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._live: dict[tuple[str, int], Sequence] = {}
-        # A row more than there are tokens in a step would be one that goes without.
+        # Each row of a step needs a token.
         self._rows = min(config.max_sequences, config.max_batch_tokens)
-        self._tables = BlockTables(self._rows, self._limits.widest)
+        self._tables = BlockTables(self._rows, self._limits.table_width)
         self._reserved: list[Hold] = []
         self._starved: Sequence | None = None
+        """The sequence that found too few free blocks last."""
         self._handles = itertools.count()
         self._steps = itertools.count()
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
-    # Sequences come and go.
+    # Sequences arrive and leave.
 
     def add(self, request: Request, *, handoff: bool = False) -> Sequence:
         """Takes a request whose tokens are to be computed here.
 
         Args:
-            handoff: the sequence leaves with its first token; unless that ends it, its blocks leave with it.
+            handoff: the sequence leaves with its first token, and its blocks with it unless that token ends it.
 
         Raises:
-            ValueError: the request can never be served here, or is here already. Names field, value and limit.
+            ValueError: the request can never be served here, or is here already; names field, value and limit.
         """
         self._check(request)
-        sequence = self._sequence(request, self._pool.share((), _name("sequence", request)), handoff)
+        sequence = self._sequence(request, self._pool.share((), f"sequence {request}"), handoff)
         self._waiting.append(sequence)
         return sequence
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Blocks for the KV of `request.tokens`, prefix-cache hits first; None: no room now, ask again after a step.
+        """Blocks for the KV of `request.tokens`, prefix-cache hits first; None if there are too few: ask again later.
 
-        Never takes blocks away from a sequence here, leaves one for each that runs, and takes none while a sequence
-        that is here waits for room, nor more than about what can get a row soon.
+        Takes no block from a sequence here, and leaves one for each that runs. Takes none while the first waiting
+        sequence lacks blocks, which has waited for longer, and none for more sequences than can soon have a row.
 
         Raises:
             ValueError: as `add`.
         """
         self._check(request)
-        if not self._seats():
+        if not self._free_slots() or (self._waiting and self._waiting[0] is self._starved):
             return None
-        # Somebody here has waited for these blocks for longer.
-        if self._waiting and self._waiting[0] is self._starved:
-            return None
-        hold = self._acquire(request, request.tokens, [], len(request.tokens) + 1, _name("reservation", request))
+        hold = self._allocate(request, request.tokens, [], len(request.tokens) + 1)
         if hold is None:
             return None
+        hold.owner = f"reservation {request}"
         self._reserved.append(hold)
         return Reservation(hold, hold.published * self._block_size)
 
     def resume(self, request: Request, first_token: int, hold: Hold) -> Sequence:
-        """Takes a request whose KV came from elsewhere; the sequence goes on from `first_token`.
+        """Takes a request whose KV came from another worker; the sequence continues with `first_token`.
 
         Args:
-            first_token: the completion token after `request.tokens`, which doesn't end the request.
-            hold: has the KV of all of `request.tokens`, in final form. The sequence owns it from here on.
+            first_token: the completion token after `request.tokens`; it must not end the request.
+            hold: has the KV of all of `request.tokens`, in final form. The sequence owns it from now on.
 
         Raises:
-            ValueError: as `add`, or `first_token` ends the request, or `hold` is too small. `hold` stays the caller's.
+            ValueError: as `add`, or `first_token` is no token or ends the request, or `hold` is too small. The caller
+                still owns `hold` then.
         """
         self._check(request)
+        self._limits.check_token("first_token", first_token)
         length = len(request.tokens)
         if hold.released or len(hold.blocks) < self._limits.blocks_for(length):
             raise ValueError(f"hold of {hold.owner!r} has {len(hold.blocks)} blocks; {length} tokens need more")
         if self._limits.finish_reason(request, length + 1, first_token) is not None:
             raise ValueError(f"first_token is {first_token}; it ends request {request.key} already")
-        hold.owner = _name("sequence", request)
+        hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
         sequence = self._sequence(request, hold, handoff=False)
         sequence.tokens.append(first_token)
@@ -149,7 +143,7 @@ class Scheduler:
     def cancel(self, key: tuple[str, int]) -> bool:
         """Ends the sequence with this (request_id, attempt); False if there is none.
 
-        Its blocks are free at once, or, where a step in flight may still write to them, when that is committed.
+        Its blocks are free at once; if a step in flight may still write to them, when that step is committed.
         """
         sequence = self._live.get(key)
         if sequence is None:
@@ -158,8 +152,8 @@ class Scheduler:
         return True
 
     def share(self, sequence: Sequence, first: int, end: int) -> Hold:
-        """A further hold of blocks [first, end) of a sequence's table, for whoever ships them while it goes on."""
-        return self._pool.share(sequence.hold.blocks[first:end], _name("export", sequence.request))
+        """A further hold of blocks [first, end) of a sequence's table, so that they can be sent while it continues."""
+        return self._pool.share(sequence.hold.blocks[first:end], f"export {sequence.request}")
 
     def check_integrity(self) -> None:
         """Recounts every block and its holds; takes O(pool).
@@ -168,38 +162,37 @@ class Scheduler:
             IntegrityError: a block is lost, or in two states; names blocks and owners.
         """
         self._pool.check_integrity()
-        if self._prefix is not None:
-            self._prefix.check_integrity()
+        self._prefix.check_integrity()
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is here. `plan` may be None even so: all of them wait for blocks that others hold."""
+        """Whether a sequence is here. `plan` may still be None: all of them may wait for blocks that others hold."""
         return bool(self._live)
 
     def load(self) -> EngineLoad:
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
         waiting = len(self._waiting) + len(self._ready)
-        running, free_slots = len(self._running), self._seats()
+        running, free_slots = len(self._running), self._free_slots()
         return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, free_slots)
 
-    def _seats(self) -> int:
-        """How many more reservations may be given: a few more than rows, so that a row never waits for a transfer."""
+    def _free_slots(self) -> int:
+        """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer."""
         self._reserved = [hold for hold in self._reserved if not hold.released]
-        spoken_for = len(self._running) + len(self._ready) + len(self._reserved)
-        return max(0, self._rows + max(1, self._rows // 8) - spoken_for)
+        used = len(self._running) + len(self._ready) + len(self._reserved)
+        return max(0, self._rows + max(1, self._rows // 8) - used)
 
     # One step.
 
     def plan(self) -> StepPlan | None:
-        """The next step's work; None where there is none, no room for any, or the step in flight must end first.
+        """The next step's work; None if there is none, too few free blocks, or the step in flight must end first.
 
         Raises:
-            IntegrityError: an earlier plan than the lag allows was neither committed nor failed.
+            IntegrityError: more plans are in flight than the lag allows.
         """
         if len(self._in_flight) > self._lag:
             raise IntegrityError(f"plan {self._in_flight[0][0].step} is still in flight")
-        if self._in_flight and not self._room_to_decode():
+        if self._in_flight and not self._can_extend_all():
             return None
         self._admit()
         rows: list[tuple[Sequence, int]] = []
@@ -212,12 +205,15 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
-        """Takes in what the runner made of `plan`; one Progress per row whose sequence is still here.
+        """Applies the output of `plan`; returns one Progress per row whose sequence is still here.
 
         Raises:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
         """
-        rows = self._land(plan)
+        if not self._in_flight or self._in_flight[0][0] is not plan:
+            current = f"plan {self._in_flight[0][0].step}" if self._in_flight else "none"
+            raise IntegrityError(f"plan {plan.step} came back; in flight is {current}")
+        rows = self._in_flight.popleft()[1]
         if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.nonfinite):
             sizes = f"{len(out.tokens)} and names rows {out.nonfinite}"
             raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
@@ -239,19 +235,19 @@ class Scheduler:
     # What a step computes.
 
     def _admit(self) -> None:
-        """Starts sequences, in order of arrival, while there are rows, room and budget for them.
+        """Starts sequences, in order of arrival, as long as there are rows, blocks and budget for them.
 
-        One that has its KV passes those that wait for room or budget: it needs a row only.
+        A sequence that has its KV needs a row only, so it passes those that lack blocks or budget.
         """
         waiting, ready = self._waiting, self._ready
-        demand = sum([sequence.left for sequence in self._running])
-        no_room = False
+        demand = sum([sequence.expected - sequence.reach for sequence in self._running])
+        blocked = False
         while self._tables.vacant:
-            hold_back = no_room or demand >= self._config.max_batch_tokens
-            if waiting and not hold_back and not (ready and ready[0].handle < waiting[0].handle):
-                if not self._find_room(waiting[0]):
+            blocked = blocked or demand >= self._config.max_batch_tokens
+            if waiting and not blocked and not (ready and ready[0].handle < waiting[0].handle):
+                if not self._allocate_waiting(waiting[0]):
                     self._starved = waiting[0]
-                    no_room = True
+                    blocked = True
                     continue
                 sequence = waiting.popleft()
             elif ready:
@@ -261,43 +257,42 @@ class Scheduler:
             demand += len(sequence.tokens) - sequence.num_computed
             self._start(sequence)
 
-    def _room_to_decode(self) -> bool:
-        """Whether there is a block for every running sequence that needs one more, without taking one away."""
+    def _can_extend_all(self) -> bool:
+        """Whether every running sequence that needs one more block can get it without a preemption."""
         running = self._running
-        if self._pool.room_for((), len(running)):
+        if self._pool.can_allocate((), len(running)):
             return True
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
-        return self._pool.room_for((), sum(wanted))
+        return self._pool.can_allocate((), sum(wanted))
 
     def _schedule_decodes(self, rows: list[tuple[Sequence, int]], budget: int) -> int:
-        """One token for each sequence that lacks one, oldest first. Returns what is left of the budget."""
+        """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
         running = self._running
-        size = self._block_size
         index = 0
+        # Not a for loop: `_extend` may take the youngest out of the list.
         while index < len(running) and budget:
             sequence = running[index]
             index += 1
-            length = len(sequence.tokens) + sequence.yields
-            if length - sequence.num_computed - sequence.scheduled != 1:
+            length = sequence.expected
+            if length - sequence.reach != 1:
                 continue
-            if sequence.yields and (sequence.handoff or length >= self._limits.longest(sequence.request)):
+            if sequence.yields and (sequence.handoff or length >= sequence.request.most_tokens):
                 # The token in flight is its last, whatever it is.
                 continue
-            if length <= len(sequence.hold.blocks) * size or self._make_room(sequence):
+            if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append((sequence, 1))
                 budget -= 1
         return budget
 
     def _schedule_chunks(self, rows: list[tuple[Sequence, int]], budget: int) -> None:
-        """Shares the budget among the sequences that lack more than a token, oldest first.
+        """Shares the budget among the sequences that lack more than one token, oldest first.
 
-        A chunk that isn't the last ends at a block's border if it reaches one: whole blocks can be shipped.
+        A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
         for sequence in self._running:
             if not budget:
                 break
-            start = sequence.num_computed + sequence.scheduled
-            end = len(sequence.tokens) + sequence.yields
+            start, end = sequence.reach, sequence.expected
             if end - start == 1:
                 continue
             if end - start > budget:
@@ -308,20 +303,19 @@ class Scheduler:
             budget -= end - start
 
     def _build(self, rows: list[tuple[Sequence, int]]) -> StepPlan:
-        """The plan of these tokens of each sequence, which are in flight from here on."""
-        size = self._block_size
+        """The plan that computes so many tokens of each sequence; they are in flight from now on."""
         tokens: list[int] = []
         starts, sample, generated, feeds = [], [], [], []
         for row, (sequence, length) in enumerate(rows):
-            known, expected = len(sequence.tokens), len(sequence.tokens) + sequence.yields
-            start = sequence.num_computed + sequence.scheduled
+            known, expected = len(sequence.tokens), sequence.expected
+            start = sequence.reach
             end = start + length
             tokens += sequence.tokens[start:end] if start < known else (0,)
             feeds.append(-1 if start < known else sequence.row)
             starts.append(start)
             sample.append(end == expected)
             generated.append(expected - sequence.request.prompt_tokens)
-            self._tables.grow(sequence.slot, sequence.hold.blocks, (end + size - 1) // size)
+            self._tables.grow(sequence.slot, sequence.hold.blocks, self._limits.blocks_for(end))
             sequence.scheduled += length
             sequence.yields += end == expected
             sequence.row = row
@@ -340,28 +334,15 @@ class Scheduler:
 
     # What a step did.
 
-    def _land(self, plan: StepPlan) -> list[Sequence]:
-        """The sequences of the oldest plan in flight, which no longer is."""
-        if not self._in_flight or self._in_flight[0][0] is not plan:
-            current = f"plan {self._in_flight[0][0].step}" if self._in_flight else "none"
-            raise IntegrityError(f"plan {plan.step} came back; in flight is {current}")
-        return self._in_flight.popleft()[1]
-
     def _fail(self, sequence: Sequence, moment: float) -> Progress:
-        # What spoiled its logits may lie in any block that it read.
-        if self._prefix is not None:
-            self._prefix.withdraw(sequence.hold)
+        # The cause of its invalid logits may lie in any block that it read.
+        self._prefix.withdraw(sequence.hold)
         self._end(sequence, Status.FAILED, moment)
         return Progress(sequence, sequence.num_computed, error="the model's logits are not finite")
 
     def _advance(self, sequence: Sequence, length: int, token: int | None, moment: float) -> Progress:
-        start = sequence.num_computed
-        end = start + length
-        sequence.num_computed = end
-        if start < sequence.furthest:
-            sequence.recomputed_tokens += min(end, sequence.furthest) - start
-        if end > sequence.furthest:
-            sequence.furthest = end
+        end = sequence.num_computed + length
+        sequence.advance(end)
         if end // self._block_size > sequence.hold.published:
             self._publish(sequence)
         if end < len(sequence.tokens):
@@ -376,17 +357,15 @@ class Scheduler:
             self._end(sequence, Status.FINISHED, moment)
         elif sequence.handoff:
             hold = sequence.hold
-            hold.owner = _name("export", sequence.request)
+            hold.owner = f"export {sequence.request}"
             self._end(sequence, Status.HANDED_OFF, moment)
             return Progress(sequence, end, token, hold=hold)
         return Progress(sequence, end, token, finish)
 
     def _publish(self, sequence: Sequence) -> None:
-        if self._prefix is not None:
-            tenant = sequence.request.tenant
-            self._prefix.publish(sequence.tokens, tenant, sequence.hold, sequence.num_computed)
+        self._prefix.publish(sequence.tokens, sequence.request.tenant, sequence.hold, sequence.num_computed)
 
-    # Rows and room.
+    # Rows and blocks.
 
     def _start(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -414,29 +393,20 @@ class Scheduler:
         if status is not Status.HANDED_OFF and not sequence.scheduled:
             sequence.hold.release()
 
-    def _acquire(self, request: Request, tokens: Tokens[int], chain: list[bytes], room: int, owner: str) -> Hold | None:
-        """Blocks for `room` tokens, all but the last of them from the prefix cache where it has them.
+    def _allocate(self, request: Request, tokens: Tokens[int], chain: list[bytes], capacity: int) -> Hold | None:
+        """Blocks for `capacity` tokens; all but the last token may come from the prefix cache.
 
-        None unless a block is left for each sequence that runs: what starts now shouldn't have to stop at once.
+        None unless one block is left for each running sequence: a new one shouldn't cause a preemption at once.
         """
-        blocks = self._limits.blocks_for(room)
-        prefix = self._prefix
-        shared = [] if prefix is None else prefix.find(tokens, request.tenant, room - 1, chain)
-        if not self._pool.room_for(shared, blocks - len(shared) + len(self._running)):
-            return None
-        if prefix is None:
-            return self._pool.allocate(blocks, owner)
-        hold = prefix.match(tokens, request.tenant, owner, room - 1, chain)
-        if not hold.extend(blocks - len(shared)):
-            raise IntegrityError(f"{owner!r} found no room for {blocks} blocks, {len(shared)} shared, where there was")
-        return hold
+        blocks, spare = self._limits.blocks_for(capacity), len(self._running)
+        return self._prefix.allocate(tokens, request.tenant, chain, blocks, capacity - 1, spare)
 
-    def _find_room(self, sequence: Sequence) -> bool:
-        """Blocks for all tokens of a waiting sequence, cached ones first; False where there is no room."""
-        owner = sequence.hold.owner
-        hold = self._acquire(sequence.request, sequence.tokens, sequence.chain, len(sequence.tokens), owner)
+    def _allocate_waiting(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
+        hold = self._allocate(sequence.request, sequence.tokens, sequence.chain, len(sequence.tokens))
         if hold is None:
             return False
+        hold.owner = sequence.hold.owner
         sequence.hold.release()
         sequence.hold = hold
         sequence.num_computed = hold.published * self._block_size
@@ -444,8 +414,8 @@ class Scheduler:
             sequence.cached_tokens = sequence.furthest = sequence.num_computed
         return True
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """One more block for a running sequence, if need be the youngest's; False where it can't go on now."""
+    def _extend(self, sequence: Sequence) -> bool:
+        """One more block for a running sequence, from the youngest one if none is free; False if it must wait."""
         while not sequence.hold.extend(1):
             if self._in_flight:
                 raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")
@@ -455,7 +425,7 @@ class Scheduler:
                 victim = self._running[-1]
                 self._stop(victim)
             else:
-                # Alone, so the rest is held by exports and reservations, which end by themselves.
+                # It runs alone: exports and reservations hold the other blocks, and both end by themselves.
                 return False
             victim.hold.release()
             victim.num_computed = 0
@@ -478,8 +448,3 @@ class Scheduler:
 
 
 _arrival = attrgetter("handle")
-
-
-def _name(what: str, request: Request) -> str:
-    """Name of a hold's owner."""
-    return f"{what} {request.request_id}/{request.attempt}"

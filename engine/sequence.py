@@ -1,4 +1,4 @@
-"""One request's life on one engine."""
+"""The life of one request on one engine."""
 
 import enum
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from kvrelay.engine.request import Request
 
 
 class Status(enum.IntEnum):
-    """Where a sequence is. The order is a rule: everything past PREEMPTED has ended, and left the scheduler."""
+    """Where a sequence is. The order matters: every status after PREEMPTED means that it has left the scheduler."""
 
     WAITING = 0
-    """For a row, and for blocks unless its KV came from elsewhere."""
+    """For a row, and for blocks unless its KV came from another worker."""
     RUNNING = 1
     PREEMPTED = 2
-    """Waiting again: its blocks were taken away, all its tokens are to be computed anew."""
+    """Waiting again. Its blocks were taken away, so all its tokens must be computed anew."""
     FINISHED = 3
     HANDED_OFF = 4
     """Its blocks left with its first token."""
@@ -25,7 +25,7 @@ class Status(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The tokens of a request and how far their KV has come. Changed by the scheduler only.
+    """The tokens of a request and how far their KV is computed. Only the scheduler changes it.
 
         tokens      | prompt                                        | completion      |
                     0                                               prompt_tokens     num_tokens
@@ -33,17 +33,17 @@ class Sequence:
                     0               cached_tokens        num_computed                 num_tokens
         hold.blocks |       |       |       |       |       |
 
-    Each step computes some of the tokens from num_computed on. A step that computes the last one yields the next
-    token, and so "to compute" is at least one token for as long as the sequence lives. The three intervals of the
-    second line may end anywhere: within the prompt while it is chunked, past it in decode, and, for a sequence whose
-    KV came from another worker, at the prompt's end from the start (with nothing cached, and one completion token).
+    Each step computes some tokens from num_computed on. The step that computes the last one yields the next token, so
+    "to compute" is at least one token as long as the sequence lives. The three intervals of the second line may end
+    anywhere: within the prompt while it is computed in chunks, after it in decode. If the KV came from another worker,
+    they end at the prompt's end from the start, with nothing cached and one completion token.
     """
 
     request: Request
     handle: int
     """The scheduler's number for it, in order of arrival."""
     hold: Hold
-    """Its blocks: at least those of the first num_computed tokens. Without blocks unless RUNNING, or KV came along."""
+    """Its blocks, at least those of the first num_computed tokens. Empty unless it runs or its KV came with it."""
     handoff: bool = False
     """Whether it leaves with its first token."""
     status: Status = Status.WAITING
@@ -51,15 +51,15 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose KV is in the pool."""
     furthest: int = 0
-    """The most that num_computed ever was: what is computed below it is computed a second time."""
+    """The largest value that num_computed has had: tokens below it are computed a second time."""
     cached_tokens: int = 0
-    """Tokens that the prefix cache spared when it was first scheduled."""
+    """Tokens that the prefix cache had when it was first scheduled."""
     recomputed_tokens: int = 0
-    """Tokens computed a second time, here or after another worker had; 0 unless it was preempted."""
+    """Tokens computed a second time, here or after another worker had computed them; 0 unless it was preempted."""
     scheduled: int = 0
-    """Tokens of it in the plans in flight."""
+    """Its tokens in the plans in flight."""
     yields: int = 0
-    """Tokens that the plans in flight will sample for it: what comes after `tokens`, and isn't known yet."""
+    """Tokens that the plans in flight will sample for it: they come after `tokens` and aren't known yet."""
     row: int = -1
     """Its row in the newest plan that it is in."""
     slot: int = -1
@@ -74,13 +74,13 @@ class Sequence:
 
     @property
     def reach(self) -> int:
-        """Tokens whose KV is in the pool once the plans in flight are done."""
+        """Tokens whose KV is in the pool once the plans in flight are committed."""
         return self.num_computed + self.scheduled
 
     @property
-    def left(self) -> int:
-        """Tokens to compute beyond the plans in flight, with those that they yield."""
-        return len(self.tokens) + self.yields - self.num_computed - self.scheduled
+    def expected(self) -> int:
+        """Tokens that it has once the plans in flight are committed."""
+        return len(self.tokens) + self.yields
 
     @property
     def generated(self) -> int:
@@ -91,7 +91,12 @@ class Sequence:
     def ended(self) -> bool:
         return self.status > Status.PREEMPTED
 
+    def advance(self, end: int) -> None:
+        """The KV of its first `end` tokens is in the pool now."""
+        if self.num_computed < self.furthest:
+            self.recomputed_tokens += min(end, self.furthest) - self.num_computed
+        self.num_computed = end
+        self.furthest = max(end, self.furthest)
+
     def __repr__(self) -> str:
-        # Never the tokens: a representation ends up in logs.
-        name = f"{self.request.request_id}/{self.request.attempt}"
-        return f"Sequence({name}, {self.status.name}, {self.num_computed} of {self.num_tokens} tokens computed)"
+        return f"Sequence({self.request}, {self.status.name}, {self.num_computed} of {self.num_tokens} tokens computed)"

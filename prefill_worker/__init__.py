@@ -1,1 +1,1 @@
-"""The prefill role."""
+"""The prefill role: computes prompts and ships their KV."""

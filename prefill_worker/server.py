@@ -1,4 +1,4 @@
-"""A prefill worker: the worker's shell with the prefill role."""
+"""A prefill worker: `WorkerServer` with the prefill role."""
 
 from collections.abc import Callable
 
@@ -9,5 +9,5 @@ from kvrelay.worker.server import WorkerServer
 
 
 def prefill_server(config: WorkerConfig, observer: Callable[[Load], None] | None = None) -> WorkerServer:
-    """Serves one prefill worker; `observer` is given its load at every heartbeat."""
+    """A server of one prefill worker, not started yet; `observer` gets its load at every heartbeat."""
     return WorkerServer(config, PrefillRole, observer)

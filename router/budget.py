@@ -1,4 +1,4 @@
-"""How many requests may be tried again, so that retries never become the load."""
+"""Limits retries, so that they never become the load."""
 
 import time
 from collections import deque
@@ -11,15 +11,15 @@ _BUCKETS = 10
 
 
 class RetryBudget:
-    """Retries of the last ten seconds: up to a fifth of that time's requests, and always three.
+    """Allows retries for a fifth of the requests of the last ten seconds, and always three.
 
-    What it is for is a cluster that fails requests as fast as they come. A request that goes on elsewhere because its
-    worker was lost is not asked of it: a worker is lost once, and all of its requests must go on.
+    It protects a cluster that refuses requests as fast as they come. A request whose worker was lost needs no budget:
+    a worker is lost once, and all of its requests must continue elsewhere.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: deque[list[int]] = deque()  # [bucket's number, requests, retries]
+        self._buckets: deque[list[int]] = deque()  # [number of the bucket, requests, retries]
 
     def request(self) -> None:
         """Counts a request."""
@@ -27,16 +27,16 @@ class RetryBudget:
 
     def take(self) -> bool:
         """Whether one more retry is allowed; counts it if so."""
-        now = self._bucket()
+        bucket = self._bucket()
         requests = sum(bucket[1] for bucket in self._buckets)
         retries = sum(bucket[2] for bucket in self._buckets)
         if retries >= max(AT_LEAST, int(SHARE * requests)):
             return False
-        now[2] += 1
+        bucket[2] += 1
         return True
 
     def _bucket(self) -> list[int]:
-        """The bucket of now; forgets those that are out of the window."""
+        """The current bucket; drops those outside the window."""
         number = int(self._clock() * _BUCKETS / WINDOW_SECONDS)
         while self._buckets and self._buckets[0][0] <= number - _BUCKETS:
             self._buckets.popleft()

@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, through the model's own Jinja template."""
+"""Renders chat messages to one prompt, by the model's own Jinja template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateFailed(ValueError):
-    """The template can't render these messages. The text is the template's own, or the kind of the error."""
+    """The template can't render these messages. The text is the template's own message, or the type of the error."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`: marks what the assistant wrote, for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's text for training; here only its body is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012  # declared so by jinja2
+    tags = {"generation"}  # noqa: RUF012  # declared by jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -28,16 +28,16 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template, with the globals that templates of Hugging Face models count on."""
+    """A compiled chat template, with the globals that templates of Hugging Face models use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """
         Args:
             source: the template.
-            special_tokens: what it may use by name, e.g. `bos_token`.
+            special_tokens: variables of the template, e.g. `bos_token`.
 
         Raises:
-            ValueError: it isn't a Jinja template.
+            ValueError: `source` is no Jinja template.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
@@ -52,7 +52,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks for the assistant's next message; special tokens are already in it.
+        """The prompt for the assistant's next message, special tokens included.
 
         Raises:
             TemplateFailed: the template refuses the messages.
@@ -72,10 +72,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a checkpoint: `chat_template.jinja`, or the one in its tokenizer_config.json (`config`).
+    """The template of a checkpoint: `chat_template.jinja`, or the one in its tokenizer_config.json (`config`), or None.
 
     Raises:
-        ValueError: there is one, but it can't be used.
+        ValueError: the template can't be used.
     """
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
@@ -93,14 +93,14 @@ def load_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate 
 
 
 def token_text(value: object) -> str | None:
-    """A special token as tokenizer_config.json has it: a string, or an object with its content."""
+    """The text of a special token in tokenizer_config.json: a string, or an object with a `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 class _RaisedByTemplate(jinja2.TemplateError):
-    """Raised by the template itself."""
+    """Raised by the template's `raise_exception`."""
 
 
 def _raise_exception(message: str) -> None:
@@ -118,5 +118,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Replaces Jinja's own filter, which escapes HTML; no model was trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

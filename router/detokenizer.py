@@ -1,19 +1,18 @@
-"""Tokens to text as they come: whole characters only, O(1) per token.
+"""Converts tokens to text one by one: whole characters only, O(1) per token.
 
-Every token stands for some bytes, and the text of a completion is their concatenation, decoded as UTF-8. So a token is
-turned into its bytes once (and kept), and an incremental UTF-8 decoder holds back the bytes of an unfinished character;
-nothing is ever decoded twice.
+Every token stands for some bytes; the text of a completion is their concatenation, decoded as UTF-8. The bytes of a
+token are looked up once and kept, and an incremental UTF-8 decoder holds back the bytes of an unfinished character.
 
-For byte-level tokenizers (Llama 3, Qwen) the sum of the pieces equals the library's `decode` of all ids, whatever they
-are. SentencePiece-like ones (Llama 2, Mistral) differ from it in two places, for the better: a completion keeps the
-space that its first word begins with (`decode` takes it for the beginning of a text and drops it), and a broken byte
-doesn't turn the whole characters before it into U+FFFD.
+With byte-level tokenizers (Llama 3, Qwen) the joined pieces equal the library's `decode` of all ids. With tokenizers
+like SentencePiece (Llama 2, Mistral) they differ in two places: a completion keeps the space before its first word,
+which `decode` drops as the beginning of a text; and an invalid byte doesn't turn the valid characters before it into
+U+FFFD.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
@@ -22,7 +21,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary stands for; none for special tokens and for ids without a text."""
+    """The bytes that each token of a vocabulary stands for; empty for special tokens and for ids without a text."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +51,7 @@ class TokenBytes:
             return bytes((int(match[1], 16),))
         if self._anchor is None:
             return self._tokenizer.decode([token]).encode()
-        # What the token adds to a text, not what it is as the beginning of one.
+        # The text that the token adds after other text, which can differ from its text at the beginning.
         before = self._tokenizer.decode([self._anchor])
         return self._tokenizer.decode([self._anchor, token])[len(before) :].encode()
 
@@ -65,11 +64,11 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that `token` completes; may be none."""
+        """The characters that `token` completes; may be empty."""
         return self._utf8.decode(self._token_bytes[token])
 
     def flush(self) -> str:
-        """Ends the text: U+FFFD if it ends inside a character."""
+        """Ends the text; returns U+FFFD if it ends inside a character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -84,7 +83,7 @@ def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _anchor(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """A token that is plain text: what follows it is decoded as the middle of a text."""
+    """A plain letter's token: the library decodes the tokens after it as the middle of a text."""
     for character in "aeiost":
         token = tokenizer.token_to_id(character)
         if token is not None and tokenizer.decode([token]) == character:
@@ -93,7 +92,7 @@ def _anchor(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes as: printable Latin-1 as itself, the rest from U+0100 on."""
+    """Byte-level BPE's character for each byte: printable Latin-1 as itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -103,7 +102,7 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    values: Iterable[int | None] = [_ALPHABET.get(character) for character in piece]
-    whole = [value for value in values if value is not None]
-    # An added token is text and not in the alphabet of bytes as a rule.
-    return bytes(whole) if len(whole) == len(piece) else piece.encode()
+    try:
+        return bytes(_ALPHABET[character] for character in piece)
+    except KeyError:
+        return piece.encode()  # an added token is plain text

@@ -1,13 +1,15 @@
-"""How a request can fail, each as the gRPC status that its client sees."""
+"""The ways in which a request can fail, each with the gRPC status that its client gets."""
 
 from typing import ClassVar
 
 import grpc
 
-from kvrelay.router.records import Outcome
+from kvrelay.router.trace import Outcome
 
 MAX_VALUE_CHARACTERS = 64
 RETRY_DELAY_KEY = "retry-delay-ms"
+RETRY_DELAY_SECONDS = 1.0
+"""When a client should retry after RESOURCE_EXHAUSTED."""
 
 
 class RequestError(Exception):
@@ -16,45 +18,30 @@ class RequestError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     outcome: ClassVar[Outcome] = "internal"
     """The value of `RequestRecord.outcome`."""
-
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Trailing metadata of the status."""
 
 
-class InvalidRequest(RequestError):
-    """The request can never be served as it is: names the field, its value and what is allowed."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    outcome = "invalid"
-
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} is {shorten(value)}; allowed: {limit}")
-        self.field = field
-
-
-class InvalidPayload(RequestError):
-    """The bytes are no message of the contract."""
+class InvalidArgument(RequestError):
+    """No worker can ever serve the request as it is."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     outcome = "invalid"
 
 
-class RefusedByWorker(RequestError):
-    """A worker says that no worker can serve the request: it differs from the router about a limit."""
+class InvalidRequest(InvalidArgument):
+    """A field of the request is beyond a limit; the text names the field, its value and what is allowed."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    outcome = "invalid"
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} is {shorten(value)}; allowed: {allowed}")
 
 
 class Exhausted(RequestError):
-    """The cluster is full."""
+    """The cluster is full; the metadata says when to retry."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     outcome = "exhausted"
-
-    def __init__(self, message: str, retry_delay_seconds: float) -> None:
-        super().__init__(message)
-        self.metadata = ((RETRY_DELAY_KEY, str(round(retry_delay_seconds * 1000))),)
+    metadata = ((RETRY_DELAY_KEY, str(round(RETRY_DELAY_SECONDS * 1000))),)
 
 
 class Unavailable(RequestError):
@@ -72,17 +59,17 @@ class DeadlineExceeded(RequestError):
 
 
 class SlowReader(RequestError):
-    """The client has not taken a message for the idle timeout."""
+    """The client did not read a message within the idle timeout."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     outcome = "cancelled"
 
 
 class InternalError(RequestError):
-    """A defect."""
+    """A defect of kvrelay."""
 
 
 def shorten(value: object) -> str:
-    """`value` as a message shows it; a long one is cut."""
+    """`repr(value)`, cut to a length that fits in an error message."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

@@ -9,54 +9,57 @@ from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.alarm import Alarm
-from kvrelay.router.completion import Finish
-from kvrelay.router.errors import Exhausted, InternalError, InvalidPayload, RequestError, SlowReader, Unavailable
-from kvrelay.router.payload import BadPayload, Parser
-from kvrelay.router.records import Observer, Outcome, RequestRecord, RequestTrace
-from kvrelay.router.session import RETRY_DELAY_SECONDS, Dispatch, Session
+from kvrelay.router.errors import Exhausted, InternalError, InvalidArgument, RequestError, SlowReader, Unavailable
+from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
-from kvrelay.v1 import inference_pb2
-from kvrelay.v1.inference_pb2 import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    GenerateRequest,
-    GenerateResponse,
-    GetModelInfoRequest,
-    GetModelInfoResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from kvrelay.v1 import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
-OUTCOMES: dict[Finish, Outcome] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+def parser(kind: type[RequestT]) -> Callable[[bytes], RequestT | InvalidArgument]:
+    """A gRPC request deserializer that returns its error: gRPC would send the text of an exception to the client."""
+
+    def parse(data: bytes) -> RequestT | InvalidArgument:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: malformed, or a string is not UTF-8")
+
+    return parse
 
 
 class Writer:
-    """Writes one request's messages, with a limit: a client that reads no more blocks a write for ever."""
+    """Writes one request's messages, each within a time limit: a client that stops reading blocks a write for ever."""
 
-    def __init__(self, context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]", limit: float) -> None:
-        """`limit`: seconds that a write may take."""
+    def __init__(
+        self, context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]", limit: float
+    ) -> None:
+        """
+        Args:
+            limit: seconds that one write may take.
+        """
         self._context = context
         self._limit = limit
-        self._alarm = Alarm(self._give_up)
+        self._alarm = Alarm(self._cancel_write)
         self._writing: asyncio.Task[None] | None = None
         self._late = False
 
-    async def write(self, message: GenerateResponse) -> None:
+    async def write(self, message: pb.GenerateResponse) -> None:
         """
         Raises:
-            SlowReader: it took longer than the limit.
+            SlowReader: the write took longer than the limit.
             asyncio.CancelledError: the client is gone.
         """
         self._writing = asyncio.current_task()
@@ -64,7 +67,7 @@ class Writer:
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            # Its own cancellation, unless somebody else's came too.
+            # `_cancel_write` has cancelled this task, unless another cancellation came as well.
             if self._late and self._writing is not None and not self._writing.uncancel():
                 raise SlowReader(f"no message was read for {self._limit:g} s") from None
             raise
@@ -75,17 +78,16 @@ class Writer:
             self._alarm.set(math.inf)
 
     def close(self) -> None:
-        """Nothing is written any more."""
         self._alarm.close()
 
-    def _give_up(self) -> None:
+    def _cancel_write(self) -> None:
         if self._writing is not None:
             self._late = True
             self._writing.cancel()
 
 
 class InferenceFace:
-    """Answers the public calls. A mistake of the client's is a status; nothing that it sends ends the router."""
+    """Answers the public calls. A client's mistake becomes a status; nothing that a client sends ends the router."""
 
     def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, observer: Observer | None) -> None:
         self._dispatch = dispatch
@@ -95,127 +97,85 @@ class InferenceFace:
 
     @property
     def running(self) -> int:
-        """Requests that have come and are not over."""
+        """Requests that were received and have not ended."""
         return self._running
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """The service's methods, with parsers that return what they can't parse."""
-        unary = grpc.unary_unary_rpc_method_handler
+        """The service's methods. Each gets a request, or the error of one that can't be parsed."""
+        generate = grpc.unary_stream_rpc_method_handler(
+            self._generate, parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
+        )
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Generate": grpc.unary_stream_rpc_method_handler(
-                    self._generate, Parser(GenerateRequest), GenerateResponse.SerializeToString
-                ),
-                "GetModelInfo": unary(
-                    self._answering(self._get_model_info),
-                    Parser(GetModelInfoRequest),
-                    GetModelInfoResponse.SerializeToString,
-                ),
-                "Tokenize": unary(
-                    self._answering(self._tokenize), Parser(TokenizeRequest), TokenizeResponse.SerializeToString
-                ),
-                "Detokenize": unary(
-                    self._answering(self._detokenize), Parser(DetokenizeRequest), DetokenizeResponse.SerializeToString
-                ),
+                "Generate": generate,
+                "GetModelInfo": _unary(pb.GetModelInfoRequest, self._get_model_info),
+                "Tokenize": _unary(pb.TokenizeRequest, self._tokenize),
+                "Detokenize": _unary(pb.DetokenizeRequest, self._detokenize),
             },
         )
 
-    # Generate.
-
     async def _generate(
         self,
-        request: GenerateRequest | BadPayload,
-        context: "grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]",
+        request: pb.GenerateRequest | InvalidArgument,
+        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]",
     ) -> None:
-        journal = RequestTrace(time.monotonic())
-        # No deadline is None, whatever the type stubs say.
+        trace = RequestTrace(time.monotonic())
+        # None if there is no deadline; the type stubs don't say so.
         remaining = cast("float | None", context.time_remaining())
-        deadline = math.inf if remaining is None else journal.received + remaining
-        name = request.request_id if isinstance(request, GenerateRequest) else ""
-        checked: CheckedRequest | None = None
-        session: Session | None = None
-        writer: Writer | None = None
+        deadline = math.inf if remaining is None else trace.received + remaining
+        writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
         self._running += 1
         try:
-            checked = await self._check(request)
-            session = Session(checked, self._dispatch, journal, deadline)
-            writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
-            finish = await session.run(writer.write)
-            outcome = OUTCOMES[finish]
+            checked = await self._check(request, trace)
+            finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
+            outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome
         except asyncio.CancelledError:
             outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
             raise
         except Exception:
-            logger.exception("request failed by a defect", extra={"request": name})
+            logger.exception("request failed because of a defect", extra={"request": trace.wire_id})
             failure, outcome = InternalError("a defect in the router"), "internal"
         finally:
             self._running -= 1
-            if writer is not None:
-                writer.close()
-            record = journal.record(
-                name if checked is None else checked.request_id,
-                outcome,
-                0 if checked is None else len(checked.tokens),
-                0 if session is None else session.completion_tokens,
-                time.monotonic(),
-            )
-            self._note(record, checked, failure)
+            writer.close()
+            self._note_end(trace, outcome, failure)
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _check(self, request: GenerateRequest | BadPayload) -> CheckedRequest:
-        if isinstance(request, BadPayload):
-            raise InvalidPayload(request.problem)
+    async def _check(self, request: pb.GenerateRequest | InvalidArgument, trace: RequestTrace) -> CheckedRequest:
+        if isinstance(request, InvalidArgument):
+            raise request
+        trace.wire_id = request.request_id
         limit = self._dispatch.config.max_requests
         if self._running > limit:
-            raise Exhausted(f"{limit} requests are in flight, the router's max_requests", RETRY_DELAY_SECONDS)
-        return await check(request, self._model(), self._tokenizer)
+            raise Exhausted(f"{limit} requests are in flight, the router's max_requests")
+        checked = await check(request, self._model(), self._tokenizer)
+        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.tokens)
+        return checked
 
-    def _note(self, record: RequestRecord, checked: CheckedRequest | None, failure: RequestError | None) -> None:
+    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None) -> None:
+        record = trace.record(outcome, time.monotonic())
         fields: dict[str, object] = {
-            "request": record.request_id if checked is None else checked.wire_id,
-            "outcome": record.outcome,
+            "request": trace.wire_id,
+            "outcome": outcome,
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "seconds": round(record.total_seconds, 4),
         }
         if failure is not None:
             fields["reason"] = str(failure)
-        logger.info("request over", extra=fields)
+        logger.info("request ended", extra=fields)
         if self._observer is not None:
             self._observer(record)
 
-    # The others.
-
-    def _answering(
-        self, answer: Callable[[RequestT], Awaitable[ResponseT]]
-    ) -> Callable[[RequestT | BadPayload, "grpc.aio.ServicerContext[RequestT, ResponseT]"], Awaitable[ResponseT]]:
-        """A handler of a unary call: errors become statuses."""
-
-        async def handle(
-            request: RequestT | BadPayload, context: "grpc.aio.ServicerContext[RequestT, ResponseT]"
-        ) -> ResponseT:
-            try:
-                if isinstance(request, BadPayload):
-                    raise InvalidPayload(request.problem)
-                return await answer(request)
-            except RequestError as error:
-                failure = error
-            except Exception:
-                logger.exception("call failed by a defect")
-                failure = InternalError("a defect in the router")
-            return await context.abort(failure.code, str(failure), failure.metadata)
-
-        return handle
-
-    async def _get_model_info(self, request: GetModelInfoRequest) -> GetModelInfoResponse:
+    async def _get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         model = self._model()
-        return GetModelInfoResponse(
+        return pb.GetModelInfoResponse(
             name=model.name,
             architecture=model.architecture,
             vocab_size=model.vocab_size,
@@ -226,15 +186,37 @@ class InferenceFace:
             version=version("kvrelay"),
         )
 
-    async def _tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        return TokenizeResponse(token_ids=await prompt_tokens(request, self._tokenizer))
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=await prompt_tokens(request, self._tokenizer))
 
-    async def _detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         check_ids("token_ids", request.token_ids, self._model().vocab_size)
-        return DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
+        return pb.DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
 
     def _model(self) -> ModelInfo:
-        model = self._dispatch.pool.model
+        model = self._dispatch.registry.model
         if model is None:
             raise Unavailable("no worker is ready yet")
         return model
+
+
+def _unary(
+    kind: type[RequestT], answer: Callable[[RequestT], Awaitable[ResponseT]]
+) -> "grpc.RpcMethodHandler[RequestT, ResponseT]":
+    """The handler of a call with one request and one response: turns errors into statuses."""
+
+    async def handle(
+        request: RequestT | InvalidArgument, context: "grpc.aio.ServicerContext[RequestT, ResponseT]"
+    ) -> ResponseT:
+        try:
+            if isinstance(request, InvalidArgument):
+                raise request
+            return await answer(request)
+        except RequestError as error:
+            failure = error
+        except Exception:
+            logger.exception("call failed because of a defect")
+            failure = InternalError("a defect in the router")
+        return await context.abort(failure.code, str(failure), failure.metadata)
+
+    return grpc.unary_unary_rpc_method_handler(handle, parser(kind), lambda response: response.SerializeToString())

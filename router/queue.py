@@ -1,35 +1,38 @@
-"""Requests that wait at the router, because no decode worker would have room for them by the end of their prefill.
+"""Requests that wait in the router, because no decode worker would have capacity at the end of their prefill.
 
-    in        a session that has not placed its request yet; one that places it anew goes to the front
-    out       the first in line, as soon as the policy finds it a place; nobody passes it
-    or        its client goes, its time is up, or there are no workers any more
+    producer    a session that places its request; one that places it again goes to the front
+    consumer    the first request in line, as soon as it has a place; no other request overtakes it
+    leaves too  a request whose client is gone, whose time limit has passed, or for which there are no workers left
 
-So a full decode worker holds prompts back here, where they cost nothing, instead of filling prefill's memory with KV
-that nobody takes.
+So a full decode worker holds prompts back here, where they cost nothing, instead of filling prefill memory with KV that
+no worker can take.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from kvrelay.router.placement import Demand, NoPlace, Placement, Policy, WorkerView
+from kvrelay.router.placement import Demand, NoPlace, Placement
 
 T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The largest number of requests is waiting already."""
 
 
 class PlacementQueue:
     """First come, first served. Used on one event loop only."""
 
-    def __init__(self, policy: Policy, view: Callable[[], Sequence[WorkerView]], max_waiting: int) -> None:
-        """`view` gives the workers as they are now."""
-        self._policy = policy
-        self._view = view
+    def __init__(self, decide: Callable[[Demand], Placement | NoPlace], max_waiting: int) -> None:
+        """
+        Args:
+            decide: the placement of a request by the workers' state now.
+            max_waiting: requests that may wait.
+        """
+        self._decide = decide
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[object, asyncio.Event] = OrderedDict()
 
@@ -40,25 +43,23 @@ class PlacementQueue:
     async def place(
         self, demand: Demand, until: float, start: Callable[[Placement], T], *, first: bool = False
     ) -> T | NoPlace:
-        """Waits for a place and takes it: `start` is called at once, so that nobody else is given the same room.
+        """Waits for a place and takes it: `start` is called at once, so that no other request gets the same capacity.
 
         Args:
-            until: how long to wait at most, on the monotonic clock.
-            start: takes the place; what it returns is returned.
-            first: goes before those that wait already, and is never refused for their number.
+            until: monotonic time at which to stop waiting.
+            start: takes the place.
+            first: goes before the requests that wait already, and is never refused because of their number.
 
         Returns:
-            What `start` did; or NO_WORKERS; or NO_ROOM, if the time is up.
+            The result of `start`; or NO_WORKERS; or NO_CAPACITY if the time is up.
 
         Raises:
-            QueueFull: as many wait as may.
+            QueueFull: too many requests wait.
         """
         if first or not self._waiting:
-            verdict = self._policy.place(demand, self._view())
-            if isinstance(verdict, Placement):
-                return start(verdict)
-            if verdict is NoPlace.NO_WORKERS:
-                return verdict
+            place = self._decide(demand)
+            if place is not NoPlace.NO_CAPACITY:
+                return start(place) if isinstance(place, Placement) else place
         if not first and len(self._waiting) >= self._max_waiting:
             raise QueueFull
         ticket, turn = object(), asyncio.Event()
@@ -69,18 +70,16 @@ class PlacementQueue:
                 while True:
                     await turn.wait()
                     turn.clear()
-                    verdict = self._policy.place(demand, self._view())
-                    if isinstance(verdict, Placement):
-                        return start(verdict)
-                    if verdict is NoPlace.NO_WORKERS:
-                        return verdict
+                    place = self._decide(demand)
+                    if place is not NoPlace.NO_CAPACITY:
+                        return start(place) if isinstance(place, Placement) else place
         except TimeoutError:
-            return NoPlace.NO_ROOM
+            return NoPlace.NO_CAPACITY
         finally:
             del self._waiting[ticket]
-            self.blocks_freed()
+            self.wake_first()
 
-    def blocks_freed(self) -> None:
-        """There may be a place for the first in line."""
+    def wake_first(self) -> None:
+        """The workers' state has changed: the first request in line may have a place now."""
         if self._waiting:
             next(iter(self._waiting.values())).set()

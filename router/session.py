@@ -1,22 +1,22 @@
-"""The life of one request: placed, followed, placed anew where a worker fails it, ended everywhere at once.
+"""The life of one request: it is placed, followed, placed again if a worker fails it, and ended everywhere at once.
 
-    wait for room -> place -> follow the attempt's tokens -> finish
-      ^                             | a worker lost, or gives the request back
-      +-----------------------------+ prompt + tokens so far, other workers preferred; first in the queue
+    wait for capacity -> place -> follow the attempt's tokens -> finish
+      ^                             | a worker is lost, or returns the request
+      +-----------------------------+ prompt + tokens so far; avoids these workers; first in the queue
 
-However it ends (finish, stop string, error, the client gone), whatever a worker still has of it is cancelled. Who waits
-for what, and for how long at most:
+However the request ends (finish, stop string, error, client gone), it is cancelled on every worker that still has a
+part of it. Every wait has a limit:
 
-    room on decode  first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
-    first token     first_token_timeout, from receipt                        DEADLINE_EXCEEDED
-    next token      idle_timeout, from the last one                          another attempt
-    a worker        idle_timeout, where an attempt had failed before         UNAVAILABLE
-    anything        the client's own deadline                                DEADLINE_EXCEEDED
+    what it waits for  limit                                                    error
+    decode capacity    first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
+    first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED
+    next token         idle_timeout, from the previous token                    none: another attempt
+    a worker           idle_timeout, only after a failed attempt                UNAVAILABLE
+    any of these       the client's own deadline                                DEADLINE_EXCEEDED
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,132 +25,106 @@ from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.attempt import Attempt, AttemptFailure
 from kvrelay.router.budget import RetryBudget
-from kvrelay.router.completion import Completion, Finish, Piece
+from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import TokenBytes
-from kvrelay.router.errors import (
-    DeadlineExceeded,
-    Exhausted,
-    InternalError,
-    RefusedByWorker,
-    RequestError,
-    Unavailable,
-)
-from kvrelay.router.placement import Demand, NoPlace, Placement, WorkerKey
+from kvrelay.router.errors import DeadlineExceeded, Exhausted, InternalError, InvalidArgument, RequestError, Unavailable
+from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.records import RequestTrace
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
-from kvrelay.v1.inference_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    FinishReason,
-    GenerateResponse,
-    Usage,
-)
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, GenerateResponse, Usage
 
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.25
-"""How long the last message, which has no tokens, may wait for prefill's figures of the hand-off."""
+"""How long the last message, which then has no tokens, waits for the prefill worker's report of the transfer."""
 
 BACKOFF_SECONDS = 0.05
-"""Before an attempt that follows a refusal; doubles each time."""
+"""Pause before an attempt that follows a refusal; doubles with each attempt."""
 
 MIN_SUBMIT_SECONDS = 0.001
-"""Of a request whose time is up as it is placed: for a worker, 0 would mean its own limit."""
-
-RETRY_DELAY_SECONDS = 1.0
-"""When a client that was refused for want of room should come again."""
-
-FINISH_REASONS: dict[Finish, FinishReason] = {
-    Finish.STOP: FINISH_REASON_STOP,
-    Finish.LENGTH: FINISH_REASON_LENGTH,
-}
+"""Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
 
 Write = Callable[[GenerateResponse], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What all sessions of a router share."""
+    """The parts of a router that all of its sessions share."""
 
     config: RouterConfig
-    pool: WorkerRegistry
+    registry: WorkerRegistry
     queue: PlacementQueue
     budget: RetryBudget
     token_bytes: TokenBytes
 
 
 class Session:
-    """One request, from checked to ended."""
+    """One checked request, until its end."""
 
-    def __init__(self, request: CheckedRequest, dispatch: Dispatch, journal: RequestTrace, deadline: float) -> None:
+    def __init__(self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, deadline: float) -> None:
         """
         Args:
-            journal: written as the request goes on.
+            trace: has the request's ids and prompt length; written while the request runs.
             deadline: the client's, on the monotonic clock; infinite for none.
         """
         self._request = request
         self._dispatch = dispatch
-        self._journal = journal
+        self._trace = trace
         self._deadline = deadline
         self._completion = Completion(request, dispatch.token_bytes)
-        self._attempts = 0
-        self._avoid: frozenset[WorkerKey] = frozenset()
-        self._tried: frozenset[WorkerKey] = frozenset()
-        self._alarm = Alarm(self._time_is_up)
+        self._avoid: frozenset[WorkerId] = frozenset()
+        self._tried: frozenset[WorkerId] = frozenset()
+        self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
-        self._progress = journal.received
-        """When the client last got a token, or an attempt began."""
+        self._progress = trace.received
+        """Time at which the latest token was sent or the latest attempt began."""
 
-    @property
-    def completion_tokens(self) -> int:
-        return len(self._completion.tokens)
-
-    async def run(self, write: Write) -> Finish:
+    async def run(self, write: Write) -> FinishReason:
         """Writes the whole stream, the last message included.
 
         Raises:
-            RequestError: it ended without a completion; nothing of it is left on any worker.
+            RequestError: it ended without a completion; no worker has a part of it any more.
         """
         self._dispatch.budget.request()
-        attempt = await self._first()
+        attempt = await self._place_first()
         try:
-            while True:
-                finish = await self._follow(attempt, write)
-                if finish is not None:
-                    return finish
-                attempt = await self._again(attempt)
+            while not (finish_reason := await self._follow(attempt, write)):
+                attempt = await self._retry(attempt)
+            return finish_reason
         finally:
             self._alarm.close()
             attempt.close()
 
-    def _time_is_up(self) -> None:
-        """A limit may have passed; who waits looks at it."""
+    def _wake_attempt(self) -> None:
+        """A limit may have passed: the waiting session checks."""
         if self._following is not None:
             self._following.wake()
 
     # One attempt.
 
-    async def _first(self) -> Attempt:
-        """Places the request, once there is room for it.
+    async def _place_first(self) -> Attempt:
+        """Places the request as soon as there is capacity for it.
 
         Raises:
-            RequestError: there are no workers, too many wait already, or its time is up.
+            RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
         queue = self._dispatch.queue
         asked = time.monotonic()
         try:
             attempt = await queue.place(self._demand(), min(self._token_limit(), self._deadline), self._start)
         except QueueFull:
-            full = f"{len(queue)} requests wait for room on a decode worker, the router's max_queue"
-            raise Exhausted(full, RETRY_DELAY_SECONDS) from None
+            raise Exhausted(
+                f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
+            ) from None
         finally:
-            self._journal.router_queue_seconds = time.monotonic() - asked
-        if attempt is NoPlace.NO_ROOM:
+            self._trace.router_queue_seconds = time.monotonic() - asked
+        if attempt is NoPlace.NO_CAPACITY:
             self._check_deadline()
-            raise self._no_first_token("; it waited for room on a decode worker")
+            raise self._no_first_token("; it waited for capacity on a decode worker")
         if attempt is NoPlace.NO_WORKERS:
             raise Unavailable(
                 "no worker can take the request now: it needs a prefill and a decode worker that are ready"
@@ -158,149 +132,127 @@ class Session:
         return attempt
 
     def _demand(self) -> Demand:
-        left = self._request.sampling.max_tokens - self.completion_tokens
-        work = len(self._request.tokens) + self.completion_tokens
-        return Demand(work, left - 1, self._avoid)
+        have = self._trace.completion_tokens
+        return Demand(self._trace.prompt_tokens + have, self._request.sampling.max_tokens - have - 1, self._avoid)
 
     def _start(self, placement: Placement) -> Attempt:
-        self._attempts += 1
+        trace, registry = self._trace, self._dispatch.registry
+        trace.attempts += 1
         self._tried |= placement.workers
-        pool = self._dispatch.pool
+        decode = None if placement.decode is None else registry.stream(placement.decode)
         attempt = Attempt(
-            self._request,
-            self._attempts,
-            tuple(self._completion.tokens),
-            pool.link(placement.prefill),
-            None if placement.decode is None else pool.link(placement.decode),
+            self._request, trace, tuple(self._completion.tokens), registry.stream(placement.prefill), decode
         )
-        self._journal.prefill_worker = attempt.prefill_worker
-        self._journal.decode_worker = attempt.decode_worker
         now = time.monotonic()
-        if self._journal.submitted is None:
-            self._journal.submitted = now
-        self._journal.retries = self._attempts - 1
+        if trace.submitted is None:
+            trace.submitted = now
         self._progress = now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
 
-    async def _follow(self, attempt: Attempt, write: Write) -> Finish | None:
-        """Writes the attempt's tokens as they come; None when it failed."""
+    async def _follow(self, attempt: Attempt, write: Write) -> FinishReason:
+        """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            token_ids, finish = attempt.take()
-            if token_ids or finish is not None:
-                piece = self._completion.add(token_ids, finish)
-                self._take_reports(attempt)
-                if piece.finish is not None:
-                    await self._end(attempt, piece, piece.finish, write)
-                    return piece.finish
-                await self._send(write, self._message(piece))
+            token_ids, finish_reason = attempt.take()
+            if token_ids or finish_reason:
+                piece = self._completion.add(token_ids, finish_reason)
+                self._trace.completion_tokens = len(self._completion.tokens)
+                if piece.finish_reason:
+                    await self._end(attempt, piece, write)
+                    return piece.finish_reason
+                await self._send(write, piece)
             elif attempt.failure is not None:
-                self._take_reports(attempt)
-                return None
+                return FINISH_REASON_UNSPECIFIED
             else:
                 await self._wait(attempt)
 
     async def _wait(self, attempt: Attempt) -> None:
-        """Waits for the attempt's next event, or until the first of the limits; acts on one that has passed."""
+        """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
         token_limit = self._token_limit()
-        decide_by = math.inf if attempt.decide_by is None else attempt.decide_by
-        first = min(token_limit, decide_by, self._deadline)
-        if time.monotonic() < first:
+        earliest = min(token_limit, attempt.decide_by, self._deadline)
+        if time.monotonic() < earliest:
             self._following = attempt
-            self._alarm.set(first)
+            self._alarm.set(earliest)
             await attempt.wait()
             return
         self._check_deadline()
-        if first == token_limit and not self._completion.tokens:
+        if earliest == token_limit and not self._completion.tokens:
             raise self._no_first_token()
-        if first == decide_by:
-            attempt.decide()
+        if earliest == attempt.decide_by:
+            attempt.fail_handoff()
         else:
-            attempt.give_up(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
+            attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
 
     def _token_limit(self) -> float:
-        """When the next token must be here, on the monotonic clock."""
+        """Monotonic time by which the next token must be here."""
         config = self._dispatch.config
         if not self._completion.tokens:
-            return self._journal.received + config.first_token_timeout_seconds
+            return self._trace.received + config.first_token_timeout_seconds
         return self._progress + config.idle_timeout_seconds
 
     # The end.
 
-    async def _end(self, attempt: Attempt, piece: Piece, finish: Finish, write: Write) -> None:
-        """Ends the request on its workers, and writes the last tokens and the last message: one, where possible."""
+    async def _end(self, attempt: Attempt, piece: Piece, write: Write) -> None:
+        """Ends the request on its workers; writes the last tokens and the figures, in one message where possible."""
         attempt.stop()
+        finish_reason = piece.finish_reason
         if attempt.transferring:
-            await self._send(write, self._message(piece))
-            piece = Piece("", (), finish)
+            await self._send(write, piece)
+            piece = Piece("", (), finish_reason)
             try:
                 async with asyncio.timeout(REPORT_SECONDS):
                     while attempt.transferring:
                         await attempt.wait()
             except TimeoutError:
-                logger.warning("no transfer report", extra=self._fields())
-        self._take_reports(attempt)
+                logger.warning("no transfer report", extra=self._log_fields())
         attempt.close()
+        trace, now = self._trace, time.monotonic()
+        if piece.token_ids:
+            trace.sent(now)
         last = self._message(piece)
-        last.finish_reason = FINISH_REASONS[finish]
-        prefill = self._journal.prefill
+        last.finish_reason = finish_reason
         last.usage.CopyFrom(
             Usage(
-                prompt_tokens=len(self._request.tokens),
-                completion_tokens=self.completion_tokens,
-                cached_tokens=0 if prefill is None else min(prefill.cached_tokens, len(self._request.tokens)),
+                prompt_tokens=trace.prompt_tokens,
+                completion_tokens=trace.completion_tokens,
+                cached_tokens=trace.cached_tokens,
             )
         )
-        now = time.monotonic()
-        if piece.token_ids:
-            self._note_sent(now)
-        last.timeline.CopyFrom(self._journal.timeline(now))
+        last.timeline.CopyFrom(trace.timeline(now))
         await write(last)
-
-    def _take_reports(self, attempt: Attempt) -> None:
-        journal = self._journal
-        if journal.prefill is None:
-            journal.prefill = attempt.prefill_report
-        if attempt.transfer_report is not None:
-            journal.transfers[attempt.number] = attempt.transfer_report
-        if attempt.decode_report is not None:
-            journal.decode = attempt.decode_report
 
     def _message(self, piece: Piece) -> GenerateResponse:
         return GenerateResponse(request_id=self._request.request_id, text=piece.text, token_ids=piece.token_ids)
 
-    async def _send(self, write: Write, message: GenerateResponse) -> None:
-        await write(message)
-        self._note_sent(time.monotonic())
-
-    def _note_sent(self, now: float) -> None:
-        if self._journal.first_sent is None:
-            self._journal.first_sent = now
-        self._journal.last_sent = self._progress = now
+    async def _send(self, write: Write, piece: Piece) -> None:
+        await write(self._message(piece))
+        self._progress = time.monotonic()
+        self._trace.sent(self._progress)
 
     # Another attempt.
 
-    async def _again(self, failed: Attempt) -> Attempt:
-        """Places the request anew after a failed attempt.
+    async def _retry(self, failed: Attempt) -> Attempt:
+        """Places the request again after a failed attempt.
 
         Raises:
-            RequestError: it must not, or can't, be tried again.
+            RequestError: another attempt is not allowed, or not possible.
         """
         failure = failed.failure
         if failure is None:
-            raise InternalError(f"attempt {failed.number} was given up without a failure")
+            raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
-        logger.warning("attempt failed", extra=self._fields() | {"reason": failure.message})
+        logger.warning("attempt failed", extra=self._log_fields() | {"reason": failure.message})
         if failure.code == Failure.CODE_INVALID:
-            raise RefusedByWorker(failure.message)
+            # The worker's limits differ from those that the router checked.
+            raise InvalidArgument(failure.message)
         if failure.code not in (Failure.CODE_RETRY, Failure.CODE_FULL):
             raise InternalError(failure.message)
         if failed.number >= self._dispatch.config.max_attempts:
             raise self._given_up(failure, f"after {failed.number} attempts")
         self._avoid |= failure.blamed
         if not failure.lost:
-            # Who is told of a broken hand-off by the survivor is told of the loss itself a moment later.
+            # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (failed.number - 1))
             self._check_deadline()
             if not failed.lost_worker and not self._dispatch.budget.take():
@@ -308,7 +260,7 @@ class Session:
         return await self._place_again(failure)
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
-        """Waits for workers where there are none: the lost one's replacement may be on its way."""
+        """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
         def start(placement: Placement) -> Attempt:
@@ -318,17 +270,17 @@ class Session:
 
         while True:
             attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
-            if attempt is NoPlace.NO_ROOM:
+            if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
-                raise self._given_up(failure, "no room on a decode worker")
+                raise self._given_up(failure, "no capacity on a decode worker")
             if attempt is not NoPlace.NO_WORKERS:
                 return attempt
             try:
                 async with asyncio.timeout(limit - time.monotonic()):
-                    await self._dispatch.pool.changed()
+                    await self._dispatch.registry.changed()
             except TimeoutError:
                 self._check_deadline()
-                raise self._given_up(failure, "no worker has come in its place") from None
+                raise self._given_up(failure, "no worker replaced the lost one") from None
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -340,14 +292,14 @@ class Session:
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
         if failure.code == Failure.CODE_FULL:
-            return Exhausted(f"the cluster is full ({why}): {failure.message}", RETRY_DELAY_SECONDS)
+            return Exhausted(f"the cluster is full ({why}): {failure.message}")
         return Unavailable(f"given up ({why}): {failure.message}")
 
-    def _fields(self) -> dict[str, object]:
-        """What every log line of this request carries."""
+    def _log_fields(self) -> dict[str, object]:
+        """The fields of every log line about this request."""
         return {
-            "request": self._request.wire_id,
-            "attempt": self._attempts,
-            "prefill": self._journal.prefill_worker,
-            "decode": self._journal.decode_worker,
+            "request": self._trace.wire_id,
+            "attempt": self._trace.attempts,
+            "prefill": self._trace.prefill_worker,
+            "decode": self._trace.decode_worker,
         }

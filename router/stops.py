@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first of several strings, and holds back whatever may yet turn out to be the beginning of one.
+    """Finds the first of several strings; holds back the end of the text that may be the beginning of one.
 
-    A Knuth-Morris-Pratt automaton per string, so that a character costs O(1) however the text is cut into pieces. The
-    match that ends first counts; of several that end together, the longest.
+    The match that ends first counts; of several that end together, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -15,58 +14,38 @@ class StopStrings:
         Args:
             stops: non-empty strings.
         """
-        self._stops = [(stop, _failure(stop)) for stop in stops]
-        self._matched = [0] * len(stops)
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
-        """Adds text; returns what may be shown, and whether a stop string ended in it.
+        """Adds text; returns the text to show, and whether a stop string ended in `text`.
 
-        The text shown ends before the match; what comes after it is dropped. A match that ends while not `armed`
-        doesn't count, and is shown.
+        The text to show ends before the match; the rest is dropped. A match that ends while not `armed` is ordinary
+        text.
         """
-        if not self._stops:
-            return text, False
-        base = len(self._held)
-        held = self._held + text
-        for at, character in enumerate(text, start=base + 1):
-            ended = self._advance(character)
-            if ended and armed:
+        seen = len(self._held)
+        text = self._held + text
+        if armed:
+            matches = [
+                (at + len(stop), at)
+                for stop in self._stops
+                if (at := text.find(stop, max(0, seen - len(stop) + 1))) >= 0  # ends after what was seen before
+            ]
+            if matches:
                 self._held = ""
-                return held[: at - ended], True
-        keep = len(held) - max(self._matched)
-        self._held = held[keep:]
-        return held[:keep], False
+                return text[: min(matches)[1]], True
+        keep = max(0, len(text) - self._longest + 1)
+        while keep < len(text) and not self._may_begin(text[keep:]):
+            keep += 1
+        self._held = text[keep:]
+        return text[:keep], False
 
     def flush(self) -> str:
-        """Ends the text: what was held back is no stop string."""
+        """Ends the text: returns what was held back, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> int:
-        """Takes every automaton one character on; the length of the longest string that ended here, 0 if none."""
-        longest = 0
-        for index, (stop, failure) in enumerate(self._stops):
-            matched = self._matched[index]
-            while matched and stop[matched] != character:
-                matched = failure[matched - 1]
-            if stop[matched] == character:
-                matched += 1
-            if matched == len(stop):
-                longest = max(longest, matched)
-                matched = failure[matched - 1]
-            self._matched[index] = matched
-        return longest
-
-
-def _failure(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
-    failure = [0] * len(stop)
-    matched = 0
-    for at in range(1, len(stop)):
-        while matched and stop[matched] != stop[at]:
-            matched = failure[matched - 1]
-        if stop[matched] == stop[at]:
-            matched += 1
-        failure[at] = matched
-    return failure
+    def _may_begin(self, text: str) -> bool:
+        """Whether more text could complete `text` to a stop string."""
+        return any(stop.startswith(text) and stop != text for stop in self._stops)

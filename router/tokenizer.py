@@ -1,4 +1,4 @@
-"""The model's tokenizer: text and chat messages to token ids, and back."""
+"""The model's tokenizer: converts text and chat messages to token ids, and token ids to text."""
 
 import asyncio
 import json
@@ -15,10 +15,10 @@ from kvrelay.router.detokenizer import TokenBytes
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 4096
-"""Longer texts are encoded on a thread: about a millisecond of work, which the other streams would wait for."""
+"""Longer texts, about a millisecond of work, are encoded on a thread: other streams would wait for them."""
 
 INLINE_TOKENS = 16384
-"""As INLINE_CHARACTERS, for decoding."""
+"""The same limit for decoding."""
 
 
 class Tokenizer:
@@ -28,7 +28,7 @@ class Tokenizer:
         """Reads them from `folder`.
 
         Raises:
-            ValueError: a file is missing or can't be used; the text names it.
+            ValueError: a file is missing or can't be used; the text names the file.
         """
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._template: ChatTemplate | None = load_chat_template(folder, _read_config(folder / "tokenizer_config.json"))
@@ -39,17 +39,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids that have a text, added tokens counted."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects around one."""
+        """Token ids of a prompt, with the special tokens that the model expects around it."""
         return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant goes on.
+        """Token ids of a conversation, up to the assistant's next message.
 
         Raises:
             LookupError: the model has no chat template.
@@ -64,7 +59,7 @@ class Tokenizer:
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return await self._run(
             len(token_ids) <= INLINE_TOKENS, lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True)
         )
@@ -85,7 +80,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{path}: missing; the model folder needs a tokenizer.json")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception for whatever is wrong in the file
+    except Exception as error:  # the library raises a bare Exception for every fault in the file
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -1,4 +1,8 @@
-"""From what a client sent to a request that any worker can serve, or to an error that names field, value and limit."""
+"""Checks a client's request: the result can be served by any worker, or an error names field, value and limit.
+
+This is the only check of a prompt by a user's standards; workers check what they get from a router once more, by their
+own limits.
+"""
 
 import math
 import secrets
@@ -21,29 +25,29 @@ MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TENANT_CHARACTERS = 128
 
 WIRE_NAME_CHARACTERS = 100
-"""What of the client's name goes into a wire id, which may have 128 characters."""
+"""Characters of the client's name that go into a wire id, which may have 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request within every limit, with the defaults filled in."""
+    """A request within all limits, with the defaults filled in."""
 
     request_id: str
-    """The client's name for it, or one drawn here."""
+    """The client's name for the request, or one drawn by the router."""
     wire_id: str
-    """Its name between router and workers: unlike the client's, never that of another request in flight."""
+    """The name between router and workers: unlike the client's name, unique among the requests in flight."""
     tokens: tuple[int, ...]
     sampling: Sampling
-    """As workers get it; not to be changed."""
+    """As workers get it; must not be changed."""
     stop: tuple[str, ...]
     tenant: str
 
 
 async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
-    """Checks what costs nothing, tokenizes, then checks what depends on the tokens.
+    """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
 
     Raises:
-        InvalidRequest: what is wrong with it, never with any text of the prompt.
+        InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
     """
     request_id, wire_id = _names(request.request_id)
     if len(request.tenant) > MAX_TENANT_CHARACTERS:
@@ -75,11 +79,14 @@ async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: T
     """The token ids of a request's input, at least one.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: there is no input, or it can't be tokenized.
     """
-    match request.WhichOneof("input"):
+    given = request.WhichOneof("input")
+    match given:
         case "text":
-            tokens = await _encode(request.text, tokenizer)
+            if not request.text:
+                raise InvalidRequest("text", request.text, "at least 1 character")
+            tokens = await tokenizer.encode(request.text)
         case "messages":
             tokens = await _encode_chat(request.messages, tokenizer)
         case "token_ids" if isinstance(request, GenerateRequest):
@@ -88,23 +95,16 @@ async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: T
                 raise InvalidRequest("token_ids.ids", [], "at least 1 id")
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
+    if not tokens:
+        raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
 
 
 def check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id outside of the vocabulary."""
+    """Raises InvalidRequest, which names the first id outside of the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         index, token = next((at, token) for at, token in enumerate(token_ids) if token >= vocab_size)
         raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
-
-
-async def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    if not text:
-        raise InvalidRequest("text", text, "at least 1 character")
-    tokens = await tokenizer.encode(text)
-    if not tokens:
-        raise InvalidRequest("text: number of tokens", 0, "at least 1")
-    return tokens
 
 
 async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> list[int]:
@@ -112,16 +112,13 @@ async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> list[int]:
     if not messages:
         raise InvalidRequest("messages: number of messages", 0, "at least 1")
     try:
-        tokens = await tokenizer.encode_chat(messages)
+        return await tokenizer.encode_chat(messages)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
         raise InvalidRequest("messages: number of messages", len(messages), limit) from error
     except TemplateFailed as error:
         limit = f"what the model's chat template renders ({shorten(str(error))})"
         raise InvalidRequest("messages: number of messages", len(messages), limit) from error
-    if not tokens:
-        raise InvalidRequest("messages: number of tokens", 0, "at least 1")
-    return tokens
 
 
 def _names(request_id: str) -> tuple[str, str]:
@@ -135,7 +132,7 @@ def _names(request_id: str) -> tuple[str, str]:
 
 
 def _check_choice(params: SamplingParams) -> None:
-    """How tokens are chosen. Written so that NaN fails each comparison."""
+    """Checks how tokens are sampled. The comparisons are written so that NaN fails each of them."""
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise InvalidRequest("sampling.max_tokens", params.max_tokens, "1 or more")
     if params.HasField("temperature") and not 0.0 <= params.temperature <= MAX_TEMPERATURE:
@@ -173,5 +170,5 @@ def _max_tokens(params: SamplingParams, prompt: int, max_context: int) -> int:
 
 
 def _number(value: float) -> float:
-    """A 32-bit float as its sender wrote it."""
+    """A 32-bit float with the digits that its sender wrote."""
     return float(f"{value:.7g}") if math.isfinite(value) else value

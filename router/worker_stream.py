@@ -1,11 +1,10 @@
-"""The router's end of a relay: one stream to one life of a worker, carrying every request that it has there."""
+"""The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
 
 import asyncio
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import grpc
 
@@ -21,95 +20,100 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
-from kvrelay.router.placement import WorkerKey
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import channel_options
 
 HELLO_SECONDS = 5.0
 FRESH_SECONDS = 1.0
+"""Age at which a load report no longer tells how much work a worker has: an idle worker sends none."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-
-class Listener(Protocol):
-    """One attempt of one request, as a link sees it."""
-
-    def on_event(self, link: "WorkerStream", event: RequestEvent) -> None: ...
-
-    def on_lost(self, link: "WorkerStream") -> None:
-        """No event will come any more; `link.lost` says why."""
+OnEvent = Callable[[RequestEvent], None]
+OnLost = Callable[[], None]
 
 
 class WorkerStream:
-    """One stream, made once: up after the worker's hello, lost for ever when it ends.
+    """One stream, used once: up after the worker's hello, lost for ever when it ends.
 
-    What is submitted goes out in order, through a queue that holds at most a Submit and a Cancel of each attempt that
-    the router has in flight. Events go to the listener of their (request, attempt); those of an attempt
-    that nobody listens to any more are dropped.
+    Submits and cancels go out in order, through a queue that holds at most one of each for every attempt that the
+    router has in flight. An event goes to the attempt that was submitted under its (request_id, attempt); events of an
+    attempt that was cancelled or forgotten are dropped.
     """
 
     def __init__(
         self,
-        key: WorkerKey,
+        worker: WorkerId,
         address: str,
         hello: RouterHello,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when the link comes up and when it is lost, `on_load` at each report of its load."""
-        self.key = key
+        """
+        Args:
+            on_change: called when the stream comes up and when it is lost.
+            on_load: called at every load report.
+        """
+        self.worker = worker
         self.model: ModelInfo | None = None
-        """What the worker serves, once the link is up."""
+        """The worker's model, from its hello on."""
         self.lost: str | None = None
-        """Why the link is gone; None while it is not."""
+        """Why the stream ended; None while it has not."""
         self.outstanding_tokens = 0
-        """Tokens that this router's live attempts have given it to compute; kept by them."""
-        self.room: Load | None = None
-        """As the worker last reported it, however long ago: it tells whenever it has more room."""
+        """Tokens that this router's live attempts have yet to get from the worker; kept by the attempts."""
+        self.last_load: Load | None = None
+        """The worker's latest load report, however old. A worker reports whenever it has freed blocks."""
+        self._load_time = -math.inf
         self._submits = 0
         self._unseen: deque[tuple[int, int]] = deque()
-        """Decode submits that no load knows of yet: their number, and the tokens of the KV that they will get."""
-        self._load = Load()
-        self._load_time = -math.inf
+        """Decode submits that `last_load` doesn't account for: (number of the submit, prompt tokens)."""
         self._address = address
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
-        self._listeners: dict[tuple[str, int], Listener] = {}
+        self._listeners: dict[tuple[str, int], tuple[OnEvent, OnLost]] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def up(self) -> bool:
-        return self.model is not None and self.lost is None
+    def serving(self) -> ModelInfo | None:
+        """The worker's model while the stream is up; None before and after."""
+        return self.model if self.lost is None else None
 
     @property
-    def load(self) -> Load:
-        """As the worker last reported it; nothing if that was too long ago, for an idle worker doesn't report."""
-        return self._load if time.monotonic() - self._load_time < FRESH_SECONDS else Load()
+    def pending_tokens(self) -> int:
+        """Tokens that the worker has yet to compute, by its latest report; 0 if that is too old."""
+        fresh = time.monotonic() - self._load_time < FRESH_SECONDS
+        return self.last_load.pending_tokens if fresh and self.last_load is not None else 0
 
     @property
     def unseen(self) -> Iterable[int]:
-        """Tokens of each prompt that was announced to a decode worker after its last report."""
+        """Prompt tokens of each decode submit that the latest load report doesn't account for."""
         return (tokens for _, tokens in self._unseen)
 
-    def submit(self, submit: Submit, listener: Listener) -> None:
-        """Sends a request's part; `listener` is told of its events until `forget` or `cancel`."""
-        self._listeners[submit.request_id, submit.attempt] = listener
+    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost) -> None:
+        """Sends one part of an attempt.
+
+        Args:
+            on_event: called with each of its events, until `forget` or `cancel`.
+            on_lost: called when the stream is lost before that; `lost` then says why.
+        """
+        self._listeners[submit.request_id, submit.attempt] = on_event, on_lost
         self._submits += 1
         if submit.phase == PHASE_DECODE:
             self._unseen.append((self._submits, len(submit.token_ids)))
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
     def forget(self, key: tuple[str, int]) -> None:
-        """The worker has said its last about (request, attempt)."""
+        """Drops the callbacks of (request_id, attempt), which has ended on the worker."""
         self._listeners.pop(key, None)
 
     def cancel(self, key: tuple[str, int]) -> None:
-        """Ends (request, attempt) on the worker. Safe to call at any time, and more than once."""
+        """Ends (request_id, attempt) on the worker. Safe to call at any time, and more than once."""
         if self._listeners.pop(key, None) is not None and self.lost is None:
             self._outgoing.put_nowait(RelayRequest(cancel=Cancel(request_id=key[0], attempt=key[1])))
 
     async def run(self) -> None:
-        """Dials, and carries requests until the stream ends or `close` is called."""
+        """Connects, then carries requests until the stream ends or `close` is called."""
         task = self._task = asyncio.current_task()
         reason = "closed"
         try:
@@ -129,31 +133,32 @@ class WorkerStream:
             self._lose(reason)
 
     def close(self, reason: str) -> None:
-        """Gives the worker up: tells every listener at once."""
+        """Ends the stream and calls every `on_lost` at once."""
         self._lose(reason)
         if self._task is not None:
             self._task.cancel()
 
     async def _relay(self, call: "grpc.aio.StreamStreamCall[RelayRequest, RelayResponse]") -> str:
-        writing = asyncio.create_task(self._write(call), name=f"relay to {self.key.name}")
+        """Reads until the stream ends; returns why it did."""
+        writing = asyncio.create_task(self._write(call), name=f"relay to {self.worker.name}")
         try:
             async with asyncio.timeout(HELLO_SECONDS) as limit:
                 async for response in call:
-                    if self.model is None:
+                    first = self.model is None
+                    if first:
                         limit.reschedule(None)
-                        met = WorkerKey(response.hello.name, response.hello.incarnation)
-                        if met != self.key:
-                            return f"{self._address} is {met.name!r} {met.incarnation!r}"
+                        found = WorkerId(response.hello.name, response.hello.incarnation)
+                        if found != self.worker:
+                            return f"{self._address} is {found}"
                         self.model = response.hello.model
-                        self._deliver(response)
-                        self._on_change()
-                        continue
                     self._deliver(response)
+                    if first:
+                        self._on_change()
             return "the worker ended the stream"
         finally:
             call.cancel()
             writing.cancel()
-            # Not `await writing` with its CancelledError suppressed: that would swallow this task's own as well.
+            # Not `await writing` with its CancelledError suppressed: that would suppress this task's own as well.
             await asyncio.wait((writing,))
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[RelayRequest, RelayResponse]") -> None:
@@ -162,11 +167,11 @@ class WorkerStream:
             while True:
                 await call.write(await self._outgoing.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reading side of the same call says why
+            return  # the reading side of the same call reports why
 
     def _deliver(self, response: RelayResponse) -> None:
         if response.HasField("load"):
-            self.room = self._load = response.load
+            self.last_load = response.load
             self._load_time = time.monotonic()
             while self._unseen and self._unseen[0][0] <= response.submits_seen:
                 self._unseen.popleft()
@@ -174,7 +179,7 @@ class WorkerStream:
         for event in response.events:
             listener = self._listeners.get((event.request_id, event.attempt))
             if listener is not None:
-                listener.on_event(self, event)
+                listener[0](event)
 
     def _lose(self, reason: str) -> None:
         if self.lost is not None:
@@ -182,6 +187,6 @@ class WorkerStream:
         self.lost = reason
         listeners = list(self._listeners.values())
         self._listeners.clear()
-        for listener in listeners:
-            listener.on_lost(self)
+        for _, on_lost in listeners:
+            on_lost()
         self._on_change()

@@ -1,1 +1,1 @@
-"""What every kvrelay process needs to speak to the others: gRPC options, attendance at the supervisor, logs, main."""
+"""Shared by all kvrelay processes: gRPC options, worker ids, heartbeats, logs, the main of a server."""

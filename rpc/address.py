@@ -1,18 +1,18 @@
-"""Addresses, host:port as text, and taking one."""
+"""Addresses as text, host:port, and binding to one."""
 
 import grpc
 
 
 def join(host: str, port: int) -> str:
-    """host:port, an IPv6 host in brackets."""
+    """host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, option: str = "port") -> int:
-    """Binds `server`; the port that it got, which `port` 0 leaves to the system.
+    """Binds `server` and returns its port; `port` 0 takes a free one.
 
     Raises:
-        OSError: it can't be bound; names `option`, the configuration's name for it.
+        OSError: the port can't be bound; the text names `option`, the port's name in the configuration.
     """
     try:
         return server.add_insecure_port(join(host, port))

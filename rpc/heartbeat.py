@@ -1,4 +1,4 @@
-"""A member's attendance at the supervisor: heartbeats one way, the membership the other."""
+"""Heartbeats of a member to the supervisor, and the membership that comes back."""
 
 import asyncio
 import logging
@@ -18,10 +18,9 @@ RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 
 
 class HeartbeatClient:
-    """Keeps this member known to the supervisor, and the membership known to this member.
+    """Keeps the supervisor informed about this member, and this member about the membership.
 
-    A supervisor that is away changes nothing here: the last membership stays in force, and attendance goes on when it
-    is back. `describe` is asked before every heartbeat; `beat()` sends one at once, for a change worth telling early.
+    While the supervisor is down, the last membership stays in force; heartbeats resume when it is back.
     """
 
     def __init__(
@@ -32,6 +31,14 @@ class HeartbeatClient:
         on_fenced: Callable[[], None],
         interval: float = 0.5,
     ) -> None:
+        """
+        Args:
+            supervisor: its host:port.
+            describe: called before every heartbeat; returns this member and its load.
+            on_members: called with every new membership.
+            on_fenced: called when the supervisor has declared this incarnation dead.
+            interval: seconds between two heartbeats.
+        """
         self._supervisor = supervisor
         self._describe = describe
         self._on_members = on_members
@@ -41,11 +48,11 @@ class HeartbeatClient:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="attendance")
-        self._task.add_done_callback(_tell_failure)
+        self._task = asyncio.create_task(self._run(), name="heartbeat client")
+        self._task.add_done_callback(_log_failure)
 
     def beat(self) -> None:
-        """Sends a heartbeat without waiting for the next one's time."""
+        """Sends a heartbeat at once, for a change that others should know early."""
         self._now.set()
 
     async def stop(self) -> None:
@@ -60,27 +67,30 @@ class HeartbeatClient:
             stub = SupervisorServiceStub(channel)
             while True:
                 try:
-                    async for response in self._attend(stub):
+                    async for response in self._exchange(stub):
                         failures = 0
                         self._apply(response)
                     reason = "stream ended"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
                 except asyncio.CancelledError:
-                    # A stream that the other side ends with CANCELLED looks like a cancellation of this very task.
+                    # grpc.aio raises it as well when the other side ends the stream with CANCELLED.
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
                     reason = "CANCELLED by the supervisor"
                 if failures == 0:
-                    logger.warning("supervisor away; the last membership stays in force", extra={"reason": reason})
+                    logger.warning(
+                        "supervisor unreachable; the last membership stays in force", extra={"reason": reason}
+                    )
                 await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
 
-    async def _attend(self, stub: SupervisorServiceStub) -> AsyncIterator[AttendResponse]:
+    async def _exchange(self, stub: SupervisorServiceStub) -> AsyncIterator[AttendResponse]:
+        """Sends heartbeats on one stream and yields the memberships that come back."""
         call = stub.Attend()
         beating = asyncio.create_task(self._beat(call), name="heartbeat")
-        beating.add_done_callback(_tell_failure)
+        beating.add_done_callback(_log_failure)
         version = -1
         try:
             async for response in call:
@@ -110,7 +120,7 @@ class HeartbeatClient:
             self._on_members(response.members)
 
 
-def _tell_failure(task: "asyncio.Task[None]") -> None:
-    """A defect here silences the member, which is then declared dead; the log must say why."""
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    """Logs a defect of this task: it stops the heartbeats, and the member is then declared dead."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("attendance failed", exc_info=error)
+        logger.error("heartbeats failed", exc_info=error)

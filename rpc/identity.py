@@ -1,15 +1,15 @@
-"""Which process of the cluster is meant."""
+"""The identity of a process in the cluster."""
 
 from typing import NamedTuple
 
 
 class WorkerId(NamedTuple):
-    """One incarnation of one worker: what every part of kvrelay knows a worker by."""
+    """One incarnation of one worker. Every part of kvrelay identifies a worker by it."""
 
     name: str
-    """Unique in the cluster, e.g. `prefill-0`; stays the same when the worker is replaced."""
+    """Unique in the cluster, e.g. `prefill-0`; a replacement of the worker keeps it."""
     incarnation: str
-    """Drawn when the process starts, so a message meant for an earlier process of this name can be refused."""
+    """Drawn when the process starts: a message for an earlier process of this name can be refused."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.incarnation}"

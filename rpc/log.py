@@ -1,4 +1,4 @@
-"""JSON log lines on stderr. Fields beside the message come from `extra=`; never a prompt, a token or a completion."""
+"""JSON log lines on stderr. Fields come from `extra=`; a prompt, token or completion is never logged."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, the process's own fields, message, the record's extra fields."""
+    """One JSON object per line: time, level, logger, the process's fields, message, the record's extra fields."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(**fields: str) -> None:
-    """Sends this process's `kvrelay` logs to stderr as JSON, each line with `fields` (e.g. part, name)."""
-    # gRPC's core writes lines of its own, not JSON; what it has to say comes as statuses, too.
+    """Writes this process's `kvrelay` logs to stderr as JSON, with `fields` (e.g. part, name) in each line."""
+    # gRPC's core writes lines that are not JSON; its errors also come as statuses.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(fields))

@@ -1,10 +1,10 @@
-"""gRPC options of every channel and server, public and internal."""
+"""gRPC options of channels between kvrelay's processes, and of all servers."""
 
 from collections.abc import Sequence
 
 Option = tuple[str, int | str]
 
-# Without ping_timeout_ms, keepalive_timeout_ms alone notices a frozen peer only after a minute.
+# keepalive_timeout_ms alone, without ping_timeout_ms, notices a frozen peer only after a minute.
 _KEEPALIVE: tuple[Option, ...] = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
@@ -15,7 +15,7 @@ _KEEPALIVE: tuple[Option, ...] = (
 
 
 def channel_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
-    """Options of a channel between kvrelay's own processes: a dead or frozen peer is noticed within three seconds."""
+    """Options of a channel between kvrelay's own processes: notices a dead or frozen peer within three seconds."""
     return (
         *_KEEPALIVE,
         ("grpc.max_send_message_length", max_message_bytes),
@@ -26,7 +26,7 @@ def channel_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
 
 
 def server_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
-    """Options of a server. Without so_reuseport=0 a second server binds the same port and takes half of its calls."""
+    """Options of a server. Without so_reuseport=0, a second server could bind its port and take half of its calls."""
     return (
         *_KEEPALIVE,
         ("grpc.so_reuseport", 0),

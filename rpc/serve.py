@@ -1,4 +1,4 @@
-"""The main of a server that runs in the foreground: `python -m kvrelay.<part> --config FILE`."""
+"""The main function of a server in the foreground: `python -m kvrelay.<part> --config FILE`."""
 
 import argparse
 import asyncio
@@ -18,29 +18,29 @@ STOP_GRACE_SECONDS = 5.0
 
 
 class Server(Protocol):
-    """What a foreground process runs."""
+    """A server that a process runs: a worker, a router or the supervisor."""
 
     @property
     def address(self) -> str:
-        """host:port, once started."""
+        """host:port, valid after `start`."""
 
     async def start(self) -> Any:
         """Binds and serves.
 
         Raises:
-            ValueError, OSError: a mistake in the configuration or the environment, told in one line.
+            ValueError, OSError: a mistake in the configuration or the environment; the text is one line.
         """
 
     async def stop(self, grace: float) -> None: ...
 
     async def failed(self) -> BaseException:
-        """Returns when the server can't go on, with the reason."""
+        """Returns when the server can't continue, with the reason."""
 
 
 def main(kind: type[ConfigT], make: Callable[[ConfigT], Server], description: str) -> int:
-    """Reads the configuration and serves until SIGTERM or SIGINT; the exit code, 2 for a mistake of the user's.
+    """Reads the configuration and serves until SIGTERM or SIGINT; returns the exit code, 2 for a user's mistake.
 
-    Prints one JSON line, {"address": "host:port"}, on stdout when the server listens.
+    Prints one JSON line, {"address": "host:port"}, to stdout when the server listens.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON file with the process's options")

@@ -1,4 +1,4 @@
-"""Runs before every import of Triton and torch, and says which tests share a process under `pytest -n`."""
+"""Runs before every import of Triton and torch; orders the test files for several processes."""
 
 import glob
 import os
@@ -15,28 +15,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-@pytest.hookimpl(tryfirst=True)
+LONGEST = (
+    "tests/transfer/test_transfer_simulation.py",
+    "tests/kernels/test_sample_kernel.py",
+    "tests/transfer/test_transfer_contract.py",
+    "tests/transfer/test_transfer_corruption.py",
+    "tests/kernels/test_flash_prefill.py",
+    "tests/faults/test_links.py",
+    "tests/faults/test_kills.py",
+    "tests/kernels/test_paged_decode.py",
+    "tests/cluster/test_cluster_ray.py",
+    "tests/faults/test_corruption.py",
+    "tests/faults/test_pair_cycles.py",
+    "tests/faults/test_released_blocks.py",
+    "tests/e2e/test_layouts.py",
+    "tests/faults/test_freezes.py",
+    "tests/test_gpu_benchmark.py",
+)
+"""Files that take longest, by the durations that `make test` prints: begun first, so that none is left for the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: a file whose tests share a fixture is run by one process, and Ray clusters too.
-
-    The other tests go one by one to whichever process is free.
-    """
-    for item in items:
-        if item.get_closest_marker("cluster") is not None:
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif _shares_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
-CHEAP = {"device", "gpu"}
-"""Shared fixtures that cost nothing to make again."""
-
-
-def _shares_fixtures(item: pytest.Item) -> bool:
-    info = getattr(item, "_fixtureinfo", None)
-    return info is not None and any(
-        definition.scope in ("module", "session") and definition.baseid
-        for name, definitions in info.name2fixturedefs.items()
-        for definition in definitions
-        if name not in CHEAP
-    )
+    """Orders the files for `--dist loadfile`."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

@@ -13,47 +13,42 @@ class TransferConfig:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     transport: Literal["auto", "cuda_ipc", "gloo", "nccl", "nixl", "shm", "tcp"] = "auto"
-    """How bulk bytes travel; auto takes the best that both ends can do.
+    """How KV bytes travel; auto takes the best transport that both workers can use.
 
-    cuda_ipc: memory of the GPUs of one machine, both workers seeing the same GPUs. nccl: from GPU to GPU. nixl: over
-    RDMA where there is such a network; the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod).
-    tcp: host memory, everywhere. gloo: the same by way of torch's Gloo.
+    cuda_ipc: GPU memory, between workers of one machine that see the same GPUs. nccl: from GPU to GPU. nixl: over RDMA
+    where there is such a network; needs the extra kvrelay[nixl]. shm: shared memory of one machine (of one pod). tcp:
+    from host memory to host memory, anywhere. gloo: the same through torch's Gloo.
     """
 
     frame_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 16 MiB."""
 
     checksum: bool = True
-    """Verify every frame (64 bits) before its KV counts as there. Off only to measure its cost."""
+    """Verify a 64-bit checksum of every frame before its KV is used. Switch it off only to measure its cost."""
 
     convert_dtype: bool = True
     """Convert KV where the decode worker's dtype differs from the prefill worker's; off refuses such a pair."""
 
-    layer_groups: int = 0
-    """Groups of layers in which the last chunk of a prompt leaves while it computes; 1 sends it whole, and 0 chooses by
-    what frames and computation are measured to take."""
-
     lease_seconds: float = 5.0
-    """How long a sender keeps exported blocks without a sign of life from the receiver."""
+    """How long a sender keeps exported blocks without a message of the receiver."""
 
     frame_timeout_seconds: float = 3.0
     """How long one frame may take on a link before the link is given up."""
 
     grant_timeout_seconds: float = 30.0
-    """How long an offer may wait for room on the decode worker."""
+    """How long an offer may wait for free blocks on the decode worker."""
 
     prefill_timeout_seconds: float = 120.0
-    """How long the decode worker keeps room for a prompt that is not computed yet."""
+    """How long the decode worker keeps blocks reserved for a prompt that is not computed yet."""
 
     transfer_timeout_seconds: float = 60.0
     """How long a hand-off may take from the end of prefill to its commit."""
 
     max_links: int = 64
-    """Links kept open at once; the one unused for longest is closed first."""
+    """Links open at once; the least recently used one is closed first."""
 
     def __post_init__(self) -> None:
         require(2**16 <= self.frame_bytes <= 2**24, "frame_bytes", self.frame_bytes, "65536 to 16777216")
-        require(0 <= self.layer_groups <= 64, "layer_groups", self.layer_groups, "0 to 64")
         for name in (
             "lease_seconds",
             "frame_timeout_seconds",

@@ -1,6 +1,6 @@
-"""What the two machines of `kvrelay.transfer.protocol` are told (events) and ask for (actions): frozen values.
+"""Events and actions of the two state machines of `kvrelay.transfer.protocol`, as frozen values.
 
-Messages of the other end are events too, and are told as they came off the wire.
+A message of the other end is an event too, exactly as it was decoded.
 """
 
 import enum
@@ -10,11 +10,11 @@ from typing import Any
 from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Message, Nack, Offer, Push, Wait
 
 Hold = Any
-"""What keeps blocks alive. The machines carry holds and reservations; they never look inside."""
+"""Keeps blocks allocated. The machines pass holds and reservations on; they never look inside."""
 
 
 class State(enum.Enum):
-    """Where an attempt stands at one end. The module's docstring is the table."""
+    """State of an attempt at one end; `kvrelay.transfer.protocol` has the table of transitions."""
 
     ADMITTED = "admitted"
     WAITING = "waiting"
@@ -31,9 +31,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Bounds of every stay, in seconds."""
+    """How long an attempt may stay in a state, in seconds; `kvrelay.transfer.protocol` says which bound holds where."""
 
     lease: float = 5.0
+    """Without any message of the other end."""
     grant: float = 30.0
     prefill: float = 120.0
     transfer: float = 60.0
@@ -41,7 +42,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is to be transferred, and how it is cut into frames."""
+    """What one attempt transfers, and how it is cut into frames."""
 
     tokens: int
     digest: bytes
@@ -49,36 +50,30 @@ class Manifest:
     token_bytes: int
     block_size: int
     frame_tokens: int
-    """Tokens of one frame of all layers at most: whole blocks."""
-    layers: int = 1
+    """Tokens of one frame at most: a multiple of `block_size`."""
 
-    def whole(self, token: int) -> bool:
-        """Whether frames may begin or end at `token`."""
+    def is_border(self, token: int) -> bool:
+        """Whether a frame may begin or end at `token`: at a block border, or at the end of the prompt."""
         return token == self.tokens or (0 <= token < self.tokens and token % self.block_size == 0)
-
-    def bytes_of(self, tokens: int, layers: int) -> int:
-        """KV bytes of so many tokens in so many layers."""
-        return tokens * layers * (self.token_bytes // self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Tokens [first, first + tokens) of an attempt in layers [layer, layer + layers), on the link of `epoch`."""
+    """Tokens [first, first + tokens) of an attempt, sent over the link of `epoch`."""
 
     epoch: int
     index: int
+    """Frames of this attempt and epoch before it."""
     first: int
     tokens: int
     nbytes: int
-    layer: int = 0
-    layers: int = 1
 
 
 class Outcome(enum.Enum):
     """How a frame ended at the receiver."""
 
     VERIFIED = "verified"
-    """Its bytes are in the reserved blocks and are those that the sender read."""
+    """Its bytes are in the reserved blocks, and the checksum says that they are those that the sender read."""
     CORRUPT = "corrupt"
     LOST = "lost"
     """It did not arrive, or was stopped."""
@@ -90,17 +85,6 @@ class Computed:
 
     tokens: int
     hold: Hold
-
-
-@dataclass(frozen=True, slots=True)
-class LayersComputed:
-    """Sender: of the tokens that are not computed yet, all up to the prompt's end are in layers [0, layers).
-
-    `hold` keeps their blocks; it comes with the first of these events.
-    """
-
-    layers: int
-    hold: Hold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +104,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class FrameEnded:
-    """The link won't touch the blocks of this frame any more. The sender's machine doesn't look at `outcome`."""
+    """The link no longer touches the blocks of this frame. The sender's machine ignores `outcome`."""
 
     frame: Frame
     outcome: Outcome = Outcome.VERIFIED
@@ -128,14 +112,14 @@ class FrameEnded:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Receiver: the router announced the attempt, and its tokens hash to `digest`."""
+    """Receiver: the router announced the attempt with this manifest."""
 
-    shape: Manifest
+    manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Receiver: the answer to Reserve; None where there is no room. `have` tokens need not be transferred."""
+    """Receiver: the answer to Reserve; None where no blocks are free. `have` tokens need not be transferred."""
 
     reservation: Hold | None
     have: int = 0
@@ -155,12 +139,12 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """A sign of life of this attempt from the other end."""
+    """The other end says that it still has this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The other worker, or the way to it, is gone. It is told, in case it hears."""
+    """The other worker, or the connection to it, is lost. The machine still tells it, in case the message arrives."""
 
     code: Code
     message: str
@@ -168,23 +152,10 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """This end doesn't want it any more."""
+    """This end no longer wants the hand-off."""
 
 
-SendEvent = (
-    Computed
-    | LayersComputed
-    | Finished
-    | LinkLost
-    | FrameEnded
-    | Renewed
-    | PeerLost
-    | Cancel
-    | Wait
-    | Grant
-    | Ack
-    | Nack
-)
+SendEvent = Computed | Finished | LinkLost | FrameEnded | Renewed | PeerLost | Cancel | Wait | Grant | Ack | Nack
 ReceiveEvent = (
     Expected
     | Offer
@@ -217,7 +188,7 @@ class SendFrame:
 
 @dataclass(frozen=True, slots=True)
 class SendFinish:
-    """Tell `message` once the frames asked for before it are announced; not at all where their link ends first."""
+    """Send `message` after the announcements of all earlier frames; never, if their link ends first."""
 
     message: Finish
 
@@ -231,14 +202,14 @@ class ReceiveFrame:
 
 @dataclass(frozen=True, slots=True)
 class StopFrames:
-    """Don't touch the blocks of these frames if that has not begun. FrameEnded still follows for each."""
+    """Don't start to touch the blocks of these frames. FrameEnded still follows for each."""
 
     frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseHold:
-    """The hold (or reservation) has no owner any more: release it."""
+    """The machine gives the hold (or reservation) up: release it."""
 
     hold: Hold
 
@@ -250,7 +221,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Receiver: the KV is complete and verified. The reservation is the taker's from here on."""
+    """Receiver: the KV is complete and verified. Whoever performs this action owns the reservation from here on."""
 
     reservation: Hold
     first_token: int
@@ -263,7 +234,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The hand-off did not happen. Not said after a Cancel of this end."""
+    """The hand-off failed. Never reported after this end's own Cancel."""
 
     code: Code
     message: str

@@ -1,22 +1,20 @@
-"""Frames: how the KV of a token range gets from one pool's blocks through a link into another's.
+"""Frames: how the KV of a token range moves from the blocks of one pool, through a link, into the blocks of another.
 
-What a frame is on the link: its bytes (see `kvrelay.engine.kv.pool`), and behind them, where checksums are on, 8 bytes:
-the checksum of the bytes XOR that of what the announcement says of the frame, so that the bytes of another attempt,
-epoch or place don't verify here.
+On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order) and, if checksums are on, 8 bytes more: the
+checksum of the bytes XOR the checksum of the frame's announcement. So the bytes of another attempt, epoch or token
+range don't verify.
 
     link carries             sender                                 receiver
     memory (link.stream)     hashes and sends piece by piece,       receives and hashes piece by piece, straight into
-                             straight out of the blocks             the reserved blocks, which are nobody's until the
+                             straight out of the blocks             the reserved blocks, which nobody reads before the
                                                                     commit; a partial last block goes through a buffer
     buffers only, or other   copies the blocks to the link's        receives into the link's buffer, verifies, and
-    layouts, or a GPU's      buffer, hashes, sends                  only then copies (or converts) into the blocks
+    layouts, or a GPU's      buffer, hashes, sends                  then copies (or converts) into the blocks
 """
 
 import enum
 import struct
-import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -25,154 +23,51 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout, Layers
-from kvrelay.engine.kv.pool import gpu_checksum
+from kvrelay.engine.kv.pool import KVPool, gpu_checksum
+from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.failpoints import Fault, failpoint
-from kvrelay.transfer.messages import Key, Push
+from kvrelay.transfer.failpoints import failpoint
+from kvrelay.transfer.messages import Hello, Key, Push
+from kvrelay.transfer.relayout import convert
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 CHECKSUM_BYTES = 8
 
 PIECE_BYTES = 2**19
-"""What is hashed at once: it is still in the core's cache when it is sent, or was just received."""
-
-
-class KVBytes(Protocol):
-    """Token-exact byte access to a KV pool; `kvrelay.engine.kv.pool.KVPool` says what each does."""
-
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    def runs(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None = None
-    ) -> list[memoryview]: ...
-
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor, layers: Layers | None = None
-    ) -> int: ...
-
-    def write(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor, layers: Layers | None = None
-    ) -> None: ...
-
-
-class FrameBuffer(Protocol):
-    """Where a frame comes from or goes to at one end."""
-
-    def runs(self) -> list[memoryview] | None:
-        """The whole blocks where they lie; None where the frame can't be reached like that."""
-
-    def tail(self) -> "FrameBuffer | None":
-        """What `runs` leaves out."""
-
-    def nbytes(self) -> int: ...
-
-    def read(self, out: Tensor) -> None:
-        """Copies all of the frame into the beginning of `out` (uint8)."""
-
-    def write(self, data: Tensor) -> None:
-        """Copies the frame from the beginning of `data` (uint8) into the blocks."""
-
-
-class PoolFrame:
-    """A frame in the blocks of a pool whose layout is the sender's."""
-
-    def __init__(self, pool: KVBytes, table: Sequence[int], frame: Frame) -> None:
-        """`table` is the sequence's block table, from its first token on."""
-        self._pool = pool
-        self._table = table
-        self._frame = frame
-        self._layers = frame.layer, frame.layers
-
-    def nbytes(self) -> int:
-        return self._frame.nbytes
-
-    def runs(self) -> list[memoryview] | None:
-        if self._pool.tensor.device.type != "cpu":
-            return None
-        return self._pool.runs(self._table, self._frame.first, self._frame.tokens, self._layers)
-
-    def tail(self) -> FrameBuffer | None:
-        frame = self._frame
-        over = frame.tokens % self._pool.layout.block_size
-        if not over:
-            return None
-        rest = replace(
-            frame,
-            first=frame.first + frame.tokens - over,
-            tokens=over,
-            nbytes=over * frame.layers * self._pool.layout.layer_bytes,
-        )
-        return PoolFrame(self._pool, self._table, rest)
-
-    def read(self, out: Tensor) -> None:
-        self._pool.read(self._table, self._frame.first, self._frame.tokens, out, self._layers)
-
-    def write(self, data: Tensor) -> None:
-        self._pool.write(self._table, self._frame.first, self._frame.tokens, data, self._layers)
-
-
-class BlockClaim:
-    """Lets one thread touch the blocks of one frame, once, unless it was closed before that began."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered = self._closed = False
-
-    def enter(self) -> bool:
-        """Whether the blocks may be touched now. After True nobody else gets in."""
-        with self._lock:
-            self._entered = not self._closed
-            self._closed = True
-            return self._entered
-
-    def close(self) -> bool:
-        """Keeps everybody out. True for whoever closed it: nobody has touched the blocks, and nobody will."""
-        with self._lock:
-            first = not self._closed
-            self._closed = True
-            return first
-
-
-def tokens_digest(tokens: Sequence[int]) -> bytes:
-    """16 bytes that two workers compare, to know that they speak of the same tokens."""
-    return xxhash.xxh3_128_digest(array("I", tokens).tobytes() + struct.pack("<Q", len(tokens)))
+"""Bytes that are hashed at once: they are still in the core's cache when they are sent, or were just received."""
 
 
 class ChecksumKind(enum.Enum):
-    """What stands behind a frame's bytes on the link."""
+    """The checksum behind a frame's bytes on the link."""
 
     OFF = "off"
     XXH3 = "xxh3"
     MIX64 = "mix64"
-    """`gpu_checksum` of what lies in a GPU's memory; of other bytes as XXH3."""
+    """`gpu_checksum` for bytes in GPU memory, XXH3 for others."""
 
     @classmethod
     def of(cls, checksum: bool, on_gpus: bool) -> "ChecksumKind":
-        """What a pair uses; `on_gpus`: both of its KV pools are on GPUs, so that a link may carry GPU memory."""
+        """The kind that a pair uses; `on_gpus` if both KV pools are in GPU memory."""
         if not checksum:
             return cls.OFF
         return cls.MIX64 if on_gpus else cls.XXH3
 
 
-def checksum(data: Tensor, seal: ChecksumKind = ChecksumKind.XXH3) -> int:
-    """64 bits of a contiguous uint8 tensor: where it lies if `seal` allows, else of a copy on the CPU."""
-    if seal is ChecksumKind.MIX64 and data.is_cuda:
+def checksum(data: Tensor, kind: ChecksumKind = ChecksumKind.XXH3) -> int:
+    """64-bit checksum of a contiguous uint8 tensor; computed on the GPU if `kind` allows, else from a CPU copy."""
+    if kind is ChecksumKind.MIX64 and data.is_cuda:
         return gpu_checksum(data)
     return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
 
 
 def identity(key: Key, frame: Frame) -> int:
-    """64 bits of what an announcement says of a frame."""
-    place = struct.pack("<7Q", key[1], frame.epoch, frame.index, frame.first, frame.tokens, frame.layer, frame.layers)
+    """64-bit checksum of what an announcement says of a frame."""
+    place = struct.pack("<5Q", key[1], frame.epoch, frame.index, frame.first, frame.tokens)
     return xxhash.xxh3_64_intdigest(place + key[0].encode())
 
 
 def trailer(value: int) -> bytes:
+    """The last bytes of a frame on the link."""
     return struct.pack("<Q", value)
 
 
@@ -193,28 +88,109 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield group
 
 
-class FrameJob:
-    """What sending and receiving share: the end of a frame is told once, whatever happens."""
+class FrameBuffer(Protocol):
+    """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another (`ConvertedFrame`)."""
 
-    def __init__(self, key: Key, frame: Frame, guard: BlockClaim, place: FrameBuffer, seal: ChecksumKind) -> None:
-        """`guard` lets this job's thread at the blocks."""
+    def runs(self) -> list[memoryview] | None:
+        """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
+
+    def tail(self) -> "FrameBuffer | None":
+        """The part that `runs` leaves out: a partial last block."""
+
+    def nbytes(self) -> int: ...
+
+    def read(self, out: Tensor) -> None:
+        """Copies the frame into the beginning of `out` (uint8)."""
+
+    def write(self, data: Tensor) -> None:
+        """Copies the frame from the beginning of `data` (uint8) into the blocks."""
+
+
+class PoolFrame:
+    """A frame in the blocks of a pool that has the sender's layout."""
+
+    def __init__(self, pool: KVPool, table: Sequence[int], frame: Frame) -> None:
+        """`table` is the sequence's block table, from its first token on."""
+        self._pool = pool
+        self._table = table
+        self._frame = frame
+
+    def nbytes(self) -> int:
+        return self._frame.nbytes
+
+    def runs(self) -> list[memoryview] | None:
+        if self._pool.tensor.device.type != "cpu":
+            return None
+        return self._pool.runs(self._table, self._frame.first, self._frame.tokens)
+
+    def tail(self) -> FrameBuffer | None:
+        frame, layout = self._frame, self._pool.layout
+        over = frame.tokens % layout.block_size
+        if not over:
+            return None
+        first = frame.first + frame.tokens - over
+        rest = replace(frame, first=first, tokens=over, nbytes=over * layout.token_bytes)
+        return PoolFrame(self._pool, self._table, rest)
+
+    def read(self, out: Tensor) -> None:
+        self._pool.read(self._table, self._frame.first, self._frame.tokens, out)
+
+    def write(self, data: Tensor) -> None:
+        self._pool.write(self._table, self._frame.first, self._frame.tokens, data)
+
+
+class ConvertedFrame:
+    """A received frame of another layout: it is converted when it is written. Nothing is sent from one."""
+
+    def __init__(self, pool: KVPool, peer: Hello, table: Sequence[int], frame: Frame, keep: int) -> None:
+        """The first `keep` tokens have their KV here already, in blocks that others may share: they stay untouched."""
+        self._pool = pool
+        self._peer = peer
+        self._table = table
+        self._frame = frame
+        self._keep = keep
+
+    def nbytes(self) -> int:
+        return self._frame.nbytes
+
+    def runs(self) -> list[memoryview] | None:
+        return None
+
+    def tail(self) -> FrameBuffer | None:
+        return None
+
+    def read(self, out: Tensor) -> None:
+        raise RuntimeError("a frame in another worker's layout can only be written")
+
+    def write(self, data: Tensor) -> None:
+        convert(self._pool, self._table, self._peer.layout, self._frame, data, self._keep)
+
+
+class FrameJob:
+    """Common part of sending and receiving: the end of a frame is reported exactly once."""
+
+    def __init__(self, key: Key, frame: Frame, claim: BlockClaim, place: FrameBuffer, kind: ChecksumKind) -> None:
+        """`claim` lets this job's thread touch the blocks."""
         self.key = key
         self._frame = frame
-        self._guard = guard
+        self._claim = claim
         self._place = place
-        self._seal = seal
+        self._kind = kind
         self._open = False
 
     @property
-    def _sealed(self) -> bool:
-        return self._seal is not ChecksumKind.OFF
+    def _checked(self) -> bool:
+        return self._kind is not ChecksumKind.OFF
 
     @property
-    def _on_link(self) -> int:
-        return self._frame.nbytes + (CHECKSUM_BYTES if self._sealed else 0)
+    def _link_bytes(self) -> int:
+        return self._frame.nbytes + (CHECKSUM_BYTES if self._checked else 0)
+
+    def _trailer(self, digest: int) -> bytes:
+        return trailer(digest ^ identity(self.key, self._frame))
 
     def _close(self, outcome: Outcome) -> None:
-        """The blocks aren't touched any more."""
+        """This thread no longer touches the blocks."""
         if self._open:
             self._open = False
             self._ended(outcome)
@@ -223,32 +199,30 @@ class FrameJob:
         raise NotImplementedError
 
     def fail(self, message: str) -> None:
-        self._open = self._open or self._guard.close()
+        """See `kvrelay.transfer.links.Job`."""
+        self._open = self._open or self._claim.close()
         self._close(Outcome.LOST)
 
 
 class SendJob(FrameJob):
     """Announces a frame and sends it.
 
-    Once announced, the frame is sent whatever becomes of the request: the other end has begun to receive it. Its blocks
-    are needed until they are copied to the link's buffer, or, where the link takes them as they lie, have left.
+    An announced frame is sent even if its request has ended, because the other end has begun to receive it. The blocks
+    are needed until they are copied to the link's buffer or, if the link carries memory, until they have been sent.
     """
 
     def __init__(
         self,
         key: Key,
         frame: Frame,
-        guard: BlockClaim,
+        claim: BlockClaim,
         place: FrameBuffer,
-        seal: ChecksumKind,
+        kind: ChecksumKind,
         announce: Callable[[Push], None],
         on_read: Callable[[], None],
     ) -> None:
-        """`on_read` is told, once, when the blocks aren't needed any more."""
-        super().__init__(key, frame, guard, place, seal)
-        self.on_sent: Callable[[float, float], None] | None = None
-        """Told, on the link's thread, when it began and when it had left."""
-        self._began = 0.0
+        """`on_read` is called once, when the blocks are no longer needed."""
+        super().__init__(key, frame, claim, place, kind)
         self._announce = announce
         self._on_read = on_read
 
@@ -256,66 +230,40 @@ class SendJob(FrameJob):
         self._on_read()
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        if not self._guard.enter():
+        if not self._claim.enter():
             return None
         self._open = True
-        self._began = time.monotonic()
         frame, stream = self._frame, link.stream
         failpoint("transfer.read", self.key, index=frame.index)
         runs = self._place.runs() if stream is not None else None
-        data = buffer[: self._on_link]
+        data = buffer[: self._link_bytes]
         if runs is None:
             self._fill(data)
-        fault = failpoint("transfer.frame", self.key, index=frame.index)
-        if fault is not None and fault.action == "drop":
-            self._close(Outcome.LOST)
-            return None
-        damage = failpoint("transfer.frame_bytes", self.key, index=frame.index)
-        if damage is not None and runs is not None:
-            self._fill(data)
-            runs = None
-        if damage is not None:
-            damage.spoil(data[: frame.nbytes])
-        if runs is None:
             self._close(Outcome.VERIFIED)
-        push = Push(
-            *self.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, frame.layer, frame.layers
-        )
-        self._announce(push)
-        if failpoint("transfer.frame_announced", self.key, index=frame.index) is not None:
-            self._close(Outcome.LOST)
-            return None
-
-        # A frame may be begun before the one ahead of it is waited for, so what is announced here is in its place here.
-        times = 1
-        if fault is not None:
-            times = 2
-            self._announce(push)
+        failpoint("transfer.frame", self.key, index=frame.index)
+        self._announce(Push(*self.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
         if stream is None:
-            return Several([link.send(data) for _ in range(times)])
+            return link.send(data)
 
-        # Bytes of a stream move while they are waited for, after those of the frames before this one.
+        # Bytes of a stream are sent while they are waited for, so they follow those of earlier frames.
         def send(deadline: float) -> None:
-            for _ in range(times):
-                if runs is None:
-                    stream.write([memoryview(data.numpy().data)], deadline)
-                else:
-                    self._stream(stream, runs, deadline)
+            if runs is None:
+                stream.write([memoryview(data.numpy().data)], deadline)
+            else:
+                self._stream(stream, runs, deadline)
 
         return Streamed(send)
 
     def done(self, buffer: Tensor) -> None:
-        if self.on_sent is not None:
-            self.on_sent(self._began, time.monotonic())
         self._close(Outcome.VERIFIED)
 
     def _fill(self, data: Tensor) -> None:
-        """The frame as it is on the link."""
+        """Writes the frame to `data` as it is on the link."""
         nbytes = self._frame.nbytes
         self._place.read(data[:nbytes])
-        if self._sealed:
-            value = checksum(data[:nbytes], self._seal) ^ identity(self.key, self._frame)
-            data[nbytes:] = torch.frombuffer(bytearray(trailer(value)), dtype=torch.uint8)
+        if self._checked:
+            end = self._trailer(checksum(data[:nbytes], self._kind))
+            data[nbytes:] = torch.frombuffer(bytearray(end), dtype=torch.uint8)
 
     def _stream(self, stream: ByteStream, runs: Sequence[memoryview], deadline: float) -> None:
         tail = self._place.tail()
@@ -325,29 +273,28 @@ class SendJob(FrameJob):
             runs = [*runs, memoryview(rest.numpy().data)]
         digest = xxhash.xxh3_64()
         for piece in pieces(runs):
-            if self._sealed:
+            if self._checked:
                 for part in piece:
                     digest.update(part)
             stream.write(piece, deadline)
-        if self._sealed:
-            value = digest.intdigest() ^ identity(self.key, self._frame)
-            stream.write([memoryview(trailer(value))], deadline)
+        if self._checked:
+            stream.write([memoryview(self._trailer(digest.intdigest()))], deadline)
 
 
 class ReceiveJob(FrameJob):
-    """Receives an announced frame and verifies it; see the module's docstring for where the bytes go meanwhile."""
+    """Receives an announced frame and verifies it; the module's docstring says where the bytes go."""
 
     def __init__(
         self,
         key: Key,
         frame: Frame,
-        guard: BlockClaim,
+        claim: BlockClaim,
         place: FrameBuffer,
-        seal: ChecksumKind,
+        kind: ChecksumKind,
         on_end: Callable[[Outcome], None],
     ) -> None:
-        """`on_end` is told, once, how it ended, after which this end doesn't touch the blocks."""
-        super().__init__(key, frame, guard, place, seal)
+        """`on_end` is called once with the outcome; this end doesn't touch the blocks after that."""
+        super().__init__(key, frame, claim, place, kind)
         self._on_end = on_end
         self._streamed: tuple[int, bytes, Tensor | None] | None = None
 
@@ -355,16 +302,16 @@ class ReceiveJob(FrameJob):
         self._on_end(outcome)
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        # Even for a request that has ended meanwhile: the other end sends what it has announced.
+        # Even if the request has ended meanwhile: the other end sends what it has announced.
         stream = link.stream
         if stream is None:
-            return link.recv(buffer[: self._on_link])
-        return Streamed(lambda at: self._stream(stream, buffer, at))
+            return link.recv(buffer[: self._link_bytes])
+        return Streamed(lambda deadline: self._stream(stream, buffer, deadline))
 
     def _stream(self, stream: ByteStream, buffer: Tensor, deadline: float) -> None:
         runs = self._place.runs()
-        if runs is None or not self._guard.enter():
-            stream.read([memoryview(buffer[: self._on_link].numpy().data)], deadline)
+        if runs is None or not self._claim.enter():
+            stream.read([memoryview(buffer[: self._link_bytes].numpy().data)], deadline)
             return
         self._open = True
         tail = self._place.tail()
@@ -374,41 +321,33 @@ class ReceiveJob(FrameJob):
         digest = xxhash.xxh3_64()
         for piece in pieces(runs):
             stream.read(piece, deadline)
-            if self._sealed:
+            if self._checked:
                 for part in piece:
                     digest.update(part)
-        said = memoryview(bytearray(CHECKSUM_BYTES if self._sealed else 0))
-        stream.read([said], deadline)
-        self._streamed = digest.intdigest(), bytes(said), rest
+        end = memoryview(bytearray(CHECKSUM_BYTES if self._checked else 0))
+        stream.read([end], deadline)
+        self._streamed = digest.intdigest(), bytes(end), rest
 
     def done(self, buffer: Tensor) -> None:
-        damage = failpoint("decode.after_frame", self.key, index=self._frame.index)
+        failpoint("decode.after_frame", self.key, index=self._frame.index)
         if self._streamed is not None:
-            self._finish_stream(*self._streamed, damage)
+            self._finish_stream(*self._streamed)
         else:
-            self._finish_buffer(buffer, damage)
+            self._finish_buffer(buffer)
 
-    def _finish_stream(self, digest: int, said: bytes, rest: Tensor | None, damage: Fault | None) -> None:
+    def _finish_stream(self, digest: int, end: bytes, rest: Tensor | None) -> None:
         tail = self._place.tail()
-        if damage is not None:
-            everything = b"".join(self._place.runs() or []) + (b"" if rest is None else rest.numpy().tobytes())
-            data = torch.frombuffer(bytearray(everything), dtype=torch.uint8)
-            damage.spoil(data)
-            digest = checksum(data)
-        intact = not self._sealed or said == trailer(digest ^ identity(self.key, self._frame))
+        intact = not self._checked or end == self._trailer(digest)
         if intact and tail is not None and rest is not None:
             tail.write(rest)
         self._close(Outcome.VERIFIED if intact else Outcome.CORRUPT)
 
-    def _finish_buffer(self, buffer: Tensor, damage: Fault | None) -> None:
-        data, said = buffer[: self._frame.nbytes], buffer[self._frame.nbytes : self._on_link]
-        if damage is not None:
-            damage.spoil(data)
+    def _finish_buffer(self, buffer: Tensor) -> None:
+        data, end = buffer[: self._frame.nbytes], buffer[self._frame.nbytes : self._link_bytes]
         intact = True
-        if self._sealed:
-            value = checksum(data, self._seal) ^ identity(self.key, self._frame)
-            intact = bytes(said.cpu().numpy().data) == trailer(value)
-        if not self._guard.enter():
+        if self._checked:
+            intact = bytes(end.cpu().numpy().data) == self._trailer(checksum(data, self._kind))
+        if not self._claim.enter():
             return
         self._open = True
         if intact:
@@ -417,67 +356,75 @@ class ReceiveJob(FrameJob):
 
 
 class DrainJob:
-    """Receives an announced frame that nobody wants (any more), so that those after it get through."""
+    """Receives and discards an announced frame that no attempt takes, so that the frames behind it can arrive."""
 
     key: Key | None = None
 
-    def __init__(self, nbytes: int, seal: ChecksumKind) -> None:
-        self._nbytes = nbytes + (CHECKSUM_BYTES if seal is not ChecksumKind.OFF else 0)
+    def __init__(self, nbytes: int, kind: ChecksumKind) -> None:
+        self._nbytes = nbytes + (CHECKSUM_BYTES if kind is not ChecksumKind.OFF else 0)
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        return _receive_all(link, buffer[: self._nbytes])
+        into, stream = buffer[: self._nbytes], link.stream
+        if stream is None:
+            return link.recv(into)
+        return Streamed(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
 
     def done(self, buffer: Tensor) -> None:
-        pass
+        """The bytes are discarded."""
 
     def fail(self, message: str) -> None:
-        pass
-
-
-class SayJob:
-    """Says something on the control stream once every frame queued before it is announced."""
-
-    key: Key | None = None
-
-    def __init__(self, say: Callable[[], None]) -> None:
-        self._say = say
-
-    def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        self._say()
-        return None
-
-    def done(self, buffer: Tensor) -> None:
-        pass
-
-    def fail(self, message: str) -> None:
-        """Nothing is said: the link's end is told by the link itself."""
-
-
-def _receive_all(link: Link, into: Tensor) -> Pending:
-    """Receives a frame into a buffer, however the other end sends it."""
-    stream = link.stream
-    if stream is None:
-        return link.recv(into)
-    return Streamed(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
-
-
-class Several:
-    """Operations of a link, waited for as one."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        for part in self._parts:
-            part.wait(deadline - time.monotonic())
+        """No attempt waits for the frame."""
 
 
 class Streamed:
-    """A frame on a link that carries memory: it is sent or received while it is waited for."""
+    """A frame on a link that carries memory: it is sent or received inside `wait`."""
 
     def __init__(self, run: Callable[[float], None]) -> None:
         self._run = run
 
     def wait(self, timeout: float) -> None:
         self._run(time.monotonic() + timeout)
+
+
+class PoolFrames:
+    """Makes the jobs of one worker's links: they read frames from its KV pool, or write frames to it."""
+
+    def __init__(self, pool: KVPool, checksum: bool) -> None:
+        self._pool = pool
+        self._checksum = checksum
+
+    def _kind(self, peer: Hello | None) -> ChecksumKind:
+        return ChecksumKind.of(self._checksum, self._pool.tensor.is_cuda and peer is not None and peer.gpu)
+
+    def send(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        table: Sequence[int],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> SendJob:
+        """See `SendJob`; `table` is the sequence's block table."""
+        return SendJob(key, frame, claim, PoolFrame(self._pool, table, frame), self._kind(peer), announce, on_read)
+
+    def receive(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        table: Sequence[int],
+        keep: int,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> ReceiveJob:
+        """See `ReceiveJob`; the first `keep` tokens have their KV here already."""
+        place: FrameBuffer = PoolFrame(self._pool, table, frame)
+        if self._pool.layout.conversion(peer.layout) is not None:
+            place = ConvertedFrame(self._pool, peer, table, frame, keep)
+        return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
+
+    def drain(self, nbytes: int, peer: Hello) -> DrainJob:
+        """See `DrainJob`."""
+        return DrainJob(nbytes, self._kind(peer))

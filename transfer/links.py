@@ -1,12 +1,12 @@
-"""The links of one worker: one per pair, made on demand, one I/O thread each, thrown away on the first error.
+"""The links of one process: one per pair, opened on demand, each with an I/O thread, discarded on the first error.
 
     queue          producer                          consumer
     jobs           the event loop (`submit`)         the link's thread, first in, first out
-    ends of links  the link's thread (`on_end`)      the event loop
+    ends of links  the link's thread                 the event loop (`LinkSpec.on_end`)
 
-A thread keeps two buffers, so that one frame is on the wire while the bytes of the next (sending) or the last
-(receiving) are copied and hashed. A receive is begun only for a frame that the other end has announced: one that waits
-without need would time out and take the link with it.
+A thread has two buffers, so that one frame is on the wire while the bytes of the next (sending) or the previous one
+(receiving) are copied and hashed. A receive starts only for a frame that the other end has announced, because a receive
+that waits for nothing would time out and end the link.
 """
 
 import asyncio
@@ -15,87 +15,88 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from kvrelay.transfer.control import post
+from kvrelay.transfer.frames import CHECKSUM_BYTES
 from kvrelay.transfer.messages import Key
-from kvrelay.transfer.transports.base import SENDER, Link, LinkError, Pending, Rendezvous, Transport
+from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport
+from kvrelay.transfer.transports.registry import choose, entries
 
 logger = logging.getLogger(__name__)
 
 BUFFERS = 2
 
 LATE_SHARE = 0.8
-"""Of a frame's time, from which on the end of the link is put down to that frame."""
+"""Share of a frame's timeout after which the end of the link is attributed to the frame that is waited for."""
 
 CLOSE_SECONDS = 2.0
-"""How long closing a link may take until it is left to itself."""
+"""How long the process waits for a link to close. After that its thread goes on alone."""
 
 
 class Job(Protocol):
-    """One frame's way through a link's thread: `begin`, then `done`; or `fail` at any point, and then nothing else."""
+    """The transfer of one frame on a link's thread: `begin`, then `done`; or `fail` at any point, as the last call."""
 
     @property
     def key(self) -> Key | None:
-        """The hand-off that the frame is of; None for one that nobody wants any more."""
+        """The hand-off that the frame belongs to; None if it belongs to none."""
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
-        """Begins the transfer, using `buffer`; None where there is nothing to transfer any more."""
+        """Begins the transfer, using `buffer`; None if there is nothing left to transfer."""
 
     def done(self, buffer: torch.Tensor) -> None:
-        """The transfer has ended; the buffer is reused after this returns."""
+        """The transfer has ended; the buffer is reused after the return."""
 
     def fail(self, message: str) -> None:
-        """The link has ended first."""
+        """The link ended before the transfer."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSpec:
-    """One link to be made."""
+class AfterFrames:
+    """A job that transfers nothing: it makes a call once every frame queued before it is announced."""
 
-    peer: str
-    """Incarnation of the other worker."""
-    epoch: int
-    transport: Transport
-    rank: int
-    buffer_bytes: int
-    timeout: float
-    """Seconds for the dial, and for each frame."""
-    tell: Callable[[str, bytes], None]
-    """Sends an entry of the rendezvous to the other end. Called by the link's thread."""
-    on_end: Callable[["LinkEnd"], None]
-    """Told when the link has ended, whatever ended it. Called on the event loop."""
-    idle: Callable[[], bool]
-    """Whether nothing under way needs the link, so that it may be closed to make room for another."""
+    key: Key | None = None
 
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
 
-@dataclass(frozen=True, slots=True)
-class LinkEnd:
-    """How a link has ended."""
+    def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
+        self._call()
+        return None
 
-    epoch: int
-    reason: str
-    up: bool
-    """It had been made, and carried its first bytes. Where it had not, there is no point in trying again at once."""
-    stuck: Job | None
-    """The frame that took longer than it may. Others that are failed had not begun, or went with it."""
+    def done(self, buffer: torch.Tensor) -> None:
+        """Never called, because `begin` starts no transfer."""
 
-    def gives_up(self, key: Key) -> bool:
-        """Whether the hand-off `key` should rather be tried elsewhere than on the next link."""
-        return not self.up or (self.stuck is not None and self.stuck.key == key)
+    def fail(self, message: str) -> None:
+        """Makes no call: the end of the link is reported by the link itself."""
 
 
 class LinkThread:
     """One end of one link, and the thread that does its I/O."""
 
-    def __init__(self, spec: LinkSpec, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec,
+        transport: Transport,
+        timeout: float,
+        runtime: Runtime,
+        on_end: Callable[["LinkThread", LinkEnd], None],
+    ) -> None:
+        """
+        Args:
+            timeout: seconds, to open the link and for each frame.
+            on_end: runs on the event loop, once.
+        """
         self.spec = spec
-        self.meeting = Rendezvous(spec.tell, spec.timeout)
-        self._loop = loop
+        self.meeting = Rendezvous(lambda entry, value: runtime.post(spec.tell, entry, value), timeout)
+        self._transport = transport
+        self._timeout = timeout
+        self._runtime = runtime
+        self._on_end = on_end
         self._jobs: deque[Job] = deque()
         self._window: deque[tuple[Job, Pending, torch.Tensor]] = deque()
         self._changed = threading.Condition()
@@ -103,12 +104,12 @@ class LinkThread:
         self._link: Link | None = None
         self._up = False
         self._waiting_since = self._closed_at = math.inf
-        # Not a daemon: an interpreter that ends while one of its threads is inside a transport's C++ aborts. What a
-        # transport blocks on has a timeout, so this delays the end of the process by no more than that.
+        # Not a daemon: an interpreter that exits while a thread is inside a transport's C++ code aborts. Every wait of
+        # a transport has a timeout, so the exit of the process is delayed by no more than that.
         self.thread = threading.Thread(target=self._run, name=f"link {spec.peer[:8]}/{spec.epoch}")
 
     def submit(self, job: Job) -> None:
-        """Queues a job; fails it at once where the link has ended."""
+        """Queues a job; fails it at once if the link has ended."""
         with self._changed:
             if self._reason is None:
                 self._jobs.append(job)
@@ -118,7 +119,7 @@ class LinkThread:
         job.fail(reason)
 
     def close(self, reason: str) -> None:
-        """Ends the link, and fails what is queued or under way. Never blocks; any thread."""
+        """Ends the link, and fails queued jobs and those in progress. Never blocks; any thread."""
         with self._changed:
             self._reason = self._reason or reason
             self._closed_at = min(self._closed_at, time.monotonic())
@@ -130,7 +131,7 @@ class LinkThread:
 
     def _run(self) -> None:
         try:
-            link = self.spec.transport.connect(self.meeting, self.spec.rank, self.spec.timeout)
+            link = self._transport.connect(self.meeting, self.spec.rank, self._timeout)
             with self._changed:
                 self._link = link
                 closed = self._reason is not None
@@ -149,20 +150,24 @@ class LinkThread:
         self.close("closed")
         reason = self._reason or ""
         failed = [job for job, _, _ in self._window] + list(self._jobs)
-        # The other end's time runs out a little earlier where it began to wait earlier, and then ends this one's wait.
-        late = self._closed_at - self._waiting_since > LATE_SHARE * self.spec.timeout
-        end = LinkEnd(self.spec.epoch, reason, self._up, self._window[0][0] if late and self._window else None)
+        # The other end may have begun to wait a little earlier. Its timeout then ends the wait of this end, too.
+        late = self._closed_at - self._waiting_since > LATE_SHARE * self._timeout
+        stuck = self._window[0][0].key if late and self._window else None
+        end = LinkEnd(self.spec.epoch, reason, self._up, stuck)
         self._window.clear()
         self._jobs.clear()
         for job in failed:
             job.fail(reason)
-        post(self._loop, self.spec.on_end, end)
+        self._runtime.post(self._on_end, self, end)
         if self._link is not None:
-            # Last, since some transports block here; this thread has nothing else to do.
+            # Last, because some transports block here; this thread has nothing else to do.
             self._reap(self._link)
 
     def _reap(self, link: Link) -> None:
-        """Closes the link. A close that doesn't end keeps what the link has; it keeps no thread and no process."""
+        """Closes the link.
+
+        A close that blocks for ever keeps the link's memory, but neither this thread nor the process.
+        """
         who = {"peer": self.spec.peer, "epoch": self.spec.epoch}
 
         def close() -> None:
@@ -175,21 +180,21 @@ class LinkThread:
         reaper.start()
         reaper.join(CLOSE_SECONDS)
         if reaper.is_alive():
-            logger.error("closing a link blocks; it is left to itself", extra=who)
+            logger.error("closing a link blocks; its thread goes on alone", extra=who)
 
     def _warm_up(self, link: Link) -> None:
-        """One byte there and back: connections and buffers are made now, and a link that can't carry fails now."""
+        """Sends one byte there and back: this makes connections and buffers, and finds a link that carries nothing."""
         byte = link.buffer(1)
         first, second = (link.send, link.recv) if self.spec.rank == SENDER else (link.recv, link.send)
-        first(byte).wait(self.spec.timeout)
-        second(byte).wait(self.spec.timeout)
+        first(byte).wait(self._timeout)
+        second(byte).wait(self._timeout)
 
     def _serve(self, link: Link) -> None:
-        buffers = [link.buffer(self.spec.buffer_bytes) for _ in range(BUFFERS)]
+        buffers = [link.buffer(self.spec.frame_bytes + CHECKSUM_BYTES) for _ in range(BUFFERS)]
         while self._begin_jobs(link, buffers, wait=not self._window):
             job, pending, buffer = self._window[0]
             self._waiting_since = time.monotonic()
-            pending.wait(self.spec.timeout)
+            pending.wait(self._timeout)
             self._waiting_since = math.inf
             self._begin_jobs(link, buffers, wait=False)
             job.done(buffer)
@@ -197,7 +202,7 @@ class LinkThread:
             buffers.append(buffer)
 
     def _begin_jobs(self, link: Link, buffers: list[torch.Tensor], wait: bool) -> bool:
-        """Begins queued jobs while there are buffers; with `wait`, at least one. False when the link is to end."""
+        """Begins queued jobs while there are buffers; with `wait`, at least one. False if the link must end."""
         while buffers:
             with self._changed:
                 if wait and not self._window:
@@ -218,42 +223,53 @@ class LinkThread:
 
 
 class LinkManager:
-    """All links of one worker, by the other worker's incarnation. Touched by the event loop only."""
+    """All links of one process, by the incarnation of the peer; implements `Links` with real transports."""
 
-    def __init__(self, max_links: int) -> None:
+    def __init__(
+        self, transports: Mapping[str, Transport], max_links: int, timeout: float, wanted: str, runtime: Runtime
+    ) -> None:
+        """
+        Args:
+            transports: those that this worker can use, best first.
+            timeout: seconds, to open a link and for each frame.
+            wanted: `TransferConfig.transport`.
+        """
+        self._transports = transports
         self._max_links = max_links
+        self._timeout = timeout
+        self._wanted = wanted
+        self._runtime = runtime
         self._links: OrderedDict[str, LinkThread] = OrderedDict()
         self._ending: set[LinkThread] = set()
 
     def __len__(self) -> int:
         return len(self._links)
 
+    def transport_for(self, peer: Peer) -> str:
+        return choose(self._wanted, entries(self._transports), peer.transports)
+
     def epoch(self, peer: str) -> int:
-        """Of the link to `peer`; 0 where there is none."""
         link = self._links.get(peer)
         return 0 if link is None else link.spec.epoch
 
     def open(self, spec: LinkSpec) -> bool:
-        """Begins to make a link; jobs may be submitted at once. An older link of the pair is closed.
-
-        False where `max_links` are open and none of them is idle.
-        """
+        transport = self._transports.get(spec.transport)
+        if transport is None:
+            raise NoTransportError(f"{spec.transport!r}; allowed: {', '.join(self._transports)}")
         self.close(spec.peer, "superseded by a later epoch")
         if len(self._links) >= self._max_links and not self._close_one_idle():
             return False
-        link = LinkThread(spec, asyncio.get_running_loop())
+        link = LinkThread(spec, transport, self._timeout, self._runtime, self._ended)
         self._links[spec.peer] = link
         link.thread.start()
         return True
 
     def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:
-        """Takes an entry of the other end's rendezvous; one of another epoch is dropped."""
         link = self._links.get(peer)
         if link is not None and link.spec.epoch == epoch:
             link.meeting.put(entry, value)
 
     def submit(self, peer: str, epoch: int, job: Job) -> None:
-        """Queues a job for the link of this epoch; fails it at once where that has ended."""
         link = self._links.get(peer)
         if link is None or link.spec.epoch != epoch:
             job.fail("the link of this epoch has ended")
@@ -261,33 +277,34 @@ class LinkManager:
         self._links.move_to_end(peer)
         link.submit(job)
 
+    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+        self.submit(peer, epoch, AfterFrames(partial(self._runtime.post, call)))
+
     def close(self, peer: str, reason: str) -> None:
-        """Ends the link to `peer`, if there is one; `on_end` follows."""
         link = self._links.pop(peer, None)
         if link is not None:
             self._retire(link, reason)
 
-    def ended(self, peer: str, epoch: int) -> None:
-        """Forgets a link whose `on_end` was called."""
-        link = self._links.get(peer)
-        if link is not None and link.spec.epoch == epoch:
-            self._retire(self._links.pop(peer), "ended")
-
-    async def shut_down(self, timeout: float) -> None:
-        """Ends all links and waits for their threads, `timeout` seconds at most."""
+    async def shut_down(self) -> None:
+        """Ends all links and waits for their threads, as long as a transport may block at most."""
         for peer in list(self._links):
             self.close(peer, "this worker is shutting down")
-        deadline = asyncio.get_running_loop().time() + timeout
+        deadline = self._runtime.now() + 2 * self._timeout + 1.0
         while any(link.thread.is_alive() for link in self._ending):
-            if asyncio.get_running_loop().time() > deadline:
+            if self._runtime.now() > deadline:
                 logger.warning("links still blocked at shutdown", extra={"links": len(self._ending)})
                 return
             await asyncio.sleep(0.005)
 
+    def _ended(self, link: LinkThread, end: LinkEnd) -> None:
+        if self._links.get(link.spec.peer) is link:
+            self._retire(self._links.pop(link.spec.peer), "ended")
+        link.spec.on_end(end)
+
     def _close_one_idle(self) -> bool:
         for peer, link in self._links.items():
             if link.spec.idle():
-                self.close(peer, "closed to make room for another link")
+                self.close(peer, "closed in favour of another link")
                 return True
         return False
 

@@ -1,8 +1,9 @@
 """Control messages of the hand-off and their form on the wire: strict, bounded msgpack.
 
-A frame is an array of 1 to `MAX_MESSAGES` messages, its size and number of values bounded; a message is a map of its
-fields plus `type`. What doesn't match exactly (a missing, unknown or duplicate key, another type, a number out of
-range, a float, an extension type, bytes left over) is a `WireError`, and decoding raises nothing else.
+The unit on the stream is a batch: an array of 1 to `MAX_MESSAGES` messages with a bounded size and a bounded number of
+values. A message is a map of its fields plus `type`. Anything that doesn't match exactly (a missing, unknown or
+duplicate key, another type, a number out of range, a float, an extension type, trailing bytes) raises `WireError`;
+decoding raises nothing else.
 
     sender -> receiver    Hello, Dial, Meet, CloseLink, Offer, Push, Finish, Abort, Renew
     receiver -> sender    Hello, Refuse, Meet, CloseLink, Wait, Grant, Ack, Nack, Renew
@@ -34,13 +35,16 @@ from kvrelay.transfer.packing import (
 )
 
 Key = tuple[str, int]
-"""(request_id, attempt): what a hand-off is known by."""
+"""(request_id, attempt): identifies one hand-off."""
 
-VERSION = 2
-MAX_CONTROL_BYTES = 512 * 2**10
+VERSION = 3
+MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
+"""Messages of one batch at most."""
 MAX_KEYS = 128
+"""Attempts that one Renew names at most."""
 MAX_FRAME_BYTES = 16 * 2**20
+"""KV bytes of one frame on a link at most."""
 
 
 class KeyRule:
@@ -98,15 +102,16 @@ class Code(enum.Enum):
     """The other worker is shutting down, or gone."""
     CORRUPT = "corrupt"
     INCOMPATIBLE = "incompatible"
-    """The two workers' KV or models differ, or no transport fits both; trying again can't help."""
+    """The two workers' KV or models differ, or no transport suits both; a retry between these two can't help."""
     INTERNAL = "internal"
-    """A defect of the worker that says so."""
+    """A defect of the worker that reports it."""
     LINK = "link"
     MANIFEST = "manifest"
-    """The offer isn't for what the router announced."""
-    NO_ROOM = "no_room"
+    """The offer differs from what the router announced."""
+    NO_CAPACITY = "no_capacity"
+    """No blocks, or no link, became free in time."""
     PROTOCOL = "protocol"
-    """A message that the other end's state doesn't allow: a defect, fenced off."""
+    """A message that the state of its receiver doesn't allow: a defect of the other end."""
     TIMEOUT = "timeout"
     UNKNOWN_PEER = "unknown_peer"
 
@@ -118,26 +123,26 @@ class Code(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of either end of a stream: who speaks, to which incarnation, and what its KV looks like."""
+    """First message of either end of a stream: its identity, the incarnation that it wants to reach, its KV layout."""
 
     version: Count
     worker: Name
     incarnation: Name
     peer_incarnation: Name
-    """The incarnation that the speaker means to reach."""
+    """The incarnation that this message is meant for."""
     fingerprint: Reason
     """Of the model."""
     layout: Annotated[KVLayout, LayoutRule()]
     checksum: Annotated[bool, Flag()]
     gpu: Annotated[bool, Flag()]
-    """Whether its KV lies on a GPU. Where both ends' does, frames in GPU memory carry the GPU's checksum."""
+    """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
-    """Of the frames that it sends, at most."""
+    """Bytes of the frames that it sends, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The stream can't be used; nothing else follows."""
+    """The stream can't be used; no message follows."""
 
     code: Annotated[Code, Choice(Code)]
     message: Reason
@@ -145,7 +150,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """The sender dials a link of this epoch; the receiver dials it too. Any older link of the pair is void."""
+    """The sender opens a link of this epoch, and the receiver must open its end. Older links of the pair are void."""
 
     epoch: Epoch
     transport: Name
@@ -153,7 +158,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """An entry of the rendezvous store of the link that is being dialled: how its ends find each other."""
+    """An entry of the rendezvous store of a link that is being opened: how its two ends find each other."""
 
     epoch: Epoch
     entry: Name
@@ -162,7 +167,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """The speaker has closed its end of the link of this epoch."""
+    """The end that says so has closed the link of this epoch."""
 
     epoch: Epoch
     message: Reason
@@ -170,7 +175,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class ToAttempt:
-    """What every message about one attempt carries."""
+    """Base of every message about one attempt."""
 
     request: Request
     attempt: Attempt
@@ -182,7 +187,7 @@ class ToAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Offer(ToAttempt):
-    """The manifest: KV of `tokens` tokens, which hash to `digest`, is being computed for the receiver."""
+    """The sender computes the KV of `tokens` tokens, whose ids hash to `digest`, for the receiver."""
 
     tokens: Tokens
     digest: Annotated[bytes, Raw(16, 16)]
@@ -190,24 +195,23 @@ class Offer(ToAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Wait(ToAttempt):
-    """The receiver has no room yet; it grants as soon as it has, or gives up by itself."""
+    """The receiver has no free blocks yet; it sends Grant once it has, or Nack at its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant(ToAttempt):
-    """Blocks are reserved. Frames may be sent on the link of `epoch`, for tokens from `have` up to `limit`.
+    """Blocks are reserved: frames may be sent on the link of `epoch`, from token `have` to the end of the prompt.
 
-    A grant of a later epoch starts the frames anew at `have`; one of the same epoch only raises `limit` (more credit).
+    A grant of a later epoch starts the frames again at its own `have`.
     """
 
     epoch: Epoch
     have: Tokens
-    limit: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Push(ToAttempt):
-    """One frame follows on the link of `epoch`, after the frames announced before it."""
+    """Announces a frame: it follows on the link of `epoch`, behind the frames announced before it."""
 
     epoch: Epoch
     index: Count
@@ -215,14 +219,11 @@ class Push(ToAttempt):
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
     nbytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
-    layer: Count
-    layers: Annotated[int, Number(1, 2**20)]
-    """KV of layers [layer, layer + layers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish(ToAttempt):
-    """The prompt is computed; `first_token` was sampled. `frames` and `nbytes` count this epoch's."""
+    """The prompt is computed and `first_token` sampled. `frames` and `nbytes` count what this epoch sent."""
 
     epoch: Epoch
     first_token: Tokens
@@ -232,7 +233,7 @@ class Finish(ToAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Ack(ToAttempt):
-    """Every frame has verified and the receiver owns the KV."""
+    """Every frame has verified, and the receiver owns the KV."""
 
     epoch: Epoch
 
@@ -255,7 +256,7 @@ class Abort(ToAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Sign of life: the speaker still has these attempts."""
+    """Renews the leases of these attempts: the end that says so still has them."""
 
     keys: Keys
 
@@ -264,7 +265,7 @@ Message = Hello | Refuse | Dial | Meet | CloseLink | Offer | Wait | Grant | Push
 
 
 class _Form:
-    """How one class of message is written: its name and the rule of each field."""
+    """The wire form of one class of message: its name and the rule of each field."""
 
     KINDS: ClassVar[tuple[type[Message], ...]] = get_args(Message)
 
@@ -298,32 +299,32 @@ _FORMS = {form.name: form for form in map(_Form, _Form.KINDS)}
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """A frame of 1 to MAX_MESSAGES messages.
+    """One batch of 1 to MAX_MESSAGES messages.
 
     Raises:
-        WireError: a field is out of its limits, or there is too much for a frame; a defect of the caller's.
+        WireError: a field is out of its limits, or the batch would be too large; a defect of the caller.
     """
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise WireError(f"{len(messages)} messages in a frame; allowed: 1 to {MAX_MESSAGES}")
-    first, *more = in_frames(messages)
+        raise WireError(f"{len(messages)} messages in a batch; allowed: 1 to {MAX_MESSAGES}")
+    first, *more = batches(messages)
     if more:
-        raise WireError(f"{len(messages)} messages that don't fit into one frame")
+        raise WireError(f"{len(messages)} messages that don't fit into one batch")
     return first
 
 
-def in_frames(messages: Iterable[Message]) -> Iterator[bytes]:
-    """`messages`, in order, in as few frames as they fit into.
+def batches(messages: Iterable[Message]) -> Iterator[bytes]:
+    """`messages`, in order, in as few batches as possible.
 
     Raises:
-        WireError: a field is out of its limits; a defect of the caller's.
+        WireError: a field is out of its limits; a defect of the caller.
     """
     parts: list[bytes] = []
     size = values = 0
     for message in messages:
         plain = _FORMS[type(message).__name__].write(message)
         part, more = pack(plain), 1 + values_in(plain)
-        room = len(parts) < MAX_MESSAGES and size + len(part) < MAX_CONTROL_BYTES - 8 and values + more < MAX_VALUES
-        if parts and not room:
+        fits = len(parts) < MAX_MESSAGES and size + len(part) < MAX_BATCH_BYTES - 8 and values + more < MAX_VALUES
+        if parts and not fits:
             yield pack_joined(parts)
             parts, size, values = [], 0, 0
         parts.append(part)
@@ -333,17 +334,17 @@ def in_frames(messages: Iterable[Message]) -> Iterator[bytes]:
         yield pack_joined(parts)
 
 
-def decode(frame: bytes) -> list[Message]:
-    """The messages of one frame, in order.
+def decode(batch: bytes) -> list[Message]:
+    """The messages of one batch, in order.
 
     Raises:
-        WireError: they aren't exactly what `encode` makes.
+        WireError: the bytes aren't exactly what `encode` makes.
     """
-    if len(frame) > MAX_CONTROL_BYTES:
-        raise WireError(f"frame of {len(frame)} bytes; allowed: up to {MAX_CONTROL_BYTES}")
-    items = unpack(frame, max(MAX_MESSAGES, MAX_KEYS))
+    if len(batch) > MAX_BATCH_BYTES:
+        raise WireError(f"batch of {len(batch)} bytes; allowed: up to {MAX_BATCH_BYTES}")
+    items = unpack(batch, max(MAX_MESSAGES, MAX_KEYS))
     if type(items) is not list or not 1 <= len(items) <= MAX_MESSAGES:
-        raise WireError(f"a frame is an array of 1 to {MAX_MESSAGES} messages, not {shown(items)}")
+        raise WireError(f"a batch is an array of 1 to {MAX_MESSAGES} messages, not {shown(items)}")
     return [_read(item) for item in items]
 
 
@@ -358,8 +359,9 @@ def _read(item: object) -> Message:
 
 
 def check_key(key: Key) -> None:
-    """
+    """Checks that messages can carry `key`.
+
     Raises:
-        WireError: no message can carry `key`.
+        WireError: they can't; the text names what is allowed.
     """
     KeyRule().check("request", list(key))

@@ -1,7 +1,7 @@
-"""Strict, bounded msgpack, and the rules by which its values are taken for fields.
+"""Strict, bounded msgpack, and the rules that check its values as fields of messages.
 
-msgpack by itself accepts duplicate keys, NaN, extension types and nesting without end; nothing of that passes here.
-Nothing is allocated by what a length claims: claims are compared with the bytes that are there.
+msgpack by itself accepts duplicate keys, NaN, extension types and unbounded nesting; all of these are refused here.
+Memory is never allocated by a claimed length: claims are compared with the bytes that are there.
 """
 
 import enum
@@ -13,7 +13,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 MAX_MAP = 32
 MAX_VALUES = 1024
-"""In maps and lists, over all of a frame: what bounds the time that a frame takes, whatever is in it."""
+"""Values in all maps and lists of one batch: bounds the time that decoding takes, whatever the batch holds."""
 MAX_REASON = 512
 
 
@@ -132,7 +132,7 @@ def unpack(packed: bytes, max_array: int) -> object:
         nonlocal left
         left -= values
         if left < 0:
-            raise WireError(f"more values than the {MAX_VALUES} that a frame may have")
+            raise WireError(f"more values than the {MAX_VALUES} that a batch may have")
 
     def items(found: list[object]) -> list[object]:
         count(1 + len(found))

@@ -1,33 +1,41 @@
-"""Workers that this worker may speak to, as the supervisor knows them."""
+"""Workers that this worker may talk to, as the supervisor knows them."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-MEET_SECONDS = 1.0
-"""How far one worker's news of the membership may be behind another's."""
+from kvrelay.rpc.identity import WorkerId
+
+NEWS_SECONDS = 1.0
+"""How far the membership that one worker knows may be behind what another worker knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One incarnation of another worker. Comes from the supervisor's membership only, never from a request."""
+    """Another worker. Comes from the supervisor's membership only, never from a field of a request."""
 
-    name: str
-    incarnation: str
-    """Drawn when its process started; a restarted worker is another incarnation."""
+    id: WorkerId
     address: str
     """host:port of its internal gRPC."""
     transports: tuple[str, ...] = ()
-    """What its links can do, best first; as `kvrelay.transfer.transports.registry.entries` lists it."""
+    """The transports of its links, best first; the form is that of `kvrelay.transfer.transports.registry.entries`."""
+
+    @property
+    def name(self) -> str:
+        return self.id.name
+
+    @property
+    def incarnation(self) -> str:
+        return self.id.incarnation
 
 
 class PeerTable:
-    """The membership as the hand-off needs it. Touched by the event loop only."""
+    """The membership as far as the hand-off needs it. Used on the event loop only."""
 
     def __init__(self, peers: Iterable[Peer] = ()) -> None:
         self._peers: dict[str, Peer] = {}
-        # For good, about 100 bytes for each worker that was replaced: nobody waits for one that is gone.
+        # Kept for ever: about 100 bytes for each worker that was replaced.
         self._former: set[str] = set()
         self._changed = asyncio.Event()
         self.update(peers)
@@ -40,25 +48,25 @@ class PeerTable:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def met(self, name: str, incarnation: str, timeout: float) -> Peer | None:
-        """As `get`, but waits up to `timeout` seconds for one that was never a member: others may have heard first."""
+    async def met(self, worker: WorkerId, timeout: float) -> Peer | None:
+        """As `get`, but waits up to `timeout` seconds for a worker that was never a member: its news may be late."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self.is_news(name, incarnation):
+                while self.is_news(worker):
                     await self._changed.wait()
-        return self.get(name, incarnation)
+        return self.get(worker)
 
-    def is_news(self, name: str, incarnation: str) -> bool:
-        """Whether this incarnation neither is nor was a member, so that it may yet become one."""
-        return self.get(name, incarnation) is None and incarnation not in self._former
+    def is_news(self, worker: WorkerId) -> bool:
+        """Whether this worker is no member and never was one, so that it may still become one."""
+        return self.get(worker) is None and worker.incarnation not in self._former
 
-    def get(self, name: str, incarnation: str) -> Peer | None:
-        """This very incarnation of the worker; None if it isn't, or is no longer, a member."""
-        peer = self._peers.get(name)
-        return peer if peer is not None and peer.incarnation == incarnation else None
+    def get(self, worker: WorkerId) -> Peer | None:
+        """Exactly this incarnation of the worker; None if it is not, or no longer, a member."""
+        peer = self._peers.get(worker.name)
+        return peer if peer is not None and peer.incarnation == worker.incarnation else None
 
     def __contains__(self, peer: Peer) -> bool:
-        return self.get(peer.name, peer.incarnation) is not None
+        return self.get(peer.id) is not None
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())

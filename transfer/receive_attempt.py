@@ -1,4 +1,4 @@
-"""The decode worker's end of one attempt: half of the table in `kvrelay.transfer.protocol`."""
+"""The decode worker's end of one attempt: the receiver's half of the table in `kvrelay.transfer.protocol`."""
 
 from collections.abc import Iterator
 
@@ -32,49 +32,48 @@ from kvrelay.transfer.packing import clip
 
 
 class ReceiveAttempt:
-    """The decode worker's end of one attempt."""
+    """State machine of the receiver of one attempt; performs no I/O."""
 
-    def __init__(self, key: Key, limits: Timeouts, now: float) -> None:
+    def __init__(self, key: Key, timeouts: Timeouts, now: float) -> None:
         self.key = key
         self.state = State.ADMITTED
         self.dropped = 0
-        self._limits = limits
-        self._deadline = now + limits.prefill
+        self._timeouts = timeouts
+        self._deadline = now + timeouts.prefill
         self._lease = float("inf")
-        self._shape: Manifest | None = None
+        self._manifest: Manifest | None = None
         self._offer: Offer | None = None
         self._asked = self._ask_again = self._told_wait = False
         self._reservation: Hold | None = None
         self._quarantine: set[Frame] = set()
         self._epoch = 0
         self._granted_epoch = 0
+        # Tokens: the first one of this epoch, and the next one to be announced. Frames: the number announced.
         self._base = self._next = self._index = 0
-        self._group: tuple[int, int, int] | None = None
-        """While layers come in groups: the token at which each group begins, this one's first layer, its layers."""
         self._verified = 0
         self._finish: Finish | None = None
 
     @property
     def over(self) -> bool:
-        """Ended, with no reservation left here and none under way."""
+        """Whether the attempt has ended, holds nothing and waits for no reservation."""
         return self.state.over and self._reservation is None and not self._asked
 
     @property
     def deadline(self) -> float:
-        """When `poll` will have something to say unless an event comes first; infinite once it ended."""
+        """Monotonic time at which `poll` ends the attempt unless an event comes first; infinite after the end."""
         return float("inf") if self.state.over else min(self._deadline, self._lease)
 
     def poll(self, now: float) -> list[ReceiveAction]:
-        """Ends the attempt if a deadline has passed."""
+        """Ends the attempt if its deadline has passed."""
         if now < self.deadline:
             return []
         if self.state is State.WAITING and self._lease > now:
-            return list(self._end(State.FAILED, Code.NO_ROOM, f"no room within {self._limits.grant} s"))
-        what = "no sign of life from the sender" if self._lease <= now else f"still {self.state.value} at its deadline"
+            return list(self._end(State.FAILED, Code.NO_CAPACITY, f"no free blocks within {self._timeouts.grant} s"))
+        what = "no message from the sender" if self._lease <= now else f"still {self.state.value} at its deadline"
         return list(self._end(State.FAILED, Code.TIMEOUT, what))
 
     def on(self, event: ReceiveEvent, now: float) -> list[ReceiveAction]:
-        """The actions that `event` asks for, after those of a deadline that has passed."""
+        """Actions for `event`; first those of a deadline that has passed, if any."""
         actions = self.poll(now)
         if isinstance(event, ToAttempt) and event.key != self.key:
             self.dropped += 1
@@ -84,15 +83,15 @@ class ReceiveAttempt:
 
     def _on(self, event: ReceiveEvent, now: float) -> Iterator[ReceiveAction]:
         if self._offer is not None and isinstance(event, Push | Finish | Renewed):
-            self._lease = now + self._limits.lease
+            self._lease = now + self._timeouts.lease
         match event:
-            case Expected(shape) if self._shape is None:
-                self._shape = shape
+            case Expected(manifest) if self._manifest is None:
+                self._manifest = manifest
                 yield from self._admit(now)
             case Offer() if self._offer is None:
                 self._offer = event
-                self._lease = now + self._limits.lease
-                self._deadline = now + self._limits.grant
+                self._lease = now + self._timeouts.lease
+                self._deadline = now + self._timeouts.grant
                 yield from self._admit(now)
             case Expected() | Offer():
                 self.dropped += 1
@@ -129,17 +128,17 @@ class ReceiveAttempt:
                 self.dropped += 1
 
     def _admit(self, now: float) -> Iterator[ReceiveAction]:
-        shape, offer = self._shape, self._offer
-        if self.state is not State.ADMITTED or shape is None or offer is None:
+        manifest, offer = self._manifest, self._offer
+        if self.state is not State.ADMITTED or manifest is None or offer is None:
             return
-        if (offer.tokens, offer.digest) != (shape.tokens, shape.digest):
-            message = f"tokens: {shape.tokens} announced here, {offer.tokens} offered"
-            if offer.tokens == shape.tokens:
+        if (offer.tokens, offer.digest) != (manifest.tokens, manifest.digest):
+            message = f"tokens: {manifest.tokens} announced here, {offer.tokens} offered"
+            if offer.tokens == manifest.tokens:
                 message = "digest: the offered tokens are not those announced here"
             yield from self._end(State.FAILED, Code.MANIFEST, message)
             return
         self.state = State.WAITING
-        self._deadline = now + self._limits.grant
+        self._deadline = now + self._timeouts.grant
         yield from self._ask()
 
     def _ask(self) -> Iterator[ReceiveAction]:
@@ -154,7 +153,7 @@ class ReceiveAttempt:
             self._reservation = reservation
             self._verified = have
             self.state = State.TRANSFERRING
-            self._deadline = now + self._limits.prefill
+            self._deadline = now + self._timeouts.prefill
             yield from self._grant()
         elif self._ask_again:
             yield from self._ask()
@@ -163,77 +162,53 @@ class ReceiveAttempt:
             yield Tell(Wait(*self.key))
 
     def _grant(self) -> Iterator[ReceiveAction]:
-        """Credit for all that is missing, once per epoch, and not while an older epoch's frame may still be written."""
+        """Grants all that is missing: once per epoch, and not while a frame of an older epoch may be written."""
         if self.state is not State.TRANSFERRING or self._granted_epoch == self._epoch or self._quarantine:
             return
         self._granted_epoch = self._epoch
         self._base = self._next = self._verified
         self._index = 0
-        self._group = None
         self._finish = None
-        yield Tell(Grant(*self.key, self._epoch, self._base, self._whole().tokens))
+        yield Tell(Grant(*self.key, self._epoch, self._base))
 
-    def _whole(self) -> Manifest:
-        if self._shape is None:
-            raise RuntimeError(f"hand-off {self.key} is {self.state.value} without a shape")
-        return self._shape
+    def _known_manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise RuntimeError(f"hand-off {self.key} is {self.state.value} without a manifest")
+        return self._manifest
 
     def _on_push(self, push: Push) -> Iterator[ReceiveAction]:
         if push.epoch != self._granted_epoch or push.epoch != self._epoch or push.index < self._index:
             self.dropped += 1
             return
-        shape, end = self._whole(), push.first + push.tokens
-        follows = push.index == self._index and push.first == self._next and self._layers_follow(push)
-        if not (follows and shape.whole(end) and push.nbytes == shape.bytes_of(push.tokens, push.layers)):
+        manifest, end = self._known_manifest(), push.first + push.tokens
+        follows = push.index == self._index and push.first == self._next
+        if not (follows and manifest.is_border(end) and push.nbytes == push.tokens * manifest.token_bytes):
             message = (
-                f"frame {push.index} of tokens {push.first} to {end}, layers {push.layer} to "
-                f"{push.layer + push.layers}, {push.nbytes} bytes, can't follow {self._next}"
+                f"frame {push.index} of tokens {push.first} to {end}, {push.nbytes} bytes, can't follow {self._next}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
-        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, push.layer, push.layers)
-        self._advance(push)
+        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes)
+        self._next = end
         self._index += 1
         self._quarantine.add(frame)
         yield ReceiveFrame(frame)
-
-    def _layers_follow(self, push: Push) -> bool:
-        layers = self._whole().layers
-        if self._group is None:
-            return push.layer == 0 and push.layers <= layers
-        first, layer, group = self._group
-        return push.layer == layer and (
-            push.layer + push.layers <= layers if push.first == first else push.layers == group
-        )
-
-    def _advance(self, push: Push) -> None:
-        """To what must come next: after a group of layers the next one, from the token where groups began."""
-        shape = self._whole()
-        self._next = push.first + push.tokens
-        if self._group is None and push.layers < shape.layers:
-            self._group = push.first, 0, push.layers
-        if self._group is not None:
-            first, layer, _ = self._group
-            self._group = first, layer, push.layers
-            if self._next == shape.tokens and layer + push.layers < shape.layers:
-                self._next = first
-                self._group = first, layer + push.layers, 0
 
     def _on_finish(self, finish: Finish, now: float) -> Iterator[ReceiveAction]:
         if finish.epoch != self._granted_epoch or finish.epoch != self._epoch or self._finish is not None:
             self.dropped += 1
             return
-        shape = self._whole()
-        counts = finish.nbytes == (shape.tokens - self._base) * shape.token_bytes and finish.frames == self._index
-        if not counts or self._next != shape.tokens:
+        manifest = self._known_manifest()
+        counts = finish.nbytes == (manifest.tokens - self._base) * manifest.token_bytes and finish.frames == self._index
+        if not counts or self._next != manifest.tokens:
             message = (
                 f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._index} were announced, up to "
-                f"token {self._next} of {shape.tokens} from {self._base} on"
+                f"token {self._next} of {manifest.tokens} from {self._base} on"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
         self._finish = finish
-        self._deadline = min(self._deadline, now + self._limits.transfer)
+        self._deadline = min(self._deadline, now + self._timeouts.transfer)
         yield from self._commit()
 
     def _on_frame_ended(self, frame: Frame, outcome: Outcome) -> Iterator[ReceiveAction]:
@@ -242,16 +217,15 @@ class ReceiveAttempt:
             message = f"frame {frame.index} of tokens {frame.first} to {frame.first + frame.tokens} failed its checksum"
             yield from self._end(State.FAILED, Code.CORRUPT, message)
             return
-        last_layers = frame.layer + frame.layers == self._whole().layers
         follows = frame.epoch == self._granted_epoch and frame.first == self._verified
-        if outcome is Outcome.VERIFIED and follows and last_layers:
+        if outcome is Outcome.VERIFIED and follows:
             self._verified += frame.tokens
         yield from self._grant()
         yield from self._commit()
 
     def _commit(self) -> Iterator[ReceiveAction]:
         finish = self._finish
-        if finish is None or self._quarantine or self._verified != self._whole().tokens:
+        if finish is None or self._quarantine or self._verified != self._known_manifest().tokens:
             return
         self.state = State.COMMITTED
         reservation, self._reservation = self._reservation, None

@@ -4,7 +4,7 @@
     commands   any thread (`post`, `call`)          the engine thread, between two steps
     progress   the engine thread, once a step       `on_step`, on the engine thread
 
-Scheduler, block pool and prefix index are touched by this thread only, so none of them needs a lock.
+Only this thread touches scheduler, block pool and prefix index, so none of them needs a lock.
 """
 
 import asyncio
@@ -23,11 +23,15 @@ T = TypeVar("T")
 Command = Callable[[], object]
 
 
-class EngineThread:
-    """Steps an engine for as long as it has work, and runs commands between the steps.
+class EngineEndedError(RuntimeError):
+    """The engine thread has ended, so it runs no more commands."""
 
-    An exception out of a step leaves the engine in no known state: the thread ends and `on_failure` is told, which
-    must end the process. So does one out of a posted command; one out of a called command goes to its caller.
+
+class EngineThread:
+    """Steps an engine as long as it has work, and runs commands between the steps.
+
+    An exception in a step, or in a posted command, leaves the engine in an unknown state: the thread ends and
+    `on_failure` is called, which must end the process. An exception in a called command goes to its caller.
     """
 
     def __init__(
@@ -39,7 +43,10 @@ class EngineThread:
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        # A command, and what to do instead if the thread ends first. None tells the thread to end.
+        self._commands: queue.SimpleQueue[tuple[Command, Command] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -52,11 +59,16 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Runs `command` on the engine thread before its next step."""
-        self._commands.put(command)
+        """Runs `command` on the engine thread before its next step; never, if the thread has ended."""
+        self._put(command, _nothing)
 
     async def call(self, command: Callable[[], T]) -> T:
-        """Runs `command` on the engine thread before its next step and returns what it returned or raised."""
+        """Runs `command` on the engine thread before its next step and returns its result.
+
+        Raises:
+            EngineEndedError: the thread has ended, or ends before it runs the command.
+            Exception: the one that `command` raised.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -76,8 +88,18 @@ class EngineThread:
             else:
                 loop.call_soon_threadsafe(settle, value, None)
 
-        self.post(run)
+        def fail() -> None:
+            loop.call_soon_threadsafe(settle, None, EngineEndedError("the engine has ended"))
+
+        self._put(run, fail)
         return await result
+
+    def _put(self, command: Command, instead: Command) -> None:
+        with self._lock:
+            if not self._ended:
+                self._commands.put((command, instead))
+                return
+        instead()
 
     def _run(self) -> None:
         # A step without progress had no work, or only work that waits for blocks that a command will free.
@@ -91,15 +113,32 @@ class EngineThread:
         except BaseException as error:  # whatever it was, the process must learn of it
             logger.exception("the engine failed")
             self._on_failure(error)
+        finally:
+            self._end()
 
     def _run_commands(self, *, block: bool) -> bool:
-        """Runs what is queued, with `block` waiting for a first one; False when told to end."""
+        """Runs the queued commands; with `block`, waits for a first one. False if the thread must end."""
         while True:
             try:
-                command = self._commands.get(block)
+                item = self._commands.get(block)
             except queue.Empty:
                 return True
-            if command is None:
+            if item is None:
                 return False
+            command, _ = item
             command()
             block = False
+
+    def _end(self) -> None:
+        """Fails the calls that wait; later ones fail at once."""
+        with self._lock:
+            self._ended = True
+        while not self._commands.empty():
+            item = self._commands.get_nowait()
+            if item is not None:
+                _, instead = item
+                instead()
+
+
+def _nothing() -> None:
+    """In place of a posted command."""

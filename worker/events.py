@@ -1,31 +1,16 @@
-"""From an engine's progress to what a router is told."""
+"""Converts an engine's progress to the events that a router gets."""
 
 from kvrelay.engine.progress import Progress
-from kvrelay.engine.request import FinishReason
 from kvrelay.engine.sequence import Sequence
-from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
-    FINISH_STOP,
-    FINISH_UNSPECIFIED,
-    DecodeReport,
-    Failure,
-    Finish,
-    PrefillReport,
-    RequestEvent,
-)
-
-FINISHES: dict[FinishReason | None, Finish] = {
-    FinishReason.STOP: FINISH_STOP,
-    FinishReason.LENGTH: FINISH_LENGTH,
-    None: FINISH_UNSPECIFIED,
-}
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, PrefillReport, RequestEvent
 
 
 def event_of(progress: Progress) -> RequestEvent:
-    """What the router is told of one sequence's step: its token, its end, and where its time went."""
+    """The event of one sequence's step: its token, its finish reason or failure, and its times."""
     sequence = progress.sequence
     request = sequence.request
-    event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish=FINISHES[progress.finish])
+    finish_reason = None if progress.finish is None else f"FINISH_REASON_{progress.finish.name}"
+    event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish_reason=finish_reason)
     if progress.error is not None:
         event.failure.CopyFrom(Failure(code=Failure.CODE_INTERNAL, message=progress.error))
         return event
@@ -48,7 +33,7 @@ def _report(event: RequestEvent, sequence: Sequence) -> None:
                     cached_tokens=sequence.cached_tokens,
                 )
             )
-    elif event.first_index == first_here + 1 or event.finish != FINISH_UNSPECIFIED:
+    elif event.first_index == first_here + 1 or event.finish_reason:
         event.decode.CopyFrom(
             DecodeReport(queue_seconds=lifetime.queue_seconds, recomputed_tokens=sequence.recomputed_tokens)
         )

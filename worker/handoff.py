@@ -1,7 +1,7 @@
-"""What both sides of the hand-off share in a worker: who this worker is to its peers, and who they are."""
+"""What both sides of the hand-off share in a worker: the worker's identity, its peers and transports."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -11,45 +11,70 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
 )
 from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
-from kvrelay.internal.v1.worker_pb2 import Submit
-from kvrelay.transfer.control import LocalWorker
-from kvrelay.transfer.peers import MEET_SECONDS, Peer, PeerTable
-from kvrelay.transfer.transports.base import Transport
+from kvrelay.internal.v1.worker_pb2 import Failure, Submit
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.frames import PoolFrames
+from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.messages import Code
+from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
-from kvrelay.worker.role import Role
-from kvrelay.worker.server import Key, WorkerServer
+from kvrelay.worker.colocated import ColocatedRole
+from kvrelay.worker.worker import Key, Worker
 
-# A suspect may yet be heard of, and a draining worker finishes what it has; a dead one never comes back.
+# A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
 
-class HandoffRole(Role):
+class HandoffRole(ColocatedRole):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
     peer_role: MemberRole
 
-    def __init__(self, worker: WorkerServer) -> None:
+    def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self.peers = PeerTable()
-        self._transports: dict[str, Transport] = {}
+        self.setup = self.make_setup()
         self._early: dict[Key, asyncio.Task[None]] = {}
-        """Requests whose peer this worker has yet to hear of: the router may hear of a new worker first."""
+        """Requests whose peer is unknown here yet: the router may know a new worker first."""
+
+    def make_setup(self) -> HandoffSetup:
+        """What this worker hands KV over with."""
+        worker, config, gpu = self.worker, self.worker.config, self.worker.pool.tensor.is_cuda
+        return HandoffSetup(
+            LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, gpu),
+            PoolFrames(worker.pool, config.transfer.checksum),
+            self.peers,
+            config.transfer,
+            available_transports(config.host, config.transfer.transport, gpu),
+        )
+
+    @property
+    def transports(self) -> Sequence[str]:
+        return entries(self.setup.transports)
+
+    def members_changed(self, members: Sequence[Member]) -> None:
+        self.peers.update(
+            Peer(WorkerId(member.name, member.incarnation), member.address, tuple(member.transports))
+            for member in members
+            if member.role == self.peer_role and member.state in REACHABLE
+        )
 
     def take(self, request: Request, submit: Submit) -> None:
         """Begins this role's part of a request."""
         raise NotImplementedError
 
     def submit(self, request: Request, submit: Submit) -> None:
-        peer = submit.peer
-        if peer.name and self.peers.is_news(peer.name, peer.incarnation):
-            task = asyncio.create_task(self._take_early(request, submit), name=f"early {request.key}")
+        peer = peer_of(submit)
+        if peer is not None and self.peers.is_news(peer):
+            task = asyncio.create_task(self._take_early(request, submit, peer), name=f"early {request.key}")
             self._early[request.key] = task
         else:
             self.take(request, submit)
 
-    async def _take_early(self, request: Request, submit: Submit) -> None:
-        """Takes it in any case: a peer that stays unknown is refused by the hand-off, with its reason."""
-        await self.peers.met(submit.peer.name, submit.peer.incarnation, MEET_SECONDS)
+    async def _take_early(self, request: Request, submit: Submit, peer: WorkerId) -> None:
+        """Takes the request in any case: the hand-off refuses a peer that stays unknown, with the reason."""
+        await self.peers.met(peer, NEWS_SECONDS)
         del self._early[request.key]
         self.take(request, submit)
 
@@ -58,27 +83,12 @@ class HandoffRole(Role):
         if early is not None:
             early.cancel()
 
-    def local(self) -> LocalWorker:
-        """This worker, as it introduces itself to its peers."""
-        worker = self.worker
-        runner = worker.runner
-        gpu = runner.pool.tensor.is_cuda
-        return LocalWorker(worker.config.name, worker.incarnation, runner.layout, runner.spec.fingerprint, gpu)
+    def handoff_failed(self, key: Key, code: Code, message: str) -> None:
+        """Returns the request to its router, which places it again if that may help."""
+        verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
+        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")
 
-    def transports(self) -> Mapping[str, Transport]:
-        """What this worker's links can do, best first."""
-        if not self._transports:
-            config = self.worker.config
-            gpu = self.worker.runner.pool.tensor.is_cuda
-            self._transports = available_transports(config.host, config.transfer.transport, gpu)
-        return self._transports
 
-    def describe(self, member: Member) -> None:
-        member.transports.extend(entries(self._transports))
-
-    def members_changed(self, members: Sequence[Member]) -> None:
-        self.peers.update(
-            Peer(member.name, member.incarnation, member.address, tuple(member.transports))
-            for member in members
-            if member.role == self.peer_role and member.state in REACHABLE
-        )
+def peer_of(submit: Submit) -> WorkerId | None:
+    """The other worker of the request's hand-off; None if there is none."""
+    return WorkerId(submit.peer.name, submit.peer.incarnation) if submit.peer.name else None

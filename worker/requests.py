@@ -1,8 +1,8 @@
-"""From a router's Submit to an engine's Request."""
+"""Conversion between the relay's messages and the engine's types."""
 
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling, Submit
+from kvrelay.internal.v1.worker_pb2 import Cancel, ModelInfo, RequestEvent, Sampling, Submit
 
 
 class InvalidSubmit(ValueError):
@@ -64,3 +64,8 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         sampling=sampling_params(submit.sampling, spec.eos_token_ids),
         tenant=submit.tenant,
     )
+
+
+def key_of(message: Cancel | Submit | RequestEvent) -> tuple[str, int]:
+    """(request_id, attempt)."""
+    return message.request_id, message.attempt

@@ -2,8 +2,8 @@
 
 Every block is in exactly one of three states:
 
-    free      nothing in it is worth keeping
-    cached    nobody holds it, but the prefix index knows its content; evicted least recently used first
+    free      its content is of no use
+    cached    nobody holds it, but the prefix index knows its content; the least recently used is evicted first
     held      one or more holds refer to it
 
                      allocate
@@ -13,8 +13,8 @@ Every block is in exactly one of three states:
           '------- evict -------- cached -----'
                                  (last release of a block that the prefix index knows)
 
-A `Hold` is the only thing that keeps a block alive. Whoever has one must release it; whoever wants blocks to outlive
-somebody else's hold takes a share of them first.
+Only a `Hold` keeps a block alive, and its owner must release it. To keep blocks beyond another owner's hold, share them
+first.
 """
 
 from collections import Counter, OrderedDict
@@ -30,7 +30,7 @@ class Hold:
 
     Attributes:
         blocks: pool blocks, in order; empty once released. Grown by `extend` only.
-        owner: who must release it, for messages; renamed when the hold changes hands.
+        owner: who must release it, for messages; changes when the hold is passed on.
         chain: the prefix index's digests of the leading blocks' content, as far as they were needed.
         published: leading blocks that the prefix index has been offered.
     """
@@ -46,7 +46,7 @@ class Hold:
         self.released = False
 
     def extend(self, count: int) -> bool:
-        """Adds `count` fresh blocks at the end; False, and nothing changes, where the pool has no room.
+        """Adds `count` fresh blocks at the end; False, and nothing changes, if the pool has too few.
 
         Raises:
             IntegrityError: the hold was released.
@@ -60,7 +60,7 @@ class Hold:
         return True
 
     def release(self) -> None:
-        """Gives the references back, the last block's first, so that a chain is evicted from its tail. Idempotent."""
+        """Drops the references, the last block's first, so that a prefix is evicted from its end. Idempotent."""
         if not self.released:
             self.released = True
             self._pool._give_back(self)
@@ -71,7 +71,7 @@ class Hold:
 
 
 class BlockPool:
-    """Book-keeping of `num_blocks` blocks: states, reference counts, live holds. Not thread-safe.
+    """States, reference counts and live holds of `num_blocks` blocks. Not thread-safe.
 
     All operations take O(1) per block; `check_integrity` takes O(pool).
     """
@@ -81,7 +81,7 @@ class BlockPool:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
         self.total = num_blocks
         self.on_evict: Callable[[int], None] | None = None
-        """Told of each cached block before it is reused; the prefix index sets it."""
+        """Called with each cached block before it is reused; the prefix index sets it."""
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -90,7 +90,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks with nothing in them."""
+        """Blocks whose content is of no use."""
         return len(self._free)
 
     @property
@@ -114,19 +114,19 @@ class BlockPool:
         return self._indexed
 
     def owners(self) -> dict[str, int]:
-        """Blocks in the live holds of each owner; a leak shows here by name."""
+        """Blocks in the live holds of each owner: shows who leaks blocks."""
         owners: Counter[str] = Counter()
         for hold in self._holds:
             owners[hold.owner] += len(hold.blocks)
         return dict(owners)
 
-    def room_for(self, shared: Sequence[int], fresh: int) -> bool:
+    def can_allocate(self, shared: Sequence[int], fresh: int) -> bool:
         """Whether `shared` (held or cached) blocks can be shared and then `fresh` more be allocated."""
         refs = self._refs
         return fresh + sum(refs[block] == 0 for block in shared) <= self.available
 
     def allocate(self, count: int, owner: str) -> Hold | None:
-        """A hold of `count` blocks with undefined content; None where there is no room.
+        """A hold of `count` blocks with undefined content; None if there are too few.
 
         Takes free blocks first, then evicts the least recently used cached ones.
         """
@@ -137,7 +137,7 @@ class BlockPool:
         """A further hold of blocks that are held or cached. `blocks` may be empty.
 
         Raises:
-            IntegrityError: one of them is free, so that its content is nobody's; nothing is shared then.
+            IntegrityError: one of them is free, so its content is undefined; nothing is shared then.
         """
         stray = [block for block in blocks if self._refs[block] == 0 and block not in self._cached]
         if stray:
@@ -149,7 +149,7 @@ class BlockPool:
         return self._register(list(blocks), owner)
 
     def remember(self, block: int) -> None:
-        """The prefix index knows the content of `block` (held) now: it is cached when its last hold goes.
+        """The prefix index knows the content of `block` now: its last release will make it cached.
 
         Raises:
             IntegrityError: nobody holds it, or it is known already.
@@ -159,7 +159,7 @@ class BlockPool:
         self._indexed.add(block)
 
     def forget(self, block: int) -> None:
-        """The prefix index no longer knows `block`: it is free now, or when its last hold goes."""
+        """The prefix index no longer knows `block`: it is free now, or with its last release."""
         self._indexed.discard(block)
         if block in self._cached:
             del self._cached[block]

@@ -1,4 +1,4 @@
-"""How KV lies in memory, as a value that two workers can compare."""
+"""The memory layout of KV, as a value that two workers can compare. No torch."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -82,11 +82,11 @@ class KVLayout:
         return blocks
 
     def mismatch(self, other: "KVLayout") -> str | None:
-        """Names the first field in which KV of `other` can't be converted to this layout's; None if it can be."""
+        """Names the first field that keeps KV of `other` from being converted to this layout; None if nothing does."""
         return self._differing(other, ("layers", "head_dim", "tp_size", "tp_rank", "kv_heads"))
 
     def conversion(self, other: "KVLayout") -> str | None:
-        """Names the first field in which the bytes of `other` differ from this layout's; None if they are alike."""
+        """Names the first field for which KV of `other` must be converted; None if the bytes are the same."""
         return self._differing(other, ("dtype", "block_size", "order"))
 
     def _differing(self, other: "KVLayout", names: Iterable[str]) -> str | None:

@@ -41,6 +41,11 @@ class KVPool:
         # Block by block, a GPU would spend its time on starting copies.
         self._by_kernel = self._bytes.is_cuda
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds at most."""
+        return self.num_blocks * self.layout.block_size
+
     def runs(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, layers: Layers | None = None
     ) -> list[memoryview]:
@@ -182,13 +187,29 @@ class KVPool:
             index += 1
 
 
+def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | str = "cpu") -> KVPool:
+    """A pool of as many blocks as fit into `memory_bytes`.
+
+    Raises:
+        ValueError: not even one block fits, or the device doesn't have the memory.
+    """
+    num_blocks = layout.blocks_in(memory_bytes)
+    try:
+        return KVPool(layout, num_blocks, device)
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ValueError(f"kv_memory_bytes is {memory_bytes}; {free} of {total} bytes are free on {device}") from error
+
+
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On CPU in huge pages where the system has them: decode reads blocks all over the pool, and is slowed by the
-    look-up of addresses."""
+    """Memory of that shape; on CPU in huge pages if the system has them.
+
+    Decode reads blocks all over the pool, and with small pages the look-up of their addresses slows it down.
+    """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # the kernel has none
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 

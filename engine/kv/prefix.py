@@ -1,12 +1,12 @@
-"""The prefix cache: which block holds the KV of which beginning of a prompt.
+"""The prefix cache: which block holds the KV of which prefix.
 
-The name of a full block is a digest of everything its KV depends on:
+The name of a full block is a digest of everything that its KV depends on:
 
     digest[-1] = SHA-256(namespace, tenant)                       namespace: model fingerprint and KV layout
     digest[i]  = SHA-256(digest[i - 1], tokens of block i)        tokens as little-endian int32
 
-so two blocks have one name only if model, layout, tenant and all tokens up to the block's end are the same. A
-cryptographic hash, because a collision would hand one prompt's KV to another.
+so two blocks have the same name only if model, layout, tenant and all tokens up to the block's end are the same. The
+hash is cryptographic, because a collision would give one prompt's KV to another.
 """
 
 import hashlib
@@ -17,14 +17,17 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
 
 
 class PrefixIndex:
-    """Finds cached blocks by content. Keeps no block alive: what the pool evicts, it forgets.
+    """Finds cached blocks by content. Keeps no block alive: it forgets a block that the pool evicts.
 
-    A `chain` is the list of digests of a token list's leading blocks. It belongs to whoever owns the tokens, is
-    extended in place as far as needed, and spares hashing the same tokens twice; the tokens it covers never change.
+    A `chain` is the list of digests of a token list's leading blocks. The owner of the tokens keeps it, so that no
+    token is hashed twice. It is extended in place as far as needed, and the tokens that it covers never change.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, namespace: bytes) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, *, enabled: bool = True) -> None:
         """Becomes the pool's index.
+
+        Args:
+            enabled: if False, it stays empty and finds nothing.
 
         Raises:
             ValueError: the pool has an index already.
@@ -32,8 +35,9 @@ class PrefixIndex:
         if pool.on_evict is not None:
             raise ValueError("the block pool already has a prefix index")
         pool.on_evict = self._drop
-        self._pool = pool
+        self.pool = pool
         self._block_size = block_size
+        self._enabled = enabled
         self._root = hashlib.sha256(b"kvrelay prefix" + struct.pack("<Q", len(namespace)) + namespace)
         self._pack = struct.Struct(f"<{block_size}i").pack
         self._block_of: dict[bytes, int] = {}
@@ -46,9 +50,14 @@ class PrefixIndex:
     def find(self, tokens: Sequence[int], tenant: str, limit: int, chain: list[bytes]) -> list[int]:
         """The blocks of the longest known prefix of `tokens`, in whole blocks and at most `limit` tokens.
 
-        Takes no hold: the answer is good until the pool next hands out a block.
+        Takes no hold: the answer is valid until the pool next allocates a block.
+
+        Args:
+            limit: one less than there are tokens if the last token's logits are needed.
         """
-        blocks = []
+        blocks: list[int] = []
+        if not self._enabled:
+            return blocks
         for index in range(min(limit, len(tokens)) // self._block_size):
             block = self._block_of.get(self._digest(tokens, tenant, index, chain))
             if block is None:
@@ -56,62 +65,72 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def match(
-        self, tokens: Sequence[int], tenant: str, owner: str, limit: int, chain: list[bytes] | None = None
-    ) -> Hold:
-        """A hold of the longest known prefix; it covers `len(hold.blocks) * block_size` tokens, perhaps none.
+    def allocate(
+        self, tokens: Sequence[int], tenant: str, chain: list[bytes], count: int, limit: int, spare: int = 0
+    ) -> Hold | None:
+        """A hold of `count` blocks: those of the longest known prefix, then fresh ones. The caller names its owner.
 
         Args:
-            limit: tokens to take from the cache at most. Whoever needs the last token's logits passes one less than
-                there are.
-            chain: digests known already; the hold keeps it, and `publish` goes on from there.
+            chain: the digests known already; the hold keeps it, and `publish` continues from there.
+            limit: as for `find`.
+            spare: blocks that must be left in the pool.
+
+        Returns:
+            None if there are too few blocks.
         """
-        chain = [] if chain is None else chain
-        hold = self._pool.share(self.find(tokens, tenant, limit, chain), owner)
+        shared = self.find(tokens, tenant, limit, chain)
+        fresh = count - len(shared)
+        if not self.pool.can_allocate(shared, fresh + spare):
+            return None
+        hold = self.pool.share(shared, "a new hold")
+        if not hold.extend(fresh):
+            raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
         hold.chain = chain
-        hold.published = len(hold.blocks)
+        hold.published = len(shared)
         return hold
 
     def publish(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int) -> None:
-        """Makes the blocks of `hold` that the first `computed` tokens fill known, from the first new one on.
+        """Adds the blocks of `hold` that the first `computed` tokens fill and that weren't published before.
 
-        Content that another block already holds keeps that block.
+        If another block has the same content already, that one stays in the index.
 
         Args:
-            tokens: the sequence's tokens; KV of the first `computed` lies in `hold.blocks`, all of it final.
+            tokens: the sequence's tokens; the KV of the first `computed` is in `hold.blocks`, in final form.
 
         Raises:
             IntegrityError: a block to publish is known as other content.
         """
+        if not self._enabled:
+            return
         for index in range(hold.published, computed // self._block_size):
             digest = self._digest(tokens, tenant, index, hold.chain)
             block = hold.blocks[index]
             if digest not in self._block_of:
                 if block in self._digest_of:
                     raise IntegrityError(f"block {block} of {hold.owner!r} is published as other content")
-                self._pool.remember(block)
+                self.pool.remember(block)
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
             hold.published = index + 1
 
     def withdraw(self, hold: Hold) -> None:
-        """Forgets every block of `hold`, shared ones included, because their content is in doubt."""
+        """Forgets every block of `hold`, shared ones too, because their content is in doubt."""
         for block in hold.blocks:
             if block in self._digest_of:
                 self._drop(block)
-                self._pool.forget(block)
+                self.pool.forget(block)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError, naming blocks, unless digests and blocks map one to one and the pool agrees."""
         if {block: digest for digest, block in self._block_of.items()} != self._digest_of:
             odd = set(self._block_of.values()) ^ set(self._digest_of)
             raise IntegrityError(f"prefix index is not one to one; blocks on one side only: {sorted(odd)}")
-        if self._digest_of.keys() != self._pool.indexed:
-            odd = self._digest_of.keys() ^ self._pool.indexed
+        if self._digest_of.keys() != self.pool.indexed:
+            odd = self._digest_of.keys() ^ self.pool.indexed
             raise IntegrityError(f"prefix index and block pool differ about blocks {sorted(odd)}")
 
     def _digest(self, tokens: Sequence[int], tenant: str, index: int, chain: list[bytes]) -> bytes:
-        """Digest of block `index`, at most one past the end of `chain`, which then gains it."""
+        """Digest of block `index`, which is at most one past the end of `chain`; a new digest is appended."""
         if index < len(chain):
             return chain[index]
         if chain:

@@ -1,4 +1,4 @@
-"""The block tables of the running sequences, as one matrix that a step copies its rows out of."""
+"""The block tables of the running sequences, in one matrix that each step copies its rows from."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 class BlockTables:
     """int32 [rows, width]: row `slot` lists the pool blocks of one sequence; unused entries are 0.
 
-    Rows are only appended to while in use, so a decode step costs one copy, whatever the contexts' lengths.
+    A row in use is only appended to, so a decode step costs one copy, whatever the lengths of its contexts.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -19,21 +19,21 @@ class BlockTables:
 
     @property
     def vacant(self) -> int:
-        """Rows not in use."""
+        """Unused rows."""
         return len(self._vacant)
 
     def acquire(self) -> int:
-        """Takes a vacant row. There must be one."""
+        """Takes an unused row. There must be one."""
         return self._vacant.pop()
 
     def release(self, slot: int) -> None:
-        """Clears the row and makes it vacant."""
+        """Clears the row and returns it."""
         self._matrix[slot, : self._used[slot]] = 0
         self._used[slot] = 0
         self._vacant.append(slot)
 
     def grow(self, slot: int, blocks: Sequence[int], used: int) -> None:
-        """Makes the row list `blocks[:used]`, of which it already lists a prefix."""
+        """Appends to the row, which lists a prefix of `blocks[:used]`, the rest of these blocks."""
         known = self._used[slot]
         if used > known:
             self._matrix[slot, known:used] = blocks[known:used]

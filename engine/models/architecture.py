@@ -1,4 +1,4 @@
-"""In what the supported architectures differ: pre-norm decoders with rotary positions and gated SiLU all of them."""
+"""How the supported architectures differ. All are pre-norm decoders with rotary positions and gated SiLU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from kvrelay.engine.models.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The parts that an architecture has beyond the common decoder."""
+    """What an architecture adds to the common decoder."""
 
     windows: tuple[int, ...]
-    """[layers] keys that a query sees, itself included; 0 for all before it."""
+    """[layers] keys that a query sees, its own included; 0 for all up to its own."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """On the projection of attention's output."""
+    """Of the projection of attention's output."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMS norm of each head's query and key, ahead of the rotation."""
+    """RMS norm of each head's query and key, before the rotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Architecture:
 
     model_type: str
     model_class: str
-    """What `architectures` in config.json must say, where it says something."""
+    """What `architectures` in config.json must be, if it is there."""
     traits: Callable[[Fields, int], Traits]
-    """From config.json and the number of layers."""
+    """Makes the traits from config.json and the number of layers."""
 
 
 def layer_windows(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Windows of a model that switches them on with `use_sliding_window`, from layer `max_window_layers` on or where
-    `layer_types` says so.
+    """Windows of a model that turns them on with `use_sliding_window`, for the layers that `layer_types` names, or from
+    layer `max_window_layers` on.
 
     Raises:
         ValueError: the fields contradict one another, or name an unknown kind of layer.

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: what is in them, without reading the weights. No torch."""
+"""The tensors in the safetensors files of a Hugging Face folder, without reading the weights. No torch."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BYTES = 4096
-# Left behind by old exporters; their values follow from the config.
+# Written by old exporters; their values follow from the config.
 HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
 SHOWN = 4
 
@@ -54,7 +54,7 @@ class Checkpoint:
         self._check_index()
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
-        """Checks that the files hold the tensors `expected`, by shape, and no others but `optional` and harmless ones.
+        """Checks that the files hold the `expected` tensors, given by shape, and besides them only `optional` ones.
 
         Raises:
             ValueError: they don't; the text names the tensor, the shape found and the shape expected.
@@ -76,8 +76,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, over config.json, every tensor's name, dtype and shape, and a sample of its bytes.
 
-        The sample is 4 KiB at the start, the middle and the end of each tensor: another training run or a fine-tune
-        changes it, and it takes milliseconds.
+        The sample is 4 KiB at the start, the middle and the end of each tensor. Any further training changes it, and
+        reading it takes milliseconds.
         """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, entry in sorted(self.tensors.items()):
@@ -98,7 +98,7 @@ class Checkpoint:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this shape has; weights are [out, in]."""
+    """Name and shape of every tensor of such a model; weights are [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     traits = config.traits

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvrelay.engine.kv.layout import KVDtype
+from kvrelay.engine.kv.layout import KVDtype, KVLayout, Order
 from kvrelay.engine.models.architecture import Architecture, Traits
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.registry import ARCHITECTURES
 
 RopeKind = Literal["default", "linear", "llama3"]
+DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class RopeConfig:
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """linear, llama3: how many times longer the context became."""
+    """linear, llama3: the factor by which the context became longer."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
@@ -28,7 +29,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a model."""
+    """The shape of a model and its parameters."""
 
     architecture: str
     """As config.json names it, e.g. "LlamaForCausalLM"."""
@@ -46,15 +47,23 @@ class ModelConfig:
     traits: Traits
     eos_token_ids: tuple[int, ...]
     dtype: KVDtype
-    """Of the weights in the files, as config.json has it."""
+    """Of the weights in the files, as config.json says."""
+
+    def kv_layout(self, dtype: KVDtype, block_size: int, order: Order) -> KVLayout:
+        """The layout of this model's KV."""
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, block_size, dtype, order)
+
+    def windows(self, max_context: int) -> tuple[int, ...]:
+        """[layers] the window of each layer, as in `Traits`; 0 too if no context is longer than it."""
+        return tuple(window if window < max_context else 0 for window in self.traits.windows)
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in `folder`.
+    """The config of the model in `folder`.
 
     Raises:
-        ValueError: a file is missing or unreadable, or a field is missing, mis-typed or not supported; the text names
-            file, field, value and what is allowed.
+        ValueError: a file is missing or unreadable, or a field is missing, of the wrong type or not supported; the text
+            names file, field, value and what is allowed.
     """
     fields = Fields("config.json", read_json(folder / "config.json"))
     architecture = _architecture(fields)
@@ -103,7 +112,7 @@ def _architecture(fields: Fields) -> Architecture:
 
 
 def _rope(fields: Fields) -> RopeConfig:
-    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as older ones do."""
+    """From `rope_parameters`, as transformers 5 writes it, or `rope_theta` and `rope_scaling`, as older ones do."""
     scaling = fields.fields("rope_parameters")
     if scaling is not None:
         theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
@@ -132,7 +141,7 @@ def _rope(fields: Fields) -> RopeConfig:
 
 
 def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json's where it has any, else config.json's; perhaps none."""
+    """Those of generation_config.json if it has any, else those of config.json; perhaps none."""
     sources = [fields]
     generation = folder / "generation_config.json"
     if generation.exists():
@@ -147,12 +156,6 @@ def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, 
 
 
 def _dtype(fields: Fields) -> KVDtype:
-    """`dtype` as transformers 5 writes it, or `torch_dtype`; float32 where neither is given."""
+    """From `dtype`, as transformers 5 writes it, or `torch_dtype`; float32 if neither is there."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    match fields.choice(name, get_args(KVDtype), default="float32"):
-        case "bfloat16":
-            return "bfloat16"
-        case "float16":
-            return "float16"
-        case _:
-            return "float32"
+    return fields.choice(name, DTYPES, default="float32")

@@ -1,12 +1,11 @@
-"""The decoder that all supported architectures are: pre-norm, rotary positions, grouped queries, gated SiLU."""
+"""The decoder of all supported architectures: pre-norm, rotary positions, grouped queries, gated SiLU."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
-from kvrelay.engine.attention.protocol import Attention, HeadNorm, Rotation
-from kvrelay.engine.batch import ForwardBatch
+from kvrelay.engine.attention.base import Attention, HeadNorm, Rotation
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.rope import rotations
 from kvrelay.kernels.ops import Linear, Ops
@@ -14,7 +13,7 @@ from kvrelay.kernels.ops import Linear, Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """The weights of one layer. Projections that read the same input are one."""
+    """The weights of one layer. Projections of the same input are joined into one."""
 
     input_norm: Tensor
     """[hidden]."""
@@ -54,16 +53,20 @@ class Decoder:
         self._weights = weights
         self._ops = ops
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """The step's tokens through all layers, with their KV written; `attention` has planned this batch.
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Runs a step's tokens through all layers and writes their KV.
+
+        Args:
+            tokens, positions: int64 [T].
+            attention: has planned this step.
 
         Returns:
-            [T, hidden], ahead of the last norm.
+            [T, hidden], before the last norm.
         """
         config, weights, ops = self.config, self._weights, self._ops
         eps, heads, keys = config.norm_eps, config.heads, config.kv_heads
-        rotation = Rotation(*rotations(weights.frequencies, batch.positions))
-        residual = functional.embedding(batch.tokens, weights.embedding)
+        rotation = Rotation(*rotations(weights.frequencies, positions))
+        residual = functional.embedding(tokens, weights.embedding)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             if update is None:
@@ -81,6 +84,6 @@ class Decoder:
         return self._weights.head(self._ops.rms_norm(hidden, self._weights.norm, self.config.norm_eps)).float()
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's largest of `logits` [N, vocab] and its place, both [N]; the first of equals. A NaN is largest."""
+        """The largest of each row of `logits` [N, vocab] and its token id, both [N]; the first of equals, NaN first."""
         values, tokens = logits.max(-1)
         return values, tokens

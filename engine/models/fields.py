@@ -1,8 +1,12 @@
 """Strict reading of a checkpoint's JSON files."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
+
+T = TypeVar("T")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """One JSON object and the name of the file that it is from.
+    """One JSON object and the name of the file that it came from.
 
     Each getter takes the field's name and a default for a field that is absent or null; without a default the field
     is required. Every getter raises ValueError naming file, field, value and what is allowed.
@@ -44,37 +48,31 @@ class Fields:
         raise ValueError(f"{self.source}: {name} is {self._values[name]!r}; allowed: {allowed}")
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
-            self.refuse(name, f"an integer of at least {minimum}")
-        return value
+        """Below 2**31."""
+        allowed = f"an integer of at least {minimum}"
+        return self._checked(name, default, lambda value: type(value) is int and minimum <= value < 2**31, allowed)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.refuse(name, "a number above 0")
-        return float(value)
+        valid = self._checked(
+            name, default, lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"
+        )
+        return float(valid)
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.refuse(name, "true, false")
-        return value
+        return self._checked(name, default, lambda value: type(value) is bool, "true, false")
 
-    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
+    def choice(self, name: str, allowed: tuple[T, ...], default: T | None = None) -> T:
+        """One of a few texts."""
+        return self._checked(name, default, lambda value: value in allowed, ", ".join(map(str, allowed)))
+
+    def _checked(self, name: str, default: T | None, valid: Callable[[Any], bool], allowed: str) -> T:
         value = self._values.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, str) or value not in allowed:
-            self.refuse(name, ", ".join(allowed))
-        return value
+        if not valid(value):
+            self.refuse(name, allowed)
+        return cast("T", value)
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
         """One id or a list of them; None where the field is absent or null."""

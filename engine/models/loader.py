@@ -1,4 +1,4 @@
-"""From a checkpoint's files to a model that runs."""
+"""Loads a checkpoint's weights."""
 
 import math
 import mmap
@@ -9,29 +9,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.protocol import HeadNorm
+from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import ModelConfig
-from kvrelay.engine.models.decoder import Decoder, Layer, Weights
+from kvrelay.engine.models.decoder import Layer, Weights
 from kvrelay.engine.models.rope import frequencies
-from kvrelay.kernels.ops import Linear, Ops
+from kvrelay.kernels.ops import Linear
 
-Progress = Callable[[float], None]
+OnLoaded = Callable[[float], None]
+"""Called with the loaded share of the weights, 0 to 1."""
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PAGED_BYTES = 2**18
-"""Tensors of so many bytes get memory of their own."""
+"""Tensors of this many bytes or more get pages of their own."""
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    ops: Ops,
-    progress: Progress | None = None,
-) -> Decoder:
-    """A model on the operations `ops`; otherwise as `load_weights`."""
-    return Decoder(config, load_weights(checkpoint, config, dtype, ops.linear, progress), ops)
 
 
 def load_weights(
@@ -39,16 +29,17 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     linear: MakeLinear,
-    progress: Progress | None = None,
+    on_loaded: OnLoaded | None = None,
+    device: torch.device | str = "cpu",
 ) -> Weights:
-    """Loads the weights, converted to `dtype`.
+    """Loads the weights, converted to `dtype`, onto a device.
 
-    Files are read tensor by tensor, so beyond the model itself one layer's weights are in memory at
-    most. A tied embedding is there twice: rows of it are looked up, and as the head it is laid out for multiplying.
+    Files are read tensor by tensor, so at most one layer's weights are in memory beside the model itself. A tied
+    embedding is also given to `linear` as the head: it is held twice if that changes its layout.
 
     Args:
-        linear: lays a weight [out, in] and its bias out for multiplying; see `Ops.linear`.
-        progress: told the share of bytes that is loaded, 0 to 1.
+        linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`.
+        on_loaded: called with the loaded share of the bytes, 0 to 1.
 
     Raises:
         ValueError: the files don't hold what `config` needs; the text names the tensor.
@@ -56,7 +47,7 @@ def load_weights(
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
-    files = TensorFiles(checkpoint, tuple(expected), dtype, progress)
+    files = TensorFiles(checkpoint, tuple(expected), dtype, device, on_loaded)
     layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
     embedding = files.take("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else files.take("lm_head.weight")
@@ -65,42 +56,48 @@ def load_weights(
         layers=layers,
         norm=files.take("model.norm.weight"),
         head=linear(head, None),
-        frequencies=frequencies(config.rope, config.head_dim),
+        frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
 
 
 class TensorFiles:
-    """Reads tensors out of a checkpoint, each once."""
+    """Reads each tensor of a checkpoint once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: tuple[str, ...], dtype: torch.dtype, progress: Progress | None
+        self,
+        checkpoint: Checkpoint,
+        names: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        on_loaded: OnLoaded | None,
     ) -> None:
         self._entries = checkpoint.tensors
         self._dtype = dtype
-        self._progress = progress
+        self._device = device
+        self._on_loaded = on_loaded
         self._total = sum(self._bytes(name) for name in names)
         self._done = 0
 
     def take(self, *names: str) -> Tensor:
-        """The tensors, converted and joined along their first dimension."""
+        """The tensors on the device, converted, and joined along their first dimension."""
         shapes = [self._entries[name].shape for name in names]
-        tensor = _room((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        tensor = _allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
         for name in names:
             self._done += self._bytes(name)
-        if self._progress is not None:
-            self._progress(self._done / self._total)
-        return tensor
+        if self._on_loaded is not None:
+            self._on_loaded(self._done / self._total)
+        return tensor.to(self._device)
 
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.
 
-        Read, not mapped: pages of a mapped file stay in memory as long as the mapping, beside what was made of them.
+        Read, not mapped: the pages of a mapped file would stay in memory beside the weights that were made of them.
         """
         entry = self._entries[name]
         stored = STORED[entry.dtype]
-        tensor = out if out.dtype == stored else _room(entry.shape, stored)
+        tensor = out if out.dtype == stored else _allocate(entry.shape, stored)
         left: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
@@ -116,11 +113,11 @@ class TensorFiles:
         return self._entries[name].end - self._entries[name].begin
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An empty tensor, in pages of its own if it is large.
 
-    Those go back when it goes. From the heap, a weight that comes, is packed and goes would leave a hole that the next
-    one doesn't quite fit: a third of a model's size in the end.
+    Such pages return to the system with the tensor. On the heap, each weight that is read, packed and dropped would
+    leave a hole that the next one doesn't quite fit: in the end a third of the model's size.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < PAGED_BYTES:

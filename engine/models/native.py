@@ -1,4 +1,4 @@
-"""The decoder as a program of native CPU kernels, recorded once: the same mathematics as `Decoder`, in float32.
+"""The decoder as a program of native CPU kernels, recorded once: computes what `Decoder` does, in float32.
 
 A layer is six instructions:
 
@@ -9,19 +9,17 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
-Activations are float32 in kept buffers, whatever the type of weights and KV; the buffers grow to the largest step.
+Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
 """
 
 import ctypes
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.protocol import Attention, HeadNorm, Rotation
-from kvrelay.engine.attention.watched import WatchedAttention
-from kvrelay.engine.batch import ForwardBatch
+from kvrelay.engine.attention.base import Attention, Rotation
+from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Weights
 from kvrelay.engine.models.rope import rotations
@@ -41,43 +39,24 @@ from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.ops import Linear
 
 ROW_PADDING = 16
-"""Rows of a buffer lie so many numbers further apart than they are long, lest all fall into one set of a cache."""
-
-
-class RecordableAttention(Protocol):
-    """An attention backend whose kernels go into programs."""
-
-    def set_rotation(self, rotation: Rotation) -> None:
-        """The angles of the step that was planned last."""
-        ...
-
-    def record(
-        self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
-    ) -> list[tuple[str, ctypes.Structure]]:
-        """The kernels of one layer and their arguments, good for every step.
-
-        Args:
-            qkv: address of float32 [T, (H + 2 Hkv) * D]; rows are `qkv_stride` numbers apart.
-            out: address of float32 [T, H * D].
-        """
-        ...
+"""Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
 
 
 def fits(config: ModelConfig) -> bool:
-    """Whether a model's shape is one that the kernels take: gate and up end at a block's border."""
+    """Whether the kernels support a model's shape: its gate and up projections must end at a block's border."""
     return config.intermediate_size % BLOCK == 0
 
 
 class NativeDecoder:
     """A model, ready to run. Not thread-safe."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, attention: RecordableAttention, team: Team) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, attention: NativeAttention, team: Team) -> None:
         """
         Args:
-            weights: their linear layers were made by `kernels.cpu.packed.packer(team)`.
+            weights: with linear layers made by `kernels.cpu.packed.packer(team)`.
         """
         self.config = config
-        # A tied embedding is looked up in the packed head, and so held once.
+        # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = weights.layers
         self._frequencies = weights.frequencies
@@ -91,42 +70,28 @@ class NativeDecoder:
         self._record(64)
         self._logits = torch.empty(0, self._head.outputs)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """As `Decoder.forward`; float32 [T, hidden], good until the next call.
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """As `Decoder.forward`; returns float32 [T, hidden], valid until the next call.
 
         Args:
-            attention: the one that this was made with.
+            attention: the one that this was made with; the recorded program calls its kernels.
         """
-        count = len(batch.tokens)
+        count = len(tokens)
         if count > len(self._residual):
             self._record(max(count, 2 * len(self._residual)))
         self._rows.value = count
-        self._tokens.value = batch.tokens.data_ptr()
-        self._attention.set_rotation(Rotation(*rotations(self._frequencies, batch.positions)))
-        if isinstance(attention, WatchedAttention):
-            self._run_in_parts(attention)
-        else:
-            self._team.run(self._program)
+        self._tokens.value = tokens.data_ptr()
+        self._attention.set_rotation(Rotation(*rotations(self._frequencies, positions)))
+        self._team.run(self._program)
         return self._residual[:count, : self.config.hidden_size]
 
-    def _run_in_parts(self, watched: WatchedAttention) -> None:
-        """The same program, with a stop after each layer that is told of."""
-        begin = 0
-        for layers in watched.borders:
-            end = self._layer_ends[layers - 1]
-            self._team.run(Program(self._team.library, *self._steps[begin:end]))
-            watched.passed(layers)
-            begin = end
-        self._team.run(Program(self._team.library, *self._steps[begin:]))
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; good until the next call."""
+        """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
         count = len(hidden)
         if count > len(self._logits):
             self._logits = torch.empty(max(count, 2 * len(self._logits)), self._head.outputs)
         self._rows.value = count
-        args = self._head.args(Epilogue.STORE, self._last_norm, self.config.norm_eps)
-        self._connect(args, hidden, self._logits)
+        args = self._linear(self._head, Epilogue.STORE, hidden, self._logits, self._last_norm)
         self._team.run(Program(self._team.library, (LINEAR, args)))
         return self._logits[:count]
 
@@ -147,10 +112,10 @@ class NativeDecoder:
         return values, tokens
 
     def _record(self, capacity: int) -> None:
-        """Makes the program anew, with buffers for steps of up to `capacity` tokens."""
+        """Records the program with new buffers, for steps of up to `capacity` tokens."""
         config, layers = self.config, self._layers
         heads = config.heads * config.head_dim
-        # Rows of a tile are pages apart: large pages, or every line looked at costs a look-up of its page.
+        # The rows of a tile are far apart in memory: with small pages each cache line would cost an address look-up.
         arena = Arena()
         self._residual = _buffer(arena, capacity, config.hidden_size)
         self._qkv = _buffer(arena, capacity, heads + 2 * config.kv_heads * config.head_dim)
@@ -158,17 +123,12 @@ class NativeDecoder:
         self._inner = _buffer(arena, capacity, config.intermediate_size)
         self._scratch = arena.take(max(linear.scratch_bytes for linear in self._linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
-        self._layer_ends: list[int] = []
         for index, layer in enumerate(layers):
             input_norm, mlp_norm = self._norms[index]
-            qkv = self._linear(layer.qkv, Epilogue.STORE, input_norm)
-            output = self._linear(layer.output, Epilogue.ADD)
-            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, mlp_norm)
-            down = self._linear(layer.down, Epilogue.ADD)
-            self._connect(qkv, self._residual, self._qkv)
-            self._connect(output, self._heads, self._residual)
-            self._connect(mlp, self._residual, self._inner)
-            self._connect(down, self._inner, self._residual)
+            qkv = self._linear(layer.qkv, Epilogue.STORE, self._residual, self._qkv, input_norm)
+            output = self._linear(layer.output, Epilogue.ADD, self._heads, self._residual)
+            mlp = self._linear(layer.gate_up, Epilogue.SILU_MUL, self._residual, self._inner, mlp_norm)
+            down = self._linear(layer.down, Epilogue.ADD, self._inner, self._residual)
             attention = self._attention.record(
                 index,
                 self._qkv.data_ptr(),
@@ -178,8 +138,6 @@ class NativeDecoder:
                 layer.qk_norm,
             )
             steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
-            self._layer_ends.append(len(steps))
-        self._steps = steps
         self._program = Program(self._team.library, *steps)
 
     def _linears(self) -> Iterator[PackedLinear]:
@@ -200,14 +158,16 @@ class NativeDecoder:
             packed=table is None,
         )
 
-    def _linear(self, linear: Linear, epilogue: Epilogue, norm: Tensor | None = None) -> LinearArgs:
-        return _packed(linear).args(epilogue, norm, self.config.norm_eps)
-
-    def _connect(self, args: LinearArgs, source: Tensor, out: Tensor) -> None:
+    def _linear(
+        self, linear: Linear, epilogue: Epilogue, source: Tensor, out: Tensor, norm: Tensor | None = None
+    ) -> LinearArgs:
+        """The arguments of a projection from `source` to `out`, with a norm of its input if `norm` is given."""
+        args = _packed(linear).args(epilogue, norm, self.config.norm_eps)
         args.rows = ctypes.addressof(self._rows)
         args.input, args.input_stride = source.data_ptr(), source.stride(0)
         args.out, args.out_stride = out.data_ptr(), out.stride(0)
         args.scratch = self._scratch.data_ptr()
+        return args
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -1,4 +1,4 @@
-"""Rotary positions: how far each pair of a head's numbers turns per position."""
+"""Rotary positions: the angle by which each pair of a head's numbers turns per position."""
 
 import math
 
@@ -17,10 +17,10 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rotations(per_position: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin in the form that `kernels.reference.rope` takes, float32 [T, 1, head_dim].
+    """cos and sin as `kernels.reference.rope` takes them, float32 [T, 1, head_dim].
 
     Args:
-        per_position: of `frequencies`.
+        per_position: the result of `frequencies`.
         positions: int64 [T].
     """
     angles = torch.outer(positions.float(), per_position)
@@ -29,10 +29,10 @@ def rotations(per_position: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between blended.
+    """Llama 3.1's scaling: stretches long waves by `factor`, keeps short ones, and blends between the two.
 
-    A wave's place is told by how often it turns within the original context: at most `low_freq_factor` times is long,
-    at least `high_freq_factor` times is short.
+    A wave is long if it turns at most `low_freq_factor` times within the original context, and short if it turns at
+    least `high_freq_factor` times.
     """
     turns = rope.original_max_positions * plain / (2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -1,26 +1,29 @@
 """Counter-based noise: a function of (seed, position, token id) and of nothing else.
 
-So a sequence draws the same tokens whatever it is batched with, on whichever worker it goes on. Integer arithmetic
-modulo 2**32 and 2**64, exact everywhere.
+So a sequence draws the same tokens whatever it is batched with, and on whichever worker it continues. The integer
+arithmetic is modulo 2**32 and 2**64, so it is exact on every device.
 """
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-MASK64 = 2**64 - 1
+SEED_MASK = 2**64 - 1
 
 
-def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two signed 32-bit keys, from splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
-    mixed = _splitmix64(_splitmix64(seed & MASK64) ^ position)
-    return _signed(mixed & 0xFFFFFFFF), _signed(mixed >> 32)
+def noise_keys(seeds: ArrayLike, positions: ArrayLike) -> NDArray[np.int32]:
+    """Two keys for each row, from splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
 
+    Args:
+        seeds: [R] integers from 0 to 2**64 - 1.
+        positions: [R] of the token to draw, in its sequence.
 
-def noise_keys_of(seeds: NDArray[np.generic], positions: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """`noise_keys` of many rows: int32 [R, 2] of uint64 [R] seeds, already modulo 2**64, and positions."""
-    return _splitmix64s(_splitmix64s(seeds.astype(np.uint64)) ^ positions)[:, None].view(np.int32)
+    Returns:
+        int32 [R, 2].
+    """
+    mixed = _splitmix64(_splitmix64(np.asarray(seeds, np.uint64)) ^ np.asarray(positions, np.uint64))
+    return mixed[:, None].view(np.int32)
 
 
 def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -39,24 +42,17 @@ def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
     x ^= _shifted(x, 16)
     x.mul_(0x2C1B3C6D)
     x ^= _shifted(x, 15)
-    # -log(1 - u) of a uniform u in (0, 1]. It is small draws that win, and around 0 float32 keeps every bit of u.
+    # -log(1 - u) of a uniform u in (0, 1]. Small draws win, and near 0 float32 keeps every bit of u.
     uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
     return uniform.neg_().log1p_().neg_()
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own repeats the sign."""
+    """Logical shift to the right; torch's own shift repeats the sign bit."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
-def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-    return x ^ (x >> 31)
-
-
-def _splitmix64s(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
-A token is drawn as the largest of `p / e` over the vocabulary, where p is the filtered distribution (defined in
-`kernels.reference.token_probabilities`) and e is exponential noise: an exponential race, which token i wins with
-probability p_i. The noise of a row depends on its seed and position alone.
+The drawn token is the one with the largest `p / e`, where p is the filtered distribution (see
+`kernels.reference.token_probabilities`) and e is exponential noise. This is an exponential race, which token i wins
+with probability p_i. The noise of a row depends on its seed and position alone.
 """
 
 import math
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.noise import exponential, noise_keys
+from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 
 FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 2**17
-"""Logits that are drawn from at once, about: what stays in the CPU's cache through the dozens of passes."""
+"""About how many logits are drawn from at once: they stay in the CPU's cache through dozens of passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row asks for."""
+    """How one row's token is chosen."""
 
     params: SamplingParams
     position: int
@@ -38,17 +38,17 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
     """Chooses a token for each row.
 
     Args:
-        logits: float32 [R, V]; may be changed.
+        logits: float32 [R, V]; may be overwritten.
         draws: [R].
-        find_largest: each row's largest logit and its place, both [R]. A NaN counts as largest.
+        find_largest: finds each row's largest logit and its token id, both [R]. A NaN counts as largest.
 
     Returns:
-        Token ids [R], and the indices of rows without a finite largest logit, whose token means nothing.
+        Token ids [R], and the rows whose largest logit isn't finite: their token means nothing.
     """
     for row, draw in enumerate(draws):
         if draw.generated < draw.params.min_tokens:
             logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
-    # It tells whether a row is sound.
+    # A non-finite maximum marks invalid logits.
     largest, tokens = find_largest(logits)
     nonfinite = (~largest.isfinite()).nonzero().flatten().tolist()
     drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in nonfinite]
@@ -66,13 +66,14 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     logits -= logits.max(-1, keepdim=True).values
     logits /= temperatures[:, None]
     _filter(logits, [draw.params for draw in draws])
-    keys = torch.tensor([noise_keys(draw.params.seed, draw.position) for draw in draws], dtype=torch.int32)
+    seeds = [draw.params.seed & SEED_MASK for draw in draws]
+    keys = torch.from_numpy(noise_keys(seeds, [draw.position for draw in draws]))
     tokens = torch.arange(logits.shape[1], dtype=torch.int32)
     return (logits.exp_() / exponential(keys, tokens)).argmax(-1)
 
 
 def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Puts minus infinity in place of what top_k, top_p and min_p remove from `scaled`, [R, V] with maximum 0."""
+    """Sets to minus infinity what top_k, top_p and min_p remove from `scaled`, [R, V] with maximum 0."""
     lowest = []
     for row, param in enumerate(params):
         limit = math.log(param.min_p) if param.min_p > 0 else -math.inf
@@ -84,7 +85,7 @@ def _filter(scaled: Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _threshold(scaled: NDArray[np.float32], top_k: int, top_p: float) -> float:
-    """The smallest value, of one row [V], that top_k and then top_p leave."""
+    """The smallest value of one row [V] that top_k and then top_p keep."""
     if 0 < top_k < len(scaled):
         smallest = np.partition(scaled, -top_k)[-top_k]
         scaled = scaled[scaled >= smallest]

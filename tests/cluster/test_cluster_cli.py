@@ -22,7 +22,9 @@ from click.testing import CliRunner, Result
 
 from kvrelay.cluster.cli import OPTIONS, main, up
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.state import ClusterState, save
+from kvrelay.cluster.errors import UsageError
+from kvrelay.cluster.state import ClusterState, owned, save
+from kvrelay.cluster.supervisor import Progress, Startup
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -72,7 +74,7 @@ def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
     assert names == OPTIONS.keys()
     for key in OPTIONS.values():
         section, _, field = key.partition(".")
-        assert field in getattr(ClusterConfig(), section).model_dump()
+        assert field in ClusterConfig().model_dump()[section]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,24 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
         assert time.monotonic() - start < 10
     assert result.returncode == 2
     assert result.stderr == f"kvrelay: grpc_port {port}: already in use on 127.0.0.1\n".encode()
+
+
+def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
+    """Its record isn't written yet, so the second one's background process finds it, by its lock."""
+    with owned():
+        result = run("up", "--detach", "--grpc-port", "0")
+    assert result.returncode == 1
+    assert result.stderr == b"kvrelay: a cluster is already running; `kvrelay down` ends it\n"
+
+
+def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
+    from kvrelay.cluster import launch
+
+    members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
+    with pytest.raises(UsageError) as caught:
+        launch._check_failures(Startup(False, "", members))
+    assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
+    launch._check_failures(Startup(False, "", [Progress("prefill-0", failures=2, reason="killed")]))
 
 
 def run(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:

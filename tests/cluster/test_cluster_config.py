@@ -1,4 +1,4 @@
-"""A cluster's configuration: a line for each mistake, defaults that fit one machine, what each process is told."""
+"""A cluster's configuration: a line for each mistake, defaults that fit one machine, the options of each process."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvrelay.router.config import RouterConfig
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
-    """What `load` says of a file, without the file's own name."""
+    """The error lines of `load` for a file, without the file's name."""
     path = tmp_path / "kvrelay.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path
     assert mistakes(tmp_path, text) == [line]
 
 
-def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     assert len(mistakes(tmp_path, "model: {dtype: x}\nprefill: {replicas: -1}\nengines: {}")) == 3
 
 
@@ -103,12 +103,12 @@ def test_sections_that_are_empty_are_their_defaults(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_runs_where_nobody_says_how_many(given: dict[str, Any], expected: dict[str, int]) -> None:
+def test_default_numbers_of_workers(given: dict[str, Any], expected: dict[str, int]) -> None:
     config = ClusterConfig.model_validate(given)
     assert {role: getattr(config, role).replicas for role in expected} == expected
 
 
-def test_workers_are_told_their_roles_options() -> None:
+def test_workers_get_the_options_of_their_role() -> None:
     config = ClusterConfig.model_validate(
         {
             "model": {"path": "/m", "dtype": "float32"},
@@ -152,7 +152,7 @@ def test_resources_are_what_the_sections_reserve() -> None:
     assert config.total_resources() == {"CPU": 11, "GPU": 2, "big": 1}
 
 
-def test_what_is_dumped_loads_again_as_the_same(tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
     path = tmp_path / "kvrelay.yaml"
     path.write_text("prefill: {replicas: 2, engine: {block_size: 64}, resources: {a: 1}}\nray: {address: auto}\n")
     config = load(path)
@@ -161,9 +161,9 @@ def test_what_is_dumped_loads_again_as_the_same(tmp_path: Path) -> None:
     assert yaml.safe_load(dump(load())).keys() == ClusterConfig.model_fields.keys()
 
 
-def test_the_router_section_is_what_a_router_is_told_but_for_what_the_cluster_says() -> None:
-    told = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor"}
-    assert RouterSection.model_fields.keys() - {"cpus", "resources"} == told
+def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
+    options = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor"}
+    assert {field.name for field in fields(RouterSection)} == options | {"cpus", "resources"}
 
 
 def test_every_key_is_documented() -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvrelay.cluster.membership import Identity, InvalidMember, Membership
+from kvrelay.cluster.membership import InvalidMember, Membership
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -25,6 +25,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.rpc.identity import WorkerId
 
 TICK = 0.1
 
@@ -59,10 +60,10 @@ def membership(clock: Clock) -> Membership:
 
 
 @pytest.fixture
-def wait(clock: Clock, membership: Membership) -> Callable[[float], list[Identity]]:
+def wait(clock: Clock, membership: Membership) -> Callable[[float], list[WorkerId]]:
     """Lets time pass as the supervisor does: with a tick every 0.1 s. Returns who was declared dead."""
 
-    def passes(seconds: float) -> list[Identity]:
+    def passes(seconds: float) -> list[WorkerId]:
         died = []
         for _ in range(round(seconds / TICK)):
             clock.now += TICK
@@ -72,19 +73,19 @@ def wait(clock: Clock, membership: Membership) -> Callable[[float], list[Identit
     return passes
 
 
-def test_silence_makes_suspect_then_dead(membership: Membership, wait: Callable[[float], list[Identity]]) -> None:
+def test_silence_makes_suspect_then_dead(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
     assert membership.attend(member(), Load())
     assert wait(1.4) == []
     assert membership.state("prefill-0") == MEMBER_STATE_READY
     assert wait(0.2) == []
     assert membership.state("prefill-0") == MEMBER_STATE_SUSPECT
     assert wait(1.2) == []
-    assert wait(0.3) == [Identity("prefill-0", "a")]
+    assert wait(0.3) == [WorkerId("prefill-0", "a")]
     assert membership.state("prefill-0") == MEMBER_STATE_DEAD
     assert wait(10) == [], "declared dead once"
 
 
-def test_a_heartbeat_brings_a_suspect_back(membership: Membership, wait: Callable[[float], list[Identity]]) -> None:
+def test_a_heartbeat_brings_a_suspect_back(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
     membership.attend(member(), Load())
     wait(2)
     version = membership.version
@@ -93,7 +94,7 @@ def test_a_heartbeat_brings_a_suspect_back(membership: Membership, wait: Callabl
     assert membership.version > version
 
 
-def test_the_dead_stay_dead(membership: Membership, wait: Callable[[float], list[Identity]]) -> None:
+def test_the_dead_stay_dead(membership: Membership, wait: Callable[[float], list[WorkerId]]) -> None:
     membership.attend(member(), Load())
     wait(4)
     version = membership.version
@@ -105,18 +106,18 @@ def test_the_dead_stay_dead(membership: Membership, wait: Callable[[float], list
 def test_a_new_incarnation_takes_the_name_and_fences_the_old(membership: Membership) -> None:
     membership.attend(member(incarnation="a"), Load())
     assert membership.attend(member(incarnation="b", state=MEMBER_STATE_STARTING), Load())
-    assert membership.incarnation("prefill-0") == Identity("prefill-0", "b")
+    assert membership.present("prefill-0") == WorkerId("prefill-0", "b")
     assert not membership.attend(member(incarnation="a"), Load())
-    assert membership.incarnation("prefill-0") == Identity("prefill-0", "b")
+    assert membership.present("prefill-0") == WorkerId("prefill-0", "b")
     assert len(membership.members()) == 1
 
 
 def test_a_process_that_is_known_to_be_gone_is_dead_at_once(membership: Membership) -> None:
     membership.attend(member(incarnation="b"), Load())
-    assert not membership.gone(Identity("prefill-0", "a"))
+    assert not membership.gone(WorkerId("prefill-0", "a"))
     assert membership.state("prefill-0") == MEMBER_STATE_READY
-    assert membership.gone(Identity("prefill-0", "b"))
-    assert not membership.gone(Identity("prefill-0", "b"))
+    assert membership.gone(WorkerId("prefill-0", "b"))
+    assert not membership.gone(WorkerId("prefill-0", "b"))
     assert membership.state("prefill-0") == MEMBER_STATE_DEAD
 
 
@@ -207,44 +208,44 @@ class Fencing(RuleBasedStateMachine):
         self.version = 0
 
     @rule(target=processes, name=st.sampled_from(["prefill-0", "decode-0", "router-0"]))
-    def spawn(self, name: str) -> Identity:
+    def spawn(self, name: str) -> WorkerId:
         self.count += 1
-        return Identity(name, f"{name}#{self.count}")
+        return WorkerId(name, f"{name}#{self.count}")
 
     @rule(process=processes, state=st.sampled_from([MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING]))
-    def beat(self, process: Identity, state: MemberState) -> None:
-        before = self.membership.incarnation(process.name)
+    def beat(self, process: WorkerId, state: MemberState) -> None:
+        before = self.membership.present(process.name)
         admitted = self.membership.attend(member(process.name, process.incarnation, ROLE_PREFILL, state), Load())
         assert admitted == (process.incarnation not in self.given_up)
         if admitted:
             if before is not None and before != process:
                 self.given_up.add(before.incarnation)
-            assert self.membership.incarnation(process.name) == process
+            assert self.membership.present(process.name) == process
             assert self.membership.state(process.name) == state
             self.heard[process.incarnation] = self.clock.now
 
     @rule(process=consumes(processes))
-    def end(self, process: Identity) -> None:
-        present = self.membership.incarnation(process.name) == process
+    def end(self, process: WorkerId) -> None:
+        present = self.membership.present(process.name) == process
         dead = self.membership.state(process.name) == MEMBER_STATE_DEAD
         assert self.membership.gone(process) == (present and not dead)
         self.given_up.add(process.incarnation)
 
     @rule(name=st.sampled_from(["prefill-0", "decode-0"]))
     def stop(self, name: str) -> None:
-        identity = self.membership.incarnation(name)
+        worker = self.membership.present(name)
         self.membership.remove(name)
-        if identity is not None:
-            self.given_up.add(identity.incarnation)
-        assert self.membership.incarnation(name) is None
+        if worker is not None:
+            self.given_up.add(worker.incarnation)
+        assert self.membership.present(name) is None
 
     @rule(seconds=st.sampled_from([TICK, 0.5, 1.0, 1.6, 3.1, 7.0]))
     def time_passes(self, seconds: float) -> None:
         for _ in range(round(seconds / TICK)):
             self.clock.now += TICK
-            for identity in self.membership.tick():
-                assert self.clock.now - self.heard[identity.incarnation] >= 3.0 - 1e-6
-                self.given_up.add(identity.incarnation)
+            for worker in self.membership.tick():
+                assert self.clock.now - self.heard[worker.incarnation] >= 3.0 - 1e-6
+                self.given_up.add(worker.incarnation)
 
     @rule(seconds=st.floats(0, 1e6))
     @precondition(lambda self: self.count > 0)
@@ -252,9 +253,9 @@ class Fencing(RuleBasedStateMachine):
         """Nobody who was heard just before is given up for it."""
         fresh = {name for name, at in self.heard.items() if self.clock.now - at < 1}
         self.clock.now += seconds
-        for identity in self.membership.tick():
-            assert identity.incarnation not in fresh
-            self.given_up.add(identity.incarnation)
+        for worker in self.membership.tick():
+            assert worker.incarnation not in fresh
+            self.given_up.add(worker.incarnation)
 
     @invariant()
     def names_are_unique_and_the_given_up_are_not_served(self) -> None:

@@ -1,4 +1,7 @@
-"""A real local Ray cluster, driven by the command line as a user would: what it leaves behind is nothing."""
+"""A real local Ray cluster, driven by the command line as a user does; it leaves nothing behind.
+
+Every address is explicit, so other Ray clusters on the machine don't matter.
+"""
 
 import contextlib
 import json
@@ -27,6 +30,10 @@ START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 SECONDS = 30.0
 PROMPT = "def __init__(self, "
+# They would lead Ray's commands and State API to another cluster, whatever address is given.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+}
 RAY_SAYS = """
 import json, sys
 from kvrelay.cluster import rayenv
@@ -35,9 +42,11 @@ import ray, ray.util
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_actors
+# Without an address list_actors looks for Ray clusters on this machine, and fails if there are two.
+actors = list_actors(address=sys.argv[1], detail=True) if sys.argv[2] == "dashboard" else []
 print(json.dumps({
     "actors": [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)],
-    "reprs": [actor.repr_name for actor in list_actors(detail=True)] if sys.argv[2] == "dashboard" else [],
+    "reprs": [actor.repr_name for actor in actors],
     "groups": [table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED"],
     "metrics": [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()],
 }))
@@ -52,7 +61,7 @@ class World:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.environment = os.environ | {"KVRELAY_STATE_DIR": str(self.folder / "state")}
+        self.environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(self.folder / "state")}
 
     def call(self, *arguments: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -97,9 +106,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def ray_says(address: str, *, dashboard: bool) -> Any:
-    """What Ray knows, asked by a driver in a process of its own."""
+    """Ray's view of a cluster, from a driver in a process of its own."""
     command = [sys.executable, "-c", RAY_SAYS, address, "dashboard" if dashboard else "-"]
-    return json.loads(subprocess.check_output(command, timeout=START_SECONDS, text=True).splitlines()[-1])
+    output = subprocess.check_output(command, env=ENVIRONMENT, timeout=START_SECONDS, text=True)
+    return json.loads(output.splitlines()[-1])
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
@@ -148,17 +158,20 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     assert second.returncode == 1
     assert f"already running (pid {owner})" in second.stderr
 
-    for name in ("decode-0", "prefill-0"):
-        lost = world.worker(name)
-        os.kill(lost["pid"], signal.SIGKILL)
+    lost = {name: world.worker(name) for name in ("decode-0", "prefill-0")}
+    for worker in lost.values():
+        os.kill(worker["pid"], signal.SIGKILL)
 
-        def replaced(name: str = name, lost: dict[str, Any] = lost) -> bool:
-            worker = world.worker(name)
-            return worker["state"] == "ready" and worker["incarnation"] != lost["incarnation"]
+    def replaced() -> bool:
+        workers = [world.worker(name) for name in lost]
+        return all(
+            worker["state"] == "ready" and worker["incarnation"] != lost[worker["name"]]["incarnation"]
+            for worker in workers
+        )
 
-        until(replaced, f"{name} replaced", START_SECONDS)
-        until(lambda: world.call("generate", PROMPT, "--max-tokens", "1").returncode == 0, "serving again")
-        assert world.generate()["token_ids"] == answer["token_ids"]
+    until(replaced, "both replaced", START_SECONDS)
+    until(lambda: world.call("generate", PROMPT, "--max-tokens", "1").returncode == 0, "serving again")
+    assert world.generate()["token_ids"] == answer["token_ids"]
 
     says = ray_says(world.remembered()["ray_address"], dashboard=True)
     assert sorted(says["actors"]) == ["decode-0", "kvrelay-supervisor", "prefill-0", "router-0"]
@@ -190,7 +203,7 @@ METRICS = {
 
 
 def visible(addresses: list[str]) -> set[str]:
-    """The names of kvrelay's metrics that Prometheus would see on these nodes."""
+    """The names of kvrelay's metrics that Prometheus sees on these nodes."""
     names: set[str] = set()
     for address in addresses:
         with urllib.request.urlopen(address, timeout=SECONDS) as response:
@@ -198,9 +211,10 @@ def visible(addresses: list[str]) -> set[str]:
     return names
 
 
-def test_what_only_a_worker_can_find_wrong_is_one_line_and_leaves_nothing(world: World) -> None:
+@pytest.mark.slow
+def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
-    config.write_text("engine: {kv_memory_bytes: 1000}\n")
+    config.write_text("engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}\n")
     up = world.up("--detach", "--config", str(config))
     assert up.returncode == 2, up.stderr + world.log()
     assert {line.partition(": ")[0] for line in up.stderr.splitlines()} == {"kvrelay"}
@@ -210,8 +224,10 @@ def test_what_only_a_worker_can_find_wrong_is_one_line_and_leaves_nothing(world:
 
 
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("router: {grpc_port: 0}\nray: {include_dashboard: false}\n")
     process = subprocess.Popen(
-        [sys.executable, "-c", FOREGROUND, KVRELAY, "up", "--colocated", "1", "--grpc-port", "0"],
+        [sys.executable, "-c", FOREGROUND, KVRELAY, "up", "--colocated", "1", "--config", str(config)],
         env=world.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -256,6 +272,7 @@ def shared_ray() -> Iterator[str]:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--disable-usage-stats"]
             + [f"--{name}={value}" for name, value in options.items()],
+            env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,

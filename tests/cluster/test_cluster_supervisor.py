@@ -201,8 +201,13 @@ def test_a_port_in_use_is_an_os_error_that_names_it() -> None:
     run(test)
 
 
+NAMES = tuple(name for name, _ in PAIR)
+
+
 class FakeLauncher:
-    """Processes that live until a test ends them; each attends as a new incarnation."""
+    """Processes that live until a test ends them; each sends heartbeats as a new incarnation."""
+
+    names = NAMES
 
     def __init__(self, hopeless: str = "") -> None:
         self.hopeless = hopeless
@@ -240,12 +245,9 @@ class FakeLauncher:
             await until(lambda: name not in self.lives, f"{name} has ended")
 
 
-NAMES = tuple(name for name, _ in PAIR)
-
-
 @asynccontextmanager
 async def launched(launcher: FakeLauncher) -> AsyncIterator[SupervisorServer]:
-    server = SupervisorServer(SupervisorConfig(), launcher, NAMES)
+    server = SupervisorServer(SupervisorConfig(), launcher)
     await server.start()
     try:
         yield server
@@ -261,10 +263,10 @@ def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch: pyte
         async with launched(launcher) as server:
             for lives in range(1, 5):
                 await until(lambda: server.membership.ready, "ready")
-                before = server.membership.incarnation("decode-0")
+                before = server.membership.present("decode-0")
                 assert before is not None
                 launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
-                await until(lambda b=before: server.membership.incarnation("decode-0") != b, "replaced")
+                await until(lambda b=before: server.membership.present("decode-0") != b, "replaced")
                 assert launcher.calls.count("run decode-0") == lives + 1
             (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
             assert (progress.failures, progress.reason, progress.hopeless) == (4, "killed by signal 9", False)

@@ -63,7 +63,7 @@ def test_invalid_utf8_is_named(pair: ProcessCluster) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             list(call(payload, timeout=10))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "text" in refused.value.details()
+    assert "kvrelay.v1.GenerateRequest" in refused.value.details()
     assert "UTF-8" in refused.value.details()
 
 

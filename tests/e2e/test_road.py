@@ -120,6 +120,7 @@ def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road
 
         # Token 0 is prefill's; each further one takes decode one step, the last one none.
         wait_until(lambda: computed("decode-0") == OUT - 1, "decode computed its own tokens only")
+        wait_until(lambda length=length: computed("prefill-0") >= length, "prefill's heartbeat has its computed tokens")
         assert computed("prefill-0") == length
 
 

@@ -17,7 +17,7 @@ from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduler import Progress, Scheduler
-from support.hash_runner import LAYOUT, AsyncHashRunner, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.hash_runner import LAYOUT, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
 
@@ -28,13 +28,13 @@ class Worker:
     def __init__(self, blocks: int, config: EngineConfig = CONFIG, *, ahead: bool = False) -> None:
         """
         Args:
-            ahead: the runner is asynchronous, and the engine plans a step ahead.
+            ahead: the runner has a lag of 1, so the engine plans a step ahead.
         """
         self.blocks = BlockPool(blocks)
-        self.runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size))
-        prefix = PrefixIndex(self.blocks, config.block_size, b"hash") if config.prefix_cache else None
-        self.scheduler = Scheduler(config, self.blocks, prefix, self.runner.spec.max_context, lag=int(ahead))
-        self.engine = Engine(self.scheduler, AsyncHashRunner(self.runner) if ahead else self.runner)
+        self.runner = HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size), lag=int(ahead))
+        prefix = PrefixIndex(self.blocks, config.block_size, b"hash", enabled=config.prefix_cache)
+        self.scheduler = Scheduler(config, prefix, self.runner.spec, self.runner.lag)
+        self.engine = Engine(self.scheduler, self.runner)
 
     def run(self, most: int = 10_000) -> dict[str, list[int]]:
         """Steps until idle; the tokens of each request."""

@@ -10,10 +10,11 @@ import torch
 
 from kvrelay.engine.build import device_of, engine_on
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.gpu_runner import GpuRunner, build_gpu_runner
-from kvrelay.engine.graphs import Graph, batch_sizes
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner import Runner, build_runner
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
+from kvrelay.engine.runner.graphs import Graph, batch_sizes
 from kvrelay.kernels import sample as sample_kernel
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.paged import GREEDY, PagedSequences, make_plan
@@ -61,7 +62,9 @@ def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> list[list[
 def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
     """Chunked prompts, mixed steps, decode a step ahead, windows, more sequences than rows; greedy and drawn."""
     folder = make_checkpoint(tmp_path / "tiny", architecture, num_hidden_layers=2)
-    likely = serve(build_runner(folder, "float32", OPTIONS), [(7, SamplingParams(max_tokens=3, temperature=0.0))])[0]
+    likely = serve(build_cpu_runner(folder, "float32", OPTIONS), [(7, SamplingParams(max_tokens=3, temperature=0.0))])[
+        0
+    ]
     stop = frozenset({likely[1], 5})
     asked = [
         (7, SamplingParams(max_tokens=5, temperature=0.0, min_tokens=4, stop_token_ids=stop)),
@@ -69,11 +72,11 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
         (16, SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=stop)),
         (17, SamplingParams(max_tokens=3, temperature=0.7, top_k=20, min_p=0.01, seed=2**63)),
     ]
-    assert serve(gpu_runner(folder), asked) == serve(build_runner(folder, "float32", OPTIONS), asked)
+    assert serve(gpu_runner(folder), asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
 
 
 class Recorder:
-    """Stands in for `CudaCapture`: its graphs launch their step anew."""
+    """Stands in for `cuda_capture`: its graphs launch their step anew."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.captured: list[int] = []
@@ -110,7 +113,7 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     # Nothing of the warm-up was kept.
     assert (runner.pool.tensor == 7.0).all()
     asked = [(5, SamplingParams(max_tokens=2, temperature=0.0)), (9, SamplingParams(max_tokens=5, temperature=0.0))]
-    expected = serve(build_runner(llama, "float32", OPTIONS), asked)
+    expected = serve(build_cpu_runner(llama, "float32", OPTIONS), asked)
     # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
     assert serve(runner, [*asked, asked[0]])[:2] == expected
     assert set(recorder.replayed) == {3, 1}
@@ -120,17 +123,19 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
 def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(llama: Path) -> None:
     runner = gpu_runner(llama)
     sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
-    sound, spoiled = (sequences.add(prompt(10, seed), room=3) for seed in range(2))
-    first = runner.run(make_plan([(sound, 10, GREEDY), (spoiled, 10, GREEDY)]))
+    sound, spoiled = (sequences.add(prompt(10, seed), extra=3) for seed in range(2))
+    first = runner.launch(make_plan([(sound, 10, GREEDY), (spoiled, 10, GREEDY)])).result()
     assert first.nonfinite == ()
     for sequence, token in zip((sound, spoiled), first.tokens, strict=True):
         sequence.computed = 10
         assert token is not None
         sequence.tokens.append(token)
     runner.pool.tensor[spoiled.blocks[0]] = torch.nan
-    out = runner.run(make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)]))
+    out = runner.launch(make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)])).result()
     assert out.nonfinite == (1,)
-    expected = serve(build_runner(llama, "float32", OPTIONS), [(10, SamplingParams(max_tokens=2, temperature=0.0))])[0]
+    expected = serve(
+        build_cpu_runner(llama, "float32", OPTIONS), [(10, SamplingParams(max_tokens=2, temperature=0.0))]
+    )[0]
     assert [sound.tokens[-1], out.tokens[0]] == expected
 
 
@@ -186,4 +191,4 @@ def test_on_a_gpu_with_graphs(tmp_path: Path) -> None:
     runner = build_gpu_runner(folder, "float32", OPTIONS)
     runner.warm_up()
     asked = [(length, SamplingParams(max_tokens=20, temperature=0.0)) for length in (5, 60, 33, 16)]
-    assert serve(runner, asked) == serve(build_runner(folder, "float32", OPTIONS), asked)
+    assert serve(runner, asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvrelay.engine.attention.cpu import CpuAttention
+from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.loader import load_model
-from kvrelay.engine.runner import CpuRunner, build_runner
+from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.loader import load_weights
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -71,8 +72,8 @@ def test_expected_tensors_are_what_transformers_writes(tmp_path: Path) -> None:
 def test_shards_load_as_one_file_does(original: Path, tmp_path: Path) -> None:
     sharded = make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    expected = logits(build_runner(original, "float32", OPTIONS))
-    assert torch.equal(logits(build_runner(sharded, "float32", OPTIONS)), expected)
+    expected = logits(build_cpu_runner(original, "float32", OPTIONS))
+    assert torch.equal(logits(build_cpu_runner(sharded, "float32", OPTIONS)), expected)
 
 
 def test_every_weight_type_loads_into_every_run_type(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_every_weight_type_loads_into_every_run_type(tmp_path: Path) -> None:
     for stored in ("float16", "bfloat16", "float32"):
         checkpoint = make_checkpoint(tmp_path / stored, "llama", dtype=stored)
         for run in ("float32", "bfloat16", "float16"):
-            runner = build_runner(checkpoint, run, OPTIONS)
+            runner = build_cpu_runner(checkpoint, run, OPTIONS)
             assert runner.pool.tensor.dtype == getattr(torch, run)
             found = logits(runner)
             expected = found if expected is None else expected
@@ -90,12 +91,12 @@ def test_every_weight_type_loads_into_every_run_type(tmp_path: Path) -> None:
 def test_auto_takes_the_checkpoints_type_but_not_float16(tmp_path: Path) -> None:
     for stored, run in (("float16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
         checkpoint = make_checkpoint(tmp_path / stored, "llama", dtype=stored)
-        assert build_runner(checkpoint, "auto", OPTIONS).spec.dtype == run
+        assert build_cpu_runner(checkpoint, "auto", OPTIONS).spec.dtype == run
 
 
 def test_progress_grows_to_one(original: Path) -> None:
     shares: list[float] = []
-    build_runner(original, "float32", OPTIONS, shares.append)
+    build_cpu_runner(original, "float32", OPTIONS, shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert len(shares) > 10
@@ -104,62 +105,62 @@ def test_progress_grows_to_one(original: Path) -> None:
 def test_the_models_operations_on_cpu_are_the_reference_ones(original: Path) -> None:
     """The same model in plain torch yields the same logits."""
     config, checkpoint = read_config(original), Checkpoint(original)
-    runner = build_runner(original, "float32", OPTIONS)
+    runner = build_cpu_runner(original, "float32", OPTIONS)
     fast = logits(runner)
-    runner.attention = CpuAttention(runner.pool, config.traits.windows)
+    runner.attention = TorchAttention(runner.pool, config.traits.windows)
     for backend in (reference, ops):
-        runner.model = load_model(checkpoint, config, torch.float32, backend)
+        runner.model = Decoder(config, load_weights(checkpoint, config, torch.float32, backend.linear), backend)
         torch.testing.assert_close(fast, logits(runner), atol=1e-4, rtol=0)
 
 
 def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors.pop(GATE))
     with pytest.raises(ValueError, match=rf"tensor {GATE} \[112, 64\] is missing"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors.update({GATE: torch.zeros(112, 63)}))
     with pytest.raises(ValueError, match=rf"tensor {GATE} has shape \[112, 63\]; expected: \[112, 64\]"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_tensor_of_integers_is_named(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors.update({GATE: torch.zeros(112, 64, dtype=torch.int8)}))
     with pytest.raises(ValueError, match=rf"tensor {GATE} has dtype I8; allowed: F32, F16, BF16"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_tensors_of_another_architecture_are_named(folder: Path) -> None:
     spoil(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
     with pytest.raises(ValueError, match=r"doesn't have: model\.layers\.0\.self_attn\.q_norm\.weight"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_leftovers_of_old_exporters_do_no_harm(folder: Path) -> None:
-    expected = logits(build_runner(folder, "float32", OPTIONS))
+    expected = logits(build_cpu_runner(folder, "float32", OPTIONS))
     spoil(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    assert torch.equal(logits(build_runner(folder, "float32", OPTIONS)), expected)
+    assert torch.equal(logits(build_cpu_runner(folder, "float32", OPTIONS)), expected)
 
 
 def test_a_tied_model_may_carry_its_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen2")
-    expected = logits(build_runner(folder, "float32", OPTIONS))
+    expected = logits(build_cpu_runner(folder, "float32", OPTIONS))
     spoil(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    assert torch.equal(logits(build_runner(folder, "float32", OPTIONS)), expected)
+    assert torch.equal(logits(build_cpu_runner(folder, "float32", OPTIONS)), expected)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_a_pickled_checkpoint_is_refused_unread(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(ValueError, match=f"{name}: a pickled checkpoint"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +177,14 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
 def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_file_cut_short_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file, or cut short"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_tensors_that_overlap_in_the_file_are_refused(folder: Path) -> None:
@@ -194,7 +195,7 @@ def test_tensors_that_overlap_in_the_file_are_refused(folder: Path) -> None:
     header[GATE] |= {"data_offsets": header[GATE.replace("gate", "up")]["data_offsets"]}
     path.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a safetensors file"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     shard = min(folder.glob("*.safetensors"))
     shard.unlink()
     with pytest.raises(ValueError, match=f"{shard.name}: no such file"):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_an_index_that_does_not_match_its_files_is_refused(folder: Path, weight_map: object, message: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=message):
-        build_runner(folder, "float32", OPTIONS)
+        build_cpu_runner(folder, "float32", OPTIONS)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.runner import build_runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu.library import library
 
 def resident(field):
@@ -260,7 +261,7 @@ def resident(field):
 library()
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
-runner = build_runner(Path(sys.argv[1]), "auto", EngineConfig(kv_memory_bytes=2**20, threads=1))
+runner = build_cpu_runner(Path(sys.argv[1]), "auto", EngineConfig(kv_memory_bytes=2**20, threads=1))
 print(resident("VmHWM") - before, resident("VmRSS") - before)
 """
 

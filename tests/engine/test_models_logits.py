@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.attention.cpu_prefill import TILE
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.runner import CpuRunner, build_runner
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from support.checkpoints import ARCHITECTURES, LLAMA3_ROPE, VOCAB_SIZE, make_checkpoint
 from support.paged import PagedSequence, PagedSequences
 
 BLOCK = 16
+TILE = 64
+"""Tokens of a prefill tile of the native kernels."""
 TOLERANCE = 1e-4
 LENGTH = 300
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -42,7 +43,7 @@ class Case:
     """A runner and the logits that transformers gives for one long prompt, of which tests take beginnings."""
 
     def __init__(self, folder: Path) -> None:
-        self.runner: CpuRunner = build_runner(
+        self.runner: CpuRunner = build_cpu_runner(
             folder, "float32", EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
         )
         self.prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=LENGTH) for seed in range(3)]
@@ -132,7 +133,7 @@ def test_bfloat16_is_close_to_float32(architecture: str, tmp_path: Path) -> None
     folder = make_checkpoint(tmp_path, architecture, dtype="bfloat16")
     case = Case(folder)
     options = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 * 2**20, threads=1)
-    runner = build_runner(folder, "auto", options)
+    runner = build_cpu_runner(folder, "auto", options)
     assert runner.spec.dtype == "bfloat16"
     sequences = PagedSequences(runner)
     sequence = sequences.add(case.prompts[0])

@@ -13,9 +13,17 @@ token_lists = st.lists(st.integers(0, 1), max_size=5 * SIZE).map(tuple)
 tenants = st.sampled_from(["", "a", "b"])
 
 
+def match(index: PrefixIndex, tokens: tuple[int, ...], tenant: str, limit: int) -> Hold:
+    """A hold of the longest known prefix."""
+    chain: list[bytes] = []
+    hold = index.allocate(tokens, tenant, chain, len(index.find(tokens, tenant, limit, chain)), limit)
+    assert hold is not None
+    return hold
+
+
 def publish(pool: BlockPool, index: PrefixIndex, tokens: tuple[int, ...], tenant: str) -> Hold:
     """Does what a scheduler does for one prompt: match, compute the rest, publish. The hold is still alive."""
-    hold = index.match(tokens, tenant, "past", len(tokens))
+    hold = match(index, tokens, tenant, len(tokens))
     assert hold.extend(-(-len(tokens) // SIZE) - len(hold.blocks))
     index.publish(tokens, tenant, hold, len(tokens))
     return hold
@@ -51,7 +59,7 @@ def test_the_longest_known_prefix_is_found(
     longest = 0
     while longest + SIZE <= min(limit, len(tokens)) and (tenant, tokens[: longest + SIZE]) in known:
         longest += SIZE
-    hold = index.match(tokens, tenant, "now", limit)
+    hold = match(index, tokens, tenant, limit)
     assert len(hold.blocks) * SIZE == longest
     for number, block in enumerate(hold.blocks, start=1):
         assert content[block] == (tenant, tokens[: number * SIZE])
@@ -68,7 +76,7 @@ def test_eviction_leaves_a_beginning(tokens: tuple[int, ...], taken: int) -> Non
     hold.release()
     assert pool.allocate(taken, "other") is not None
     left = min(len(blocks), 8 - taken)
-    assert index.match(tokens, "", "again", len(tokens)).blocks == blocks[:left]
+    assert match(index, tokens, "", len(tokens)).blocks == blocks[:left]
     pool.check_integrity()
     index.check_integrity()
 
@@ -78,25 +86,25 @@ def test_eviction_leaves_a_beginning(tokens: tuple[int, ...], taken: int) -> Non
 def test_publishing_in_pieces_is_publishing_at_once(tokens: tuple[int, ...], cuts: list[int]) -> None:
     pool = BlockPool(8)
     index = PrefixIndex(pool, SIZE, b"model")
-    hold = index.match(tokens, "", "slow", 0)
+    hold = match(index, tokens, "", 0)
     assert hold.extend(5)
     for computed in sorted(min(cut, len(tokens)) for cut in cuts):
         index.publish(tokens, "", hold, computed)
         assert len(index) == computed // SIZE
     index.publish(tokens, "", hold, len(tokens))
-    assert index.match(tokens, "", "again", len(tokens)).blocks == hold.blocks[: len(tokens) // SIZE]
+    assert match(index, tokens, "", len(tokens)).blocks == hold.blocks[: len(tokens) // SIZE]
 
 
 def test_the_first_block_with_a_content_is_kept() -> None:
     pool = BlockPool(8)
     index = PrefixIndex(pool, SIZE, b"model")
     tokens = tuple(range(2 * SIZE))
-    twins = [index.match(tokens, "", name, len(tokens)) for name in ("first", "second")]
+    twins = [match(index, tokens, "", len(tokens)) for name in ("first", "second")]
     for hold in twins:
         assert hold.extend(2)
     for hold in twins:
         index.publish(tokens, "", hold, len(tokens))
-    assert index.match(tokens, "", "third", len(tokens)).blocks == twins[0].blocks
+    assert match(index, tokens, "", len(tokens)).blocks == twins[0].blocks
     twins[1].release()
     pool.check_integrity()
     index.check_integrity()
@@ -117,7 +125,7 @@ def test_nothing_is_shared_across_tenants_or_models(one: tuple[bytes, str], othe
     for namespace, tenant in (one, other):
         chain: list[bytes] = []
         index = PrefixIndex(BlockPool(1), SIZE, namespace)
-        index.match((1,) * SIZE, tenant, "", SIZE, chain)
+        index.find((1,) * SIZE, tenant, SIZE, chain)
         digests.append(chain[0])
     assert digests[0] != digests[1]
 
@@ -127,9 +135,9 @@ def test_withdrawn_blocks_are_not_found_again() -> None:
     index = PrefixIndex(pool, SIZE, b"model")
     tokens = tuple(range(2 * SIZE))
     held = publish(pool, index, tokens, "")
-    shared = index.match(tokens + tokens, "", "doubtful", len(tokens))
+    shared = match(index, tokens + tokens, "", len(tokens))
     index.withdraw(shared)
-    assert index.match(tokens, "", "later", len(tokens)).blocks == []
+    assert match(index, tokens, "", len(tokens)).blocks == []
     held.release()
     shared.release()
     pool.check_integrity()

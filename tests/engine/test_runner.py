@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.plan import StepOutput
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner import CpuRunner, build_runner
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.kernels.cpu.library import library
 from support.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint, make_tokenizer
 from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
@@ -45,7 +45,7 @@ def step(
     generated: Sequence[int] | None = None,
 ) -> StepOutput:
     """Runs one step and appends what it yields."""
-    out = runner.run(make_plan(work, generated))
+    out = runner.launch(make_plan(work, generated)).result()
     for (sequence, count, _), token in zip(work, out.tokens, strict=True):
         sequence.computed += count
         if token is not None:
@@ -55,14 +55,14 @@ def step(
 
 def generate(runner: CpuRunner, tokens: list[int], count: int, params: SamplingParams = GREEDY) -> list[int]:
     """One sequence alone, its prompt in one step."""
-    sequence = PagedSequences(runner).add(tokens, room=count)
+    sequence = PagedSequences(runner).add(tokens, extra=count)
     while len(sequence.tokens) < len(tokens) + count:
         step(runner, [(sequence, sequence.left, params)])
     return sequence.tokens[len(tokens) :]
 
 
 def test_greedy_tokens_equal_transformers(folder: Path) -> None:
-    runner = build_runner(folder, "float32", OPTIONS)
+    runner = build_cpu_runner(folder, "float32", OPTIONS)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     greedy = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
     for length in (1, 15, 16, 17, 80):
@@ -77,12 +77,12 @@ def test_greedy_tokens_equal_transformers(folder: Path) -> None:
     "params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.95, seed=11)], ids=["greedy", "drawn"]
 )
 def test_batching_and_chunking_change_no_token(folder: Path, params: SamplingParams) -> None:
-    runner = build_runner(folder, "float32", OPTIONS)
+    runner = build_cpu_runner(folder, "float32", OPTIONS)
     prompts = [prompt(length, seed=length) for length in (1, 9, 16, 33, 70, 100)]
     alone = [generate(runner, tokens, 20, params) for tokens in prompts]
     choose = random.Random(1)
     sequences = PagedSequences(runner, seed=1)
-    running = [sequences.add(tokens, room=20) for tokens in prompts]
+    running = [sequences.add(tokens, extra=20) for tokens in prompts]
     while work := [s for s, tokens in zip(running, prompts, strict=True) if len(s.tokens) < len(tokens) + 20]:
         choose.shuffle(work)
         step(runner, [(s, min(s.left, choose.choice([1, 8, 30])), params) for s in work[: choose.randint(1, 6)]])
@@ -91,7 +91,7 @@ def test_batching_and_chunking_change_no_token(folder: Path, params: SamplingPar
 
 def test_a_sequence_that_goes_on_elsewhere_draws_the_same_tokens(llama: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=3)
-    here, there = (build_runner(llama, "float32", OPTIONS) for _ in range(2))
+    here, there = (build_cpu_runner(llama, "float32", OPTIONS) for _ in range(2))
     whole = generate(here, prompt(40), 30, params)
     assert len(set(whole)) > 15
     assert generate(there, prompt(40) + whole[:13], 17, params) == whole[13:]
@@ -100,13 +100,13 @@ def test_a_sequence_that_goes_on_elsewhere_draws_the_same_tokens(llama: Path) ->
 
 def test_kv_shipped_as_frames_goes_on_as_if_computed_here(folder: Path) -> None:
     """Prefill here, decode there, with nothing but the frames between them."""
-    prefill, decode = (build_runner(folder, "float32", OPTIONS) for _ in range(2))
+    prefill, decode = (build_cpu_runner(folder, "float32", OPTIONS) for _ in range(2))
     decode.pool.tensor.fill_(torch.nan)
     for length in (1, 16, 45):
         expected = generate(prefill, prompt(length), 20)
         source = PagedSequences(prefill, seed=1).add(prompt(length))
         step(prefill, [(source, length, GREEDY)])
-        target = PagedSequences(decode, seed=2).add(prompt(length), room=20)
+        target = PagedSequences(decode, seed=2).add(prompt(length), extra=20)
         frame = torch.empty(length * prefill.layout.token_bytes, dtype=torch.uint8)
         for first in range(0, length, 32):
             count = min(32, length - first)
@@ -121,7 +121,7 @@ def test_kv_shipped_as_frames_goes_on_as_if_computed_here(folder: Path) -> None:
 
 
 def test_only_rows_that_catch_up_yield_tokens(llama: Path) -> None:
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
     sequences = PagedSequences(runner)
     chunk, last = sequences.add(prompt(40)), sequences.add(prompt(20))
     assert step(runner, [(chunk, 10, GREEDY)]).tokens == (None,)
@@ -131,14 +131,14 @@ def test_only_rows_that_catch_up_yield_tokens(llama: Path) -> None:
 
 
 def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: Path) -> None:
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
     expected = generate(runner, prompt(20), 5)
     sequences = PagedSequences(runner)
-    sound, spoiled = sequences.add(prompt(20), room=5), sequences.add(prompt(20), room=5)
+    sound, spoiled = sequences.add(prompt(20), extra=5), sequences.add(prompt(20), extra=5)
     step(runner, [(sound, 20, GREEDY), (spoiled, 20, GREEDY)])
     runner.pool.tensor[spoiled.blocks[0], 0, 0, 3] = torch.nan
     plan = make_plan([(sound, 1, GREEDY), (spoiled, 1, GREEDY)])
-    assert runner.run(plan).nonfinite == (1,)
+    assert runner.launch(plan).result().nonfinite == (1,)
     # The sound row can be planned again; the spoiled one's blocks go to a new sequence, not wiped.
     runner.pool.tensor[spoiled.blocks] = torch.nan
     heir = PagedSequence(prompt(20), spoiled.blocks)
@@ -150,7 +150,7 @@ def test_a_row_that_is_not_finite_fails_by_its_handle_and_hurts_no_other(llama: 
 
 
 def test_min_tokens_holds_back_the_end_of_sequence(llama: Path) -> None:
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
     likely = generate(runner, prompt(20), 1)[0]
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=frozenset({likely}))
     for generated, held in ((0, True), (2, True), (3, False)):
@@ -160,7 +160,7 @@ def test_min_tokens_holds_back_the_end_of_sequence(llama: Path) -> None:
 
 
 def test_the_spec_says_what_runs(folder: Path) -> None:
-    runner = build_runner(folder, "bfloat16", OPTIONS)
+    runner = build_cpu_runner(folder, "bfloat16", OPTIONS)
     spec = runner.spec
     assert (spec.name, spec.vocab_size, spec.dtype) == (folder.name, 320, "bfloat16")
     assert [spec.architecture] == json.loads((folder / "config.json").read_text())["architectures"]
@@ -181,27 +181,27 @@ def test_the_spec_says_what_runs(folder: Path) -> None:
 def test_max_context_is_the_least_of_model_option_and_pool(
     llama: Path, options: EngineConfig, max_context: int
 ) -> None:
-    assert build_runner(llama, "float32", options).spec.max_context == max_context
+    assert build_cpu_runner(llama, "float32", options).spec.max_context == max_context
 
 
 def test_the_last_position_of_the_context_can_be_computed(llama: Path) -> None:
-    runner = build_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**21, max_context=50, threads=1))
+    runner = build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**21, max_context=50, threads=1))
     assert len(generate(runner, prompt(45), 5)) == 5
 
 
 def test_a_pool_too_small_for_a_block_is_refused(llama: Path) -> None:
     with pytest.raises(ValueError, match="kv_memory_bytes is 1000; one KV block of this model takes 12288"):
-        build_runner(llama, "float32", EngineConfig(kv_memory_bytes=1000))
+        build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=1000))
 
 
 def test_warm_up_is_quick_and_changes_no_token(llama: Path) -> None:
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
     expected = generate(runner, prompt(50), 10)
     started = time.thread_time()
     runner.warm_up()
     assert time.thread_time() - started < 1.0
     assert generate(runner, prompt(50), 10) == expected
-    build_runner(llama, "float32", EngineConfig(kv_memory_bytes=12288, threads=1)).warm_up()
+    build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=12288, threads=1)).warm_up()
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -212,11 +212,11 @@ def test_whichever_thread_steps_uses_the_configured_threads(
     if native and library() is None:
         pytest.skip("no native kernels here")
     if not native:
-        monkeypatch.setattr("kvrelay.engine.runner.library", lambda: None)
+        monkeypatch.setattr("kvrelay.engine.runner.cpu.library", lambda: None)
     cores = len(os.sched_getaffinity(0))
     for threads, configured in ((1, 1), (2, 2), (0, cores)):
         expected = 1 if native else configured
-        runner = build_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**20, threads=threads))
+        runner = build_cpu_runner(llama, "float32", EngineConfig(kv_memory_bytes=2**20, threads=threads))
         seen: list[int] = []
 
         def run(runner: CpuRunner = runner, seen: list[int] = seen) -> None:
@@ -240,11 +240,11 @@ def live_tensor_bytes() -> int:
 
 def test_steps_keep_no_memory(llama: Path) -> None:
     """Buffers grow to the largest step and stay: a second round of the same steps leaves nothing behind."""
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
 
     def round_of_steps() -> int:
         sequences = PagedSequences(runner)
-        several = [sequences.add(prompt(length, length), room=8) for length in (30, 200, 7, 64)]
+        several = [sequences.add(prompt(length, length), extra=8) for length in (30, 200, 7, 64)]
         for _ in range(8):
             step(runner, [(sequence, sequence.left, GREEDY) for sequence in several])
         return live_tensor_bytes()
@@ -256,10 +256,10 @@ def test_steps_keep_no_memory(llama: Path) -> None:
 
 
 def test_plans_arrays_are_not_written_to(llama: Path) -> None:
-    runner = build_runner(llama, "float32", OPTIONS)
+    runner = build_cpu_runner(llama, "float32", OPTIONS)
     sequence = PagedSequences(runner).add(prompt(20))
     plan = make_plan([(sequence, 20, GREEDY)])
     for array in (plan.tokens, plan.starts, plan.lengths, plan.block_tables, plan.sample, plan.generated):
         array.flags.writeable = False
-    assert runner.run(plan).tokens == runner.run(plan).tokens
+    assert runner.launch(plan).result().tokens == runner.launch(plan).result().tokens
     assert np.array_equal(plan.tokens, prompt(20))

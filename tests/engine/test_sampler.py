@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.noise import exponential, noise_keys, noise_keys_of
+from kvrelay.engine.sampling.noise import exponential, noise_keys
 from kvrelay.engine.sampling.sampler import Draw, sample
 from kvrelay.kernels.reference import token_probabilities
 
@@ -144,15 +144,15 @@ def test_a_row_draws_the_same_whatever_it_is_batched_with(
 
 def test_noise_is_the_same_for_ever() -> None:
     """Workers of different versions must not disagree in the middle of a stream."""
-    assert noise_keys(0, 0) == (1293516399, -1492722385)
-    assert noise_keys(2**64 - 1, 4095) == (-510662127, 1693812791)
-    keys = torch.tensor([noise_keys(42, 7)], dtype=torch.int32)
+    keys = noise_keys([0, 2**64 - 1], [0, 4095])
+    assert keys.tolist() == [[1293516399, -1492722385], [-510662127, 1693812791]]
+    keys = torch.from_numpy(noise_keys([42], [7]))
     noise = exponential(keys, torch.tensor([0, 1, 151_935], dtype=torch.int32))
     torch.testing.assert_close(noise, torch.tensor([[0.75373573, 0.52562545, 0.27316033]]), atol=0, rtol=1e-5)
 
 
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:
-    keys = torch.tensor([noise_keys(1, position) for position in range(64)], dtype=torch.int32)
+    keys = torch.from_numpy(noise_keys([1] * 64, range(64)))
     noise = exponential(keys, torch.arange(2**16, dtype=torch.int32)).flatten().double()
     assert (noise > 0).all()
     assert abs(float(noise.mean()) - 1) < 0.005
@@ -213,5 +213,14 @@ def test_a_token_that_is_masked_out_is_never_drawn() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=8))
 def test_keys_of_many_rows_are_those_of_each(rows: list[tuple[int, int]]) -> None:
-    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    assert noise_keys_of(seeds, positions).tolist() == [list(noise_keys(*row)) for row in rows]
+    """Row by row splitmix64, in Python's integers."""
+
+    def splitmix64(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    seeds, positions = zip(*rows, strict=True)
+    mixed = [splitmix64(splitmix64(seed) ^ position) for seed, position in rows]
+    assert noise_keys(seeds, positions).view(np.uint64)[:, 0].tolist() == mixed

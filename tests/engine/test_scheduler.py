@@ -15,9 +15,10 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
+from kvrelay.engine.runner.base import StepHandle
 from kvrelay.engine.scheduler import Progress, Reservation, Scheduler
 from kvrelay.engine.sequence import Sequence, Status
-from support.hash_runner import AsyncHashRunner, HashRunner, HashStep, expected_outcome, expected_tokens, hash_spec
+from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 
 SIZE = 8
 
@@ -38,12 +39,12 @@ class Bench:
         self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
-        self.prefix = PrefixIndex(self.pool, SIZE, b"hash") if prefix_cache else None
-        self.scheduler = Scheduler(self.config, self.pool, self.prefix, self.max_context, lag)
-        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context))
-        self.device = AsyncHashRunner(self.runner)
+        self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache)
+        # Computes as late as a device may, whatever the lag.
+        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1)
+        self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag)
         self.lag = lag
-        self.flight: deque[tuple[StepPlan, HashStep]] = deque()
+        self.flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.sequences: list[Sequence] = []
         self.heard: dict[Sequence, list[int]] = {}
         self.exports: list[tuple[Hold, tuple[int, ...]]] = []
@@ -88,7 +89,7 @@ class Bench:
         """One more plan in flight."""
         plan = self.scheduler.plan()
         if plan is not None:
-            self.flight.append((plan, self.device.launch(plan)))
+            self.flight.append((plan, self.runner.launch(plan)))
         return plan
 
     def land(self, nonfinite: tuple[int, ...] = ()) -> list[Progress]:
@@ -127,8 +128,7 @@ class Bench:
     def check(self) -> None:
         """Everything that must hold between any two calls."""
         self.pool.check_integrity()
-        if self.prefix is not None:
-            self.prefix.check_integrity()
+        self.prefix.check_integrity()
         live = [sequence for sequence in self.sequences if not sequence.ended]
         load = self.scheduler.load()
         assert load.free + load.cached + load.held == load.total
@@ -638,6 +638,8 @@ def test_what_resume_refuses_stays_with_the_caller() -> None:
     small = bench.pool.allocate(1, "small")
     with pytest.raises(ValueError, match="first_token is 7"):
         bench.scheduler.resume(request, 7, reservation.hold)
+    with pytest.raises(ValueError, match="first_token has the id 251; allowed: 0 to 250"):
+        bench.scheduler.resume(request, 251, reservation.hold)
     with pytest.raises(ValueError, match="'small' has 1 blocks; 9 tokens"):
         bench.scheduler.resume(request, 8, small)
     assert not reservation.hold.released
@@ -687,7 +689,7 @@ def test_blocks_of_a_canceled_sequence_stay_until_the_step_in_flight_ends(handof
     ("sampling", "resumed", "tokens", "reason"),
     [
         (SamplingParams(max_tokens=3), 0, 3, FinishReason.LENGTH),
-        (SamplingParams(max_tokens=30), 0, 32 - SIZE, FinishReason.LENGTH),
+        (SamplingParams(max_tokens=40 - SIZE), 0, 40 - SIZE, FinishReason.LENGTH),
         (SamplingParams(max_tokens=5), 2, 3, FinishReason.LENGTH),
         (SamplingParams(max_tokens=30, stop_token_ids=frozenset(range(251))), 0, 1, FinishReason.STOP),
         (SamplingParams(max_tokens=30, min_tokens=4, stop_token_ids=frozenset(range(251))), 0, 4, FinishReason.STOP),
@@ -697,7 +699,7 @@ def test_blocks_of_a_canceled_sequence_stay_until_the_step_in_flight_ends(handof
     ],
 )
 def test_a_sequence_ends_once(sampling: SamplingParams, resumed: int, tokens: int, reason: FinishReason) -> None:
-    bench = Bench(8, max_context=32)
+    bench = Bench(8, max_context=40)
     sequence = bench.add(Request("r", 2, numbers(SIZE), SIZE - resumed, sampling))
     reports = []
     while not sequence.ended:
@@ -717,8 +719,11 @@ def test_a_sequence_ends_once(sampling: SamplingParams, resumed: int, tokens: in
         ((), 0, 1, "prompt_tokens is 0; allowed: 1 to the tokens given .0."),
         ((1, 2), 3, 1, "prompt_tokens is 3"),
         ((1, 2, 3), 1, 2, "max_tokens is 2; 2 completion tokens are there"),
-        ((1,) * 64, 64, 1, "tokens has 64 ids; max_context leaves room for 63"),
-        ((1,) * 20, 20, 30, "come to 50 tokens; the KV pool holds 32"),
+        ((1,) * 64, 64, 1, "prompt_tokens plus max_tokens is 65; allowed: up to 64"),
+        ((1,) * 20, 18, 47, "prompt_tokens plus max_tokens is 65; allowed: up to 64"),
+        ((1,) * 20, 20, 30, "prompt_tokens plus max_tokens is 50; the KV pool holds 32"),
+        ((1, 251, 2), 3, 1, "tokens has the id 251; allowed: 0 to 250"),
+        ((1, -1, 2), 3, 1, "tokens has the id -1; allowed: 0 to 250"),
     ],
 )
 def test_what_can_never_be_served_is_refused(

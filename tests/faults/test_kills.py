@@ -15,16 +15,16 @@ KILLS = {
     "prefill.after_chunk,chunk=1": 1,
     "prefill.after_chunk,chunk=2": 1,
     "prefill.after_finish": 1,
-    "transfer.frame_announced,index=0": 1,
-    "transfer.frame_announced,index=3": 1,
+    "sent,index=0": 1,
+    "sent,index=3": 1,
     "prefill.after_ack": 0,
     "decode.after_reserve": 1,
     "decode.after_frame,index=0": 1,
     "decode.after_frame,index=3": 1,
     "decode.before_commit": 1,
 }
-"""Where, and the attempts that it costs: none once decode has all of the KV. `transfer.frame_announced` is on the
-prefill worker, with the frame's bytes yet to be sent."""
+"""The place, and the retries that a death there costs: none once decode has all of the KV. At `sent` the prefill worker
+has announced the frame, and sent none of its bytes."""
 EXITS = {"prefill.after_chunk,chunk=1": 1, "decode.after_frame,index=1": 1}
 
 

@@ -1,4 +1,4 @@
-"""What every rendering of the chart has in common: the defaults and each example."""
+"""Properties of every rendering of the chart: the defaults and each example."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, cu
 from kvrelay.v1 import inference_pb2
 
 HEADER = {"apiVersion", "kind", "metadata"}
-# Fields of KubeRay's ray.io/v1 types: the API server drops what it doesn't know without a word.
+# Fields of KubeRay's ray.io/v1 types: the API server silently drops unknown fields.
 CLUSTER_FIELDS = {
     *("upgradeStrategy", "authOptions", "enableInTreeAutoscaling", "autoscalerOptions", "rayVersion"),
     *("headGroupSpec", "workerGroupSpecs"),
@@ -231,7 +231,7 @@ def test_policies_let_the_pods_talk_and_clients_call(rendered, tmp_path):
         assert policy["spec"]["policyTypes"] == ["Ingress"]
 
 
-def test_budgets_leave_room_to_drain_a_node(rendered):
+def test_budgets_let_a_node_drain(rendered):
     for budget in rendered.all("PodDisruptionBudget"):
         (group,) = rendered.selected(budget["spec"]["selector"]["matchLabels"])
         replicas = 1 if group == "headgroup" else rendered.groups[group]["replicas"]

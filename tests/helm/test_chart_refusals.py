@@ -1,4 +1,4 @@
-"""Values that the chart refuses, and that it says which; and that its schema knows kvrelay's options."""
+"""The values that the chart refuses, with messages that name them; its schema has exactly kvrelay's options."""
 
 import json
 from typing import Any
@@ -12,75 +12,88 @@ from kvrelay.cluster.config import schema
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    """{"a": {"b": value}} of "a.b"."""
-    for key in reversed(path.split(".")):
-        value = {key: value}
-    return value
+OUT_OF_RANGE = [
+    ("prefill.replicas", -1),
+    ("decode.replicas", 1.5),
+    ("decode.replicas", "two"),
+    ("colocated.replicas", 1025),
+    ("decode.gpus", -1),
+    ("decode.threads", 1025),
+    ("router.grpcPort", 0),
+    ("router.grpcPort", 65536),
+    ("router.grpcPort", "50051"),
+    ("router.options.max_requests", 0),
+    ("model.path", ""),
+    ("model.dtype", "int8"),
+    ("model.volume.mountPath", "models"),
+    ("model.volume.source.hostPath.path", "relative"),
+    ("engine.block_size", 24),
+    ("engine.kv_memory_bytes", 0),
+    ("transfer.transport", "carrier-pigeon"),
+    ("transfer.frame_bytes", 1),
+    ("heartbeat.dead_seconds", 0.1),
+    ("image.pullPolicy", "Sometimes"),
+    ("image.digest", "sha256:12"),
+    ("prefill.resources.memory", "lots"),
+    ("prefill.resources.cpu", "0"),
+    ("ray.version", "2.52.0"),
+    ("ray.upgradeStrategy", "Rolling"),
+    ("rdma.count", 0),
+    ("service.type", "ExternalName"),
+    ("service.nodePort", 80),
+    ("networkPolicy.nodeCidrs.0", "10.0.0.0"),
+    ("terminationGracePeriodSeconds", -1),
+    ("fullnameOverride", "x" * 41),
+]
+UNKNOWN_KEYS = [
+    "replicas",
+    "prefill.replica",
+    "router.replicas",
+    "router.options.grpc_port",
+    "engine.threads",
+    "decode.engine.block_sizes",
+    "transfer.checksums",
+    "model.volume.pvc",
+    "ray.address",
+    "service.ports",
+    "securityContexts",
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("prefill.replicas", -1),
-        ("decode.replicas", 1.5),
-        ("decode.replicas", "two"),
-        ("colocated.replicas", 1025),
-        ("decode.gpus", -1),
-        ("decode.threads", 1025),
-        ("router.grpcPort", 0),
-        ("router.grpcPort", 65536),
-        ("router.grpcPort", "50051"),
-        ("router.options.max_requests", 0),
-        ("model.path", ""),
-        ("model.dtype", "int8"),
-        ("model.volume.mountPath", "models"),
-        ("model.volume.source.hostPath.path", "relative"),
-        ("engine.block_size", 24),
-        ("engine.kv_memory_bytes", 0),
-        ("transfer.transport", "carrier-pigeon"),
-        ("transfer.frame_bytes", 1),
-        ("heartbeat.dead_seconds", 0.1),
-        ("image.pullPolicy", "Sometimes"),
-        ("image.digest", "sha256:12"),
-        ("prefill.resources.memory", "lots"),
-        ("prefill.resources.cpu", "0"),
-        ("ray.version", "2.52.0"),
-        ("ray.upgradeStrategy", "Rolling"),
-        ("rdma.count", 0),
-        ("service.type", "ExternalName"),
-        ("service.nodePort", 80),
-        ("networkPolicy.nodeCidrs.0", "10.0.0.0"),
-        ("terminationGracePeriodSeconds", -1),
-        ("fullnameOverride", "x" * 41),
-    ],
-)
-def test_a_value_out_of_range_is_named(refusal, path, value):
-    values = nested(path.removesuffix(".0"), [value]) if path.endswith(".0") else nested(path, value)
-    assert path in refusal(**values)
+def batches(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Few sets of values with every case in one of them: helm reports all mistakes of a set at once."""
+    found: list[dict[str, Any]] = []
+    for path, value in cases:
+        batch = next((batch for batch in found if path not in batch), None)
+        if batch is None:
+            found.append(batch := {})
+        batch[path] = value
+    return found
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "replicas",
-        "prefill.replica",
-        "router.replicas",
-        "router.options.grpc_port",
-        "engine.threads",
-        "decode.engine.block_sizes",
-        "transfer.checksums",
-        "model.volume.pvc",
-        "ray.address",
-        "service.ports",
-        "securityContexts",
-    ],
-)
-def test_an_unknown_key_is_named(refusal, path):
-    section, _, key = path.rpartition(".")
-    said = refusal(**nested(path, 1))
-    assert f"Additional property {key} is not allowed" in said
-    assert section in said
+def values_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": value}} of {"a.b": value}; a last key 0 makes a list."""
+    values: dict[str, Any] = {}
+    for path, value in batch.items():
+        *parents, last = path.removesuffix(".0").split(".")
+        node = values
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = [value] if path.endswith(".0") else value
+    return values
+
+
+def test_a_value_out_of_range_is_named(refusal):
+    for batch in batches(OUT_OF_RANGE):
+        said = refusal(**values_of(batch))
+        assert [path for path in batch if f"- {path}: " not in said] == []
+
+
+def test_an_unknown_key_is_named(refusal):
+    said = refusal(**values_of(dict.fromkeys(UNKNOWN_KEYS, 1)))
+    for path in UNKNOWN_KEYS:
+        section, _, key = path.rpartition(".")
+        assert f"- {section or '(root)'}: Additional property {key} is not allowed" in said
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,7 @@ def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
     [
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
-        ("HeartbeatSection", "heartbeat", set()),
+        ("HeartbeatConfig", "heartbeat", set()),
         ("RouterSection", "router.options", {"host", "grpc_port", "cpus", "resources"}),
     ],
 )
@@ -135,11 +148,16 @@ def test_the_schema_has_exactly_the_options_of_the_configuration(section, node, 
     there = schema()["$defs"][section]["properties"].keys() - elsewhere
     here = SCHEMA
     for key in node.split("."):
-        here = here["properties"][key]
+        here = resolved(here["properties"][key])
     assert here["properties"].keys() == there
 
 
-def test_a_roles_engine_has_the_options_of_everyones():
+def resolved(node: dict[str, Any]) -> dict[str, Any]:
+    """A node of the schema, or the definition that it refers to."""
+    return SCHEMA["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def test_a_roles_engine_has_the_options_of_the_common_engine():
     assert SCHEMA["definitions"]["role"]["properties"]["engine"] == SCHEMA["properties"]["engine"]
 
 

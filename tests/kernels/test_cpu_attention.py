@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrelay.engine.attention.cpu import CpuAttention
-from kvrelay.engine.attention.cpu_native import NativeAttention
-from kvrelay.engine.attention.protocol import Attention, HeadNorm, Rotation
-from kvrelay.engine.batch import ForwardBatch
+from kvrelay.engine.attention.base import Attention, AttentionInputs, HeadNorm, Rotation
+from kvrelay.engine.attention.native import NativeAttention
+from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.plan import StepPlan
@@ -75,7 +74,7 @@ class Step:
         return torch.randn(shape, generator=self._random)
 
     @property
-    def batch(self) -> ForwardBatch:
+    def inputs(self) -> AttentionInputs:
         count = len(self.rows)
         plan = StepPlan(
             step=0,
@@ -88,7 +87,7 @@ class Step:
             sampling=(SamplingParams(),) * count,
             generated=np.zeros(count, np.int32),
         )
-        return ForwardBatch.from_plan(plan)
+        return AttentionInputs.from_plan(plan, self.shape.block)
 
     @property
     def tiled(self) -> bool:
@@ -108,7 +107,7 @@ class Step:
         shape = self.shape
         bound = TOLERANCE[self.pool.tensor.dtype]
         rotated = shape.heads + shape.kv_heads
-        attention.plan(self.batch)
+        attention.plan(self.inputs)
         for layer in range(LAYERS):
             found = self.run(attention, layer)
             normed = self.qkv[:, :rotated]
@@ -140,7 +139,7 @@ def windows(shape: Shape) -> tuple[int, ...]:
 
 
 def torch_backend(step: Step) -> Attention:
-    return CpuAttention(step.pool, windows(step.shape))
+    return TorchAttention(step.pool, windows(step.shape))
 
 
 def native(step: Step, threads: int = 2) -> NativeAttention:
@@ -210,7 +209,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
     results = []
     for step, threads in ((alone, 1), (alone, 4), (together, 1), (together, 3)):
         attention = native(step, threads)
-        attention.plan(step.batch)
+        attention.plan(step.inputs)
         results.append([step.run(attention, layer)[:length] for layer in range(LAYERS)])
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
@@ -220,7 +219,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
 def test_activations_of_another_type_are_converted() -> None:
     step = Step(Shape(4, 2, 32), [(30, 1), (0, 40)], 3, "bfloat16")
     attention = native(step)
-    attention.plan(step.batch)
+    attention.plan(step.inputs)
     exact = step.run(attention, 0)
     rounded = step.run(attention, 0, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
@@ -235,7 +234,7 @@ def test_scores_that_are_far_apart_or_not_numbers() -> None:
     step.check(native(step), scale=100)
     step.qkv[1 + 150, 0] = torch.nan  # a query
     attention = native(step)
-    attention.plan(step.batch)
+    attention.plan(step.inputs)
     found = step.run(attention, 0)
     nonfinite = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
     assert nonfinite == [151]

@@ -19,7 +19,7 @@ import torch
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.models.decoder import Decoder
 from kvrelay.engine.models.native import NativeDecoder
-from kvrelay.engine.runner import build_runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu import library as module
 from kvrelay.kernels.cpu.attention import AttentionArgs
 from kvrelay.kernels.cpu.library import build, library
@@ -104,7 +104,7 @@ def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
     tokens = random.Random(0).choices(range(VOCAB_SIZE), k=50)
 
     def logits() -> torch.Tensor:
-        runner = build_runner(folder, "float32", OPTIONS)
+        runner = build_cpu_runner(folder, "float32", OPTIONS)
         kinds.append(type(runner.model))
         sequences = PagedSequences(runner)
         sequence = sequences.add(tokens)

@@ -29,7 +29,7 @@ def choices_of(draws: list[Draw], banned: int = 0) -> kernel.Choices:
         params = draw.params
         choices.temperature[row], choices.top_k[row] = params.temperature, params.top_k
         choices.top_p[row], choices.min_p[row] = params.top_p, params.min_p
-        choices.keys[row] = torch.tensor(noise_keys(params.seed, draw.position), dtype=torch.int32)
+        choices.keys[row] = torch.from_numpy(noise_keys([params.seed], [draw.position]))[0]
     return choices
 
 
@@ -43,7 +43,7 @@ def choose(logits: Tensor, choices: kernel.Choices) -> list[int]:
 def is_near(logits: Tensor, draw: Draw, chosen: int, expected: int) -> bool:
     """Whether the definition, in float64, has the two tokens as good as equal, or one of them on a filter's edge."""
     params = draw.params
-    keys = torch.tensor([noise_keys(params.seed, draw.position)], dtype=torch.int32)
+    keys = torch.from_numpy(noise_keys([params.seed], [draw.position]))
     noise = exponential(keys, torch.arange(len(logits), dtype=torch.int32))[0].double()
     options = params.temperature, params.top_k, params.top_p, params.min_p
     scores = token_probabilities(logits, *options) / noise

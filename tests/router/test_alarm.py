@@ -20,7 +20,7 @@ def test_it_rings_once_when_its_last_time_has_come() -> None:
         for pause in (0.05, 0.1, 0.2):
             due = time.monotonic() + pause
             alarm.set(due)
-        while not rung:  # noqa: ASYNC110  # nothing else tells
+        while not rung:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.005)
         assert due <= rung[0] < due + 1
         await asyncio.sleep(0.2)
@@ -35,7 +35,7 @@ def test_it_can_be_set_earlier_again_and_off() -> None:
         alarm = Alarm(lambda: rung.append(time.monotonic()))
         alarm.set(time.monotonic() + 60)
         alarm.set(time.monotonic() + 0.05)
-        while not rung:  # noqa: ASYNC110  # nothing else tells
+        while not rung:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.005)
         alarm.set(time.monotonic() + 0.05)
         alarm.set(math.inf)

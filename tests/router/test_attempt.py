@@ -1,56 +1,43 @@
-"""Two workers' events, in any order between them, make one sequence without a hole or a double."""
+"""Two workers' events, in any order between them, make one sequence without a gap or a duplicate."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
-    FINISH_UNSPECIFIED,
-    Failure,
-    RequestEvent,
-    RouterHello,
-    Sampling,
-    Submit,
-    TransferReport,
-)
+from kvrelay.internal.v1.worker_pb2 import Failure, RequestEvent, RouterHello, Sampling, Submit, TransferReport
 from kvrelay.router.attempt import Attempt
-from kvrelay.router.completion import Finish
-from kvrelay.router.placement import WorkerKey
+from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
-from kvrelay.router.worker_stream import Listener, WorkerStream
+from kvrelay.router.worker_stream import OnEvent, OnLost, WorkerStream
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
+from support.router_fakes import length_if
 
 PROMPT = (5, 6, 7)
 
 
-@dataclass
-class Wire:
-    """What went out on a link."""
+class ScriptedStream(WorkerStream):
+    """A stream without a connection: keeps what was cancelled, and delivers the events that a test makes."""
 
-    submitted: list[Submit] = field(default_factory=list)
-    cancelled: list[tuple[str, int]] = field(default_factory=list)
-
-
-class ScriptedLink(WorkerStream):
-    """A link without a stream."""
+    on_event: OnEvent
+    on_lost: OnLost
 
     def __init__(self, name: str) -> None:
-        super().__init__(WorkerKey(name, "i"), "", RouterHello(), lambda: None)
-        self.wire = Wire()
+        super().__init__(WorkerId(name, "i"), "", RouterHello(), lambda: None)
+        self.cancelled: list[tuple[str, int]] = []
 
-    def submit(self, submit: Submit, listener: Listener) -> None:
-        self.wire.submitted.append(submit)
+    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost) -> None:
+        self.on_event, self.on_lost = on_event, on_lost
 
     def cancel(self, key: tuple[str, int]) -> None:
-        self.wire.cancelled.append(key)
+        self.cancelled.append(key)
 
 
-def attempt_of(total: int, generated: int) -> tuple[Attempt, ScriptedLink, ScriptedLink]:
+def attempt_of(total: int, generated: int) -> tuple[Attempt, ScriptedStream, ScriptedStream]:
     request = CheckedRequest("r", "r/1", PROMPT, Sampling(max_tokens=total), (), "")
-    prefill, decode = ScriptedLink("prefill-0"), ScriptedLink("decode-0")
-    attempt = Attempt(request, 2, tuple(range(100, 100 + generated)), prefill, decode)
+    prefill, decode = ScriptedStream("prefill-0"), ScriptedStream("decode-0")
+    attempt = Attempt(request, RequestTrace(0.0, attempts=2), tuple(range(100, 100 + generated)), prefill, decode)
     attempt.submit(1.0, 1.0)
     return attempt, prefill, decode
 
@@ -64,7 +51,7 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
     decode: list[tuple[str, int, int]] = []
     while at < total:
         end = draw(st.integers(at + 1, total))
-        back = draw(st.integers(max(0, generated - 1), at))  # some are told again
+        back = draw(st.integers(max(0, generated - 1), at))  # some are sent again
         decode.append(("decode", back, end))
         at = end
     events = list(decode)
@@ -82,62 +69,62 @@ def test_every_index_comes_once_and_in_order(
     async def test() -> None:
         attempt, prefill, decode = attempt_of(total, generated)
         taken: list[int] = []
-        finish = None
+        finish = FINISH_REASON_UNSPECIFIED
         for worker, first, end in events:
             last = worker == "decode" and end == total
             event = RequestEvent(
                 first_index=first,
                 token_ids=[100 + index for index in range(first, end)],
-                finish=FINISH_LENGTH if last else FINISH_UNSPECIFIED,
+                finish_reason=length_if(last),
             )
-            attempt.on_event(prefill if worker == "prefill" else decode, event)
+            (prefill if worker == "prefill" else decode).on_event(event)
             if data.draw(st.booleans()):
                 tokens, finish = attempt.take()
                 taken += tokens
-                assert finish is None or len(taken) == total - generated
+                assert not finish or len(taken) == total - generated
         tokens, ended = attempt.take()
         taken += tokens
         assert taken == [100 + index for index in range(generated, total)]
-        assert Finish.LENGTH in (finish, ended)
+        assert FINISH_REASON_LENGTH in (finish, ended)
         assert attempt.failure is None
-        attempt.on_event(prefill, RequestEvent(transfer=TransferReport(transfer_bytes=1)))
+        prefill.on_event(RequestEvent(transfer=TransferReport(transfer_bytes=1)))
         assert not attempt.transferring
         attempt.close()
         assert prefill.outstanding_tokens == decode.outstanding_tokens == 0
-        assert not prefill.wire.cancelled
-        assert not decode.wire.cancelled
+        assert not prefill.cancelled
+        assert not decode.cancelled
 
     asyncio.run(test())
 
 
 @settings(max_examples=300, deadline=None)
 @given(interleavings(), st.data())
-def test_whatever_is_cut_short_is_cancelled_where_it_was_and_claims_nothing(
+def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
     case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject
 ) -> None:
     total, generated, events = case
 
     async def test() -> None:
         attempt, prefill, decode = attempt_of(total, generated)
-        links = {"prefill": prefill, "decode": decode}
+        streams = {"prefill": prefill, "decode": decode}
         over: set[str] = set()
         for worker, first, end in events[: data.draw(st.integers(0, len(events)))]:
             last = worker == "decode" and end == total
             tokens = [100 + index for index in range(first, end)]
-            finish = FINISH_LENGTH if last else FINISH_UNSPECIFIED
-            attempt.on_event(links[worker], RequestEvent(first_index=first, token_ids=tokens, finish=finish))
+            finish = length_if(last)
+            streams[worker].on_event(RequestEvent(first_index=first, token_ids=tokens, finish_reason=finish))
             over |= {worker} if last else set()
         for worker in data.draw(st.lists(st.sampled_from(["prefill", "decode"]), unique=True)):
             if data.draw(st.booleans()):
-                attempt.on_event(links[worker], RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
+                streams[worker].on_event(RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
             else:
-                links[worker].lost = "killed"
-                attempt.on_lost(links[worker])
+                streams[worker].lost = "killed"
+                streams[worker].on_lost()
             over.add(worker)
         attempt.close()
         attempt.close()
-        for worker, link in links.items():
-            assert len(link.wire.cancelled) == (worker not in over)
-            assert link.outstanding_tokens == 0
+        for worker, stream in streams.items():
+            assert len(stream.cancelled) == (worker not in over)
+            assert stream.outstanding_tokens == 0
 
     asyncio.run(test())

@@ -1,4 +1,4 @@
-"""Text that comes token by token is the text of all tokens."""
+"""The text that comes token by token equals the text of all tokens; stop strings."""
 
 import random
 
@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As Llama 2 and Mistral have it: words with `▁` for the space, and a token for each byte."""
+    """Like those of Llama 2 and Mistral: words with `▁` for the space, and a token for each byte."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "▁a", "▁b", "th", "▁th", "▁▁", "é", "日"]
     merges = [("▁", "a"), ("▁", "b"), ("t", "h"), ("▁", "th"), ("▁", "▁")]
@@ -104,16 +104,16 @@ def expected_end(text: str, stops: list[str]) -> int | None:
 def test_text_ends_before_the_first_match_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
     text = "".join(pieces)
     end = expected_end(text, stops)
-    automaton = StopStrings(stops)
+    stop_strings = StopStrings(stops)
     shown = ""
     stopped = False
     for at, piece in enumerate(pieces):
-        more, stopped = automaton.push(piece)
+        more, stopped = stop_strings.push(piece)
         shown += more
         so_far = "".join(pieces[: at + 1])
         if stopped:
             break
-        # What is held back is the longest end that may begin a stop string; not a character more.
+        # The text held back is the longest end that may begin a stop string, and no longer.
         held = so_far[len(shown) :]
         longest = max(
             k
@@ -122,16 +122,16 @@ def test_text_ends_before_the_first_match_however_it_is_cut(pieces: list[str], s
         )
         assert len(held) == longest
     assert stopped == (end is not None)
-    assert shown + ("" if stopped else automaton.flush()) == (text if end is None else text[:end])
+    assert shown + ("" if stopped else stop_strings.flush()) == (text if end is None else text[:end])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(LETTERS, max_size=30), STOPS, st.integers(0, 30))
 def test_a_match_that_ends_too_early_is_shown(text: str, stops: list[str], armed_from: int) -> None:
-    automaton = StopStrings(stops)
+    stop_strings = StopStrings(stops)
     shown, stopped = "", False
     for at, character in enumerate(text):
-        more, stopped = automaton.push(character, armed=at >= armed_from)
+        more, stopped = stop_strings.push(character, armed=at >= armed_from)
         shown += more
         if stopped:
             break
@@ -141,12 +141,12 @@ def test_a_match_that_ends_too_early_is_shown(text: str, stops: list[str], armed
         if (length := max((len(stop) for stop in stops if text[:end].endswith(stop)), default=0))
     ]
     assert stopped == bool(ends)
-    assert shown + ("" if stopped else automaton.flush()) == (text[: ends[0][0] - ends[0][1]] if ends else text)
+    assert shown + ("" if stopped else stop_strings.flush()) == (text[: ends[0][0] - ends[0][1]] if ends else text)
 
 
 @pytest.mark.parametrize("stops", [["x" * 256] * 16, [f"{'x' * 255}{chr(97 + index)}" for index in range(16)]])
 def test_stop_strings_cost_a_bounded_number_of_steps(stops: list[str]) -> None:
     text = "".join(random.Random(1).choices("xxxxxxxxxxxxxxxy", k=5000))
-    automaton = StopStrings(stops)
-    shown = "".join(automaton.push(character)[0] for character in text)
-    assert shown + automaton.flush() == text
+    stop_strings = StopStrings(stops)
+    shown = "".join(stop_strings.push(character)[0] for character in text)
+    assert shown + stop_strings.flush() == text

@@ -1,4 +1,4 @@
-"""Who takes a request, and how often it may be tried again."""
+"""Which workers take a request, and how often it may be retried."""
 
 from collections import Counter
 
@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.router.placement import (
+    DecodeCapacity,
     Demand,
     LeastLoaded,
     NoPlace,
     Placement,
-    Room,
-    WorkerKey,
     WorkerRole,
     WorkerView,
     complete,
 )
+from kvrelay.rpc.identity import WorkerId
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
@@ -25,7 +25,7 @@ ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 def views(draw: st.DrawFn) -> list[WorkerView]:
     return [
         WorkerView(
-            WorkerKey(f"w{index}", "i"),
+            WorkerId(f"w{index}", "i"),
             draw(st.sampled_from(ROLES)),
             ready=draw(st.booleans()),
             outstanding_tokens=draw(st.integers(0, 5)),
@@ -38,7 +38,7 @@ def views(draw: st.DrawFn) -> list[WorkerView]:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[WorkerView], Demand]:
     workers = draw(views())
-    keys = [worker.key for worker in workers]
+    keys = [worker.id for worker in workers]
     avoid = frozenset(draw(st.lists(st.sampled_from(keys)))) if keys else frozenset()
     return workers, Demand(draw(st.integers(1, 9)), draw(st.integers(0, 9)), avoid)
 
@@ -49,7 +49,7 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
     case: tuple[list[WorkerView], Demand],
 ) -> None:
     workers, demand = case
-    by_key = {worker.key: worker for worker in workers}
+    by_key = {worker.id: worker for worker in workers}
     placement = LeastLoaded().place(demand, workers)
     ready = [worker for worker in workers if worker.ready]
     of = {role: [worker for worker in ready if worker.role == role] for role in ROLES}
@@ -63,11 +63,11 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
         assert not options
         return
     chosen = [by_key[key] for key in placement.workers]
-    assert sorted(worker.key for worker in chosen) in [sorted(worker.key for worker in option) for option in options]
+    assert sorted(worker.id for worker in chosen) in [sorted(worker.id for worker in option) for option in options]
     assert placement.decode is not None or not demand.decode_tokens
 
     def cost(option: list[WorkerView]) -> tuple[int, int]:
-        return sum(worker.key in demand.avoid for worker in option), sum(worker.load for worker in option)
+        return sum(worker.id in demand.avoid for worker in option), sum(worker.load for worker in option)
 
     assert cost(chosen) == min(map(cost, options))
     assert complete(workers) or not demand.decode_tokens
@@ -77,7 +77,7 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 5))
 def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated: int, rounds: int) -> None:
     workers = [
-        WorkerView(WorkerKey(f"{role}-{index}", "i"), role, ready=True)
+        WorkerView(WorkerId(f"{role}-{index}", "i"), role, ready=True)
         for role, count in zip(ROLES, (prefills, decodes, colocated), strict=True)
         for index in range(count)
     ]
@@ -88,22 +88,22 @@ def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated:
         assert isinstance(placement, Placement)
         taken.update(key.name for key in placement.workers)
     for role in ROLES:
-        counts = [taken[worker.key.name] for worker in workers if worker.role == role]
+        counts = [taken[worker.id.name] for worker in workers if worker.role == role]
         assert not counts or max(counts) - min(counts) <= 1
 
 
-def test_what_a_worker_took_last_is_forgotten_with_it() -> None:
+def test_the_turn_of_a_worker_is_forgotten_with_it() -> None:
     policy = LeastLoaded()
     for life in range(50):
-        worker = WorkerView(WorkerKey("colocated-0", str(life)), "colocated", ready=True)
+        worker = WorkerView(WorkerId("colocated-0", str(life)), "colocated", ready=True)
         assert isinstance(policy.place(Demand(1, 1), [worker]), Placement)
-    assert len(policy._taken) == 1
+    assert len(policy._last_turn) == 1
 
 
 @st.composite
-def rooms(draw: st.DrawFn) -> Room:
+def capacities(draw: st.DrawFn) -> DecodeCapacity:
     total = draw(st.integers(1, 40))
-    return Room(
+    return DecodeCapacity(
         block_size=4,
         total=total,
         free=draw(st.integers(0, total)),
@@ -114,39 +114,42 @@ def rooms(draw: st.DrawFn) -> Room:
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(rooms(), min_size=1, max_size=4), st.integers(1, 80), st.floats(0, 1), st.integers(0, 80))
-def test_a_prompt_goes_only_where_it_has_room_or_where_prefill_can_keep_it(
-    rooms: list[Room], tokens: int, share: float, prefill_blocks: int
+@given(st.lists(capacities(), min_size=1, max_size=4), st.integers(1, 80), st.floats(0, 1), st.integers(0, 80))
+def test_a_prompt_goes_only_where_it_fits_or_where_prefill_can_keep_it(
+    capacities: list[DecodeCapacity], tokens: int, share: float, prefill_blocks: int
 ) -> None:
-    prefill = WorkerView(WorkerKey("p", "i"), "prefill", ready=True, kv_tokens=4 * prefill_blocks)
+    prefill = WorkerView(WorkerId("p", "i"), "prefill", ready=True, kv_tokens=4 * prefill_blocks)
     decodes = [
-        WorkerView(WorkerKey(f"d{index}", "i"), "decode", ready=True, room=room) for index, room in enumerate(rooms)
+        WorkerView(WorkerId(f"d{index}", "i"), "decode", ready=True, capacity=capacity)
+        for index, capacity in enumerate(capacities)
     ]
     need = -(-(tokens + 1) // 4)
 
-    def may(room: Room) -> bool:
-        wanted = room.promised_blocks + min(need, room.total)
-        idle = room.free == room.total and room.promised_requests == 0
-        kept = share * (4 * prefill_blocks / len(rooms))
-        return idle or (wanted <= room.free and room.promised_requests < room.free_slots) or 4 * wanted <= kept
+    def may(capacity: DecodeCapacity) -> bool:
+        wanted = capacity.promised_blocks + min(need, capacity.total)
+        idle = capacity.free == capacity.total and capacity.promised_requests == 0
+        kept = share * (4 * prefill_blocks / len(capacities))
+        return (
+            idle or (wanted <= capacity.free and capacity.promised_requests < capacity.free_slots) or 4 * wanted <= kept
+        )
 
     placed = LeastLoaded(share).place(Demand(tokens, 1), [prefill, *decodes])
     if isinstance(placed, NoPlace):
-        assert placed is NoPlace.NO_ROOM
-        assert not any(may(room) for room in rooms)
+        assert placed is NoPlace.NO_CAPACITY
+        assert not any(may(capacity) for capacity in capacities)
     else:
         assert placed.decode is not None
-        assert may(rooms[int(placed.decode.name[1:])])
+        assert may(capacities[int(placed.decode.name[1:])])
 
 
-def test_what_decodes_nothing_needs_no_room_on_decode() -> None:
-    full = Room(block_size=4, total=8, free=0, free_slots=0, promised_requests=3, promised_blocks=9)
+def test_a_single_token_needs_no_capacity_on_decode() -> None:
+    full = DecodeCapacity(block_size=4, total=8, free=0, free_slots=0, promised_requests=3, promised_blocks=9)
     workers = [
-        WorkerView(WorkerKey("p", "i"), "prefill", ready=True, kv_tokens=32),
-        WorkerView(WorkerKey("d", "i"), "decode", ready=True, room=full),
+        WorkerView(WorkerId("p", "i"), "prefill", ready=True, kv_tokens=32),
+        WorkerView(WorkerId("d", "i"), "decode", ready=True, capacity=full),
     ]
     assert isinstance(LeastLoaded().place(Demand(5, 0), workers), Placement)
-    assert LeastLoaded().place(Demand(5, 1), workers) is NoPlace.NO_ROOM
+    assert LeastLoaded().place(Demand(5, 1), workers) is NoPlace.NO_CAPACITY
     assert LeastLoaded().place(Demand(5, 1), workers[1:]) is NoPlace.NO_WORKERS
 
 

@@ -1,32 +1,33 @@
-"""Requests that wait at the router for room on decode: in order, bounded, and gone at once when nobody wants them."""
+"""Requests that wait in the router for decode capacity: in order, bounded, and gone at once when they are cancelled."""
 
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.router.placement import Demand, NoPlace, Placement, WorkerKey, WorkerView
+from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
+from kvrelay.rpc.identity import WorkerId
 
-PLACE = Placement(WorkerKey("p", "i"), WorkerKey("d", "i"))
+PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
 SOON = 20.0
 
 
 class Budget:
-    """A policy over a number: a request is placed where its tokens are there."""
+    """A policy over a number: a request is placed while that many tokens are free."""
 
     def __init__(self, free: int) -> None:
         self.free = free
         self.workers = True
 
-    def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
+    def decide(self, demand: Demand) -> Placement | NoPlace:
         if not self.workers:
             return NoPlace.NO_WORKERS
-        return PLACE if demand.prompt_tokens <= self.free else NoPlace.NO_ROOM
+        return PLACE if demand.prompt_tokens <= self.free else NoPlace.NO_CAPACITY
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -34,17 +35,17 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 class Line:
-    """A queue over a budget, and who was placed, in order."""
+    """A queue over a budget, and the requests that were placed, in order."""
 
     def __init__(self, free: int, max_waiting: int = 100) -> None:
         self.budget = Budget(free)
-        self.queue = PlacementQueue(self.budget, list, max_waiting)
+        self.queue = PlacementQueue(self.budget.decide, max_waiting)
         self.placed: list[str] = []
 
     def ask(self, name: str, tokens: int, seconds: float = SOON, first: bool = False) -> "asyncio.Task[str | NoPlace]":
         def start(placement: Placement) -> str:
             self.budget.free -= tokens
-            assert self.budget.free >= 0, "the same room was given twice"
+            assert self.budget.free >= 0, "the same capacity was given twice"
             self.placed.append(name)
             return name
 
@@ -53,7 +54,7 @@ class Line:
 
     def free(self, tokens: int) -> None:
         self.budget.free += tokens
-        self.queue.blocks_freed()
+        self.queue.wake_first()
 
 
 async def settle() -> None:
@@ -61,13 +62,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_first_come_first_served_and_none_passes() -> None:
+def test_first_come_first_served_without_overtaking() -> None:
     async def test() -> None:
         line = Line(free=10)
         tasks = [line.ask("a", 8), line.ask("big", 9), line.ask("small", 1), line.ask("b", 2)]
         await settle()
         assert line.placed == ["a"]
-        assert len(line.queue) == 3, "a small one that would fit stays behind the big one, which would starve else"
+        assert len(line.queue) == 3, "a small request that would fit stays behind the big one"
         line.free(8)
         await settle()
         assert line.placed == ["a", "big", "small"]
@@ -79,7 +80,7 @@ def test_first_come_first_served_and_none_passes() -> None:
     run(test)
 
 
-def test_what_is_placed_anew_goes_first() -> None:
+def test_a_request_placed_again_goes_first() -> None:
     async def test() -> None:
         line = Line(free=0, max_waiting=1)
         tasks = [line.ask("new", 1)]
@@ -95,7 +96,7 @@ def test_what_is_placed_anew_goes_first() -> None:
     run(test)
 
 
-def test_one_more_than_may_wait_is_refused_at_once() -> None:
+def test_a_request_beyond_the_limit_is_refused_at_once() -> None:
     async def test() -> None:
         line = Line(free=0, max_waiting=2)
         tasks = [line.ask("a", 1), line.ask("b", 1)]
@@ -108,11 +109,11 @@ def test_one_more_than_may_wait_is_refused_at_once() -> None:
     run(test)
 
 
-def test_time_cancel_and_lost_workers_end_a_wait_and_let_the_next_one_on() -> None:
+def test_timeout_cancel_and_lost_workers_end_a_wait_and_wake_the_next() -> None:
     async def test() -> None:
         line = Line(free=0)
         started = time.monotonic()
-        assert await line.ask("late", 1, seconds=0.05) is NoPlace.NO_ROOM
+        assert await line.ask("late", 1, seconds=0.05) is NoPlace.NO_CAPACITY
         assert time.monotonic() - started < 2
         big, small = line.ask("big", 5), line.ask("small", 1)
         await settle()
@@ -124,7 +125,7 @@ def test_time_cancel_and_lost_workers_end_a_wait_and_let_the_next_one_on() -> No
         waiting = [line.ask("a", 1), line.ask("b", 1)]
         await settle()
         line.budget.workers = False
-        line.queue.blocks_freed()
+        line.queue.wake_first()
         assert await asyncio.gather(*waiting) == [NoPlace.NO_WORKERS] * 2
         assert len(line.queue) == 0
 
@@ -133,7 +134,7 @@ def test_time_cancel_and_lost_workers_end_a_wait_and_let_the_next_one_on() -> No
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_no_order_of_events_gives_room_twice_or_leaves_anybody(seed: int) -> None:
+def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed: int) -> None:
     async def test() -> None:
         rng = random.Random(seed)
         line = Line(free=rng.randrange(6))

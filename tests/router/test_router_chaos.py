@@ -8,8 +8,8 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
-from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_UNSPECIFIED, Failure, TransferReport
-from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, run
+from kvrelay.internal.v1.worker_pb2 import Failure, TransferReport
+from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, length_if, run
 
 REQUESTS = 60
 KILLS = 6
@@ -27,7 +27,7 @@ def prefill_script(source: random.Random) -> Script:
             job.fail(Failure.CODE_RETRY)
             return
         last = job.base + 1 == job.submit.sampling.max_tokens
-        job.send(job.base, (token_at(job, job.base),), FINISH_LENGTH if last else FINISH_UNSPECIFIED)
+        job.send(job.base, (token_at(job, job.base),), length_if(last))
         await asyncio.sleep(source.uniform(0, 0.02))
         job.send(transfer=TransferReport(transfer_bytes=1))
 
@@ -46,24 +46,24 @@ def decode_script(source: random.Random) -> Script:
             first = max(job.base, at - source.randrange(2))
             to = min(end, at + source.randrange(1, 4))
             tokens = tuple(token_at(job, index) for index in range(first, to))
-            job.send(first, tokens, FINISH_LENGTH if to == end else FINISH_UNSPECIFIED)
+            job.send(first, tokens, length_if(to == end))
             at = to
 
     return script
 
 
 async def kill_and_replace(cluster: FakeCluster, source: random.Random) -> None:
-    """Kills a worker at random, announces the death now and then, and brings another life of it."""
+    """Kills a worker at random, announces the death now and then, and brings another incarnation of it."""
     name = source.choice(sorted(cluster.workers))
     old = cluster.workers[name]
     new = FakeWorker(name, old.role, old.script)
     await old.stop()
     if source.random() < 0.5:
-        cluster.tell(**{name.replace("-", "_"): MEMBER_STATE_DEAD})
+        cluster.announce(**{name.replace("-", "_"): MEMBER_STATE_DEAD})
     await asyncio.sleep(source.uniform(0, 0.1))
     await new.start()
     cluster.workers[name] = new
-    cluster.tell()
+    cluster.announce()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -93,7 +93,7 @@ def test_every_stream_is_whole(tmp_path: Path, seed: int) -> None:
             assert len(cluster.records) == REQUESTS
             assert sum(record.retries for record in cluster.records) > 0
             await cluster.ready(*cluster.workers)
-            assert all(view.outstanding_tokens == 0 for view in cluster.router.pool.view())
+            assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
             for worker in cluster.workers.values():
                 await worker.stop()
 

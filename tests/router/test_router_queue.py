@@ -1,4 +1,4 @@
-"""A router whose decode worker is full: requests wait there, in order, and no prefill is begun for them."""
+"""A router whose decode worker is full: requests wait in the router, in order, and no prefill starts for them."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from support.router_fakes import FakeCluster, fake_cluster, pair, run, until
 TOTAL = 4
 BLOCKS = 100
 PROMPT = [40] * 20
-"""Six blocks of four tokens, the first one to be generated included."""
+"""Six blocks of four tokens, the first generated token included."""
 
 
 def token_at(index: int) -> int:
@@ -33,7 +33,7 @@ def load(free: int, free_slots: int = 10, promised: int = 0) -> Load:
 
 @asynccontextmanager
 async def full_cluster(folder: Path, **config: object) -> AsyncIterator[tuple[FakeCluster, AsyncClient]]:
-    """Decode has said that it has no room."""
+    """The decode worker has reported that it is full."""
     async with (
         fake_cluster(folder, *pair(token_at), **config) as cluster,
         AsyncClient(cluster.router.address, timeout=10) as client,
@@ -42,15 +42,18 @@ async def full_cluster(folder: Path, **config: object) -> AsyncIterator[tuple[Fa
         yield cluster, client
 
 
-async def tell(cluster: FakeCluster, news: Load) -> None:
-    """Decode reports, and the router has heard it."""
-    cluster.workers["decode-0"].tell_load(news)
+async def tell(cluster: FakeCluster, report: Load) -> None:
+    """The decode worker reports a load, and the router has received it."""
+    cluster.workers["decode-0"].report_load(report)
 
-    def heard() -> bool:
-        room = next(view.room for view in cluster.router.pool.view() if view.role == "decode")
-        return room is not None and (room.free, room.free_slots) == (news.blocks.free, news.requests.free_slots)
+    def known() -> bool:
+        capacity = next(view.capacity for view in cluster.router.registry.view() if view.role == "decode")
+        return capacity is not None and (capacity.free, capacity.free_slots) == (
+            report.blocks.free,
+            report.requests.free_slots,
+        )
 
-    await until(heard, "the router heard of the load")
+    await until(known, "the router has the load")
 
 
 def waiting(cluster: FakeCluster) -> int:
@@ -65,13 +68,13 @@ def ask(client: AsyncClient, **options: object) -> "asyncio.Task[tuple[int, ...]
     return asyncio.create_task(complete())
 
 
-def test_what_has_no_room_waits_before_its_prefill_and_goes_when_there_is(tmp_path: Path) -> None:
+def test_a_request_without_capacity_waits_before_its_prefill(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
             tasks = [ask(client) for _ in range(3)]
             await until(lambda: waiting(cluster) == 3, "three wait")
             assert cluster.workers["prefill-0"].jobs == []
-            # Room for one: the second is held back by what is promised to the first, until decode says otherwise.
+            # Capacity for one: the blocks promised to the first hold the second back, until decode reports more.
             await tell(cluster, load(free=6))
             await cluster.job("decode-0")
             assert waiting(cluster) == 2
@@ -87,7 +90,7 @@ def test_what_has_no_room_waits_before_its_prefill_and_goes_when_there_is(tmp_pa
     run(test)
 
 
-def test_seats_count_as_blocks_do(tmp_path: Path) -> None:
+def test_slots_count_as_blocks_do(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
             await tell(cluster, load(free=90, free_slots=0))
@@ -106,9 +109,9 @@ def test_a_cancel_in_the_queue_leaves_nothing_anywhere(tmp_path: Path) -> None:
             await until(lambda: waiting(cluster) == 1, "it waits")
             started = time.monotonic()
             task.cancel()
-            await until(lambda: waiting(cluster) == 0, "it waits no more")
+            await until(lambda: waiting(cluster) == 0, "it no longer waits")
             assert time.monotonic() - started < 0.5
-            await until(lambda: cluster.records, "it is over")
+            await until(lambda: cluster.records, "it has ended")
             assert cluster.records[0].outcome == "cancelled"
             assert cluster.workers["prefill-0"].jobs == cluster.workers["decode-0"].jobs == []
 
@@ -120,14 +123,14 @@ def test_the_clients_deadline_and_the_routers_limit_hold_in_the_queue(tmp_path: 
         async with full_cluster(tmp_path, first_token_timeout_seconds=0.5) as (cluster, client):
             with pytest.raises(DeadlineExceeded):
                 await ask(client, timeout=0.2)
-            with pytest.raises(DeadlineExceeded, match="waited for room on a decode worker"):
+            with pytest.raises(DeadlineExceeded, match="waited for capacity on a decode worker"):
                 await ask(client)
             await until(lambda: waiting(cluster) == 0, "nobody waits")
 
     run(test)
 
 
-def test_one_more_than_may_wait_is_told_when_to_come_again(tmp_path: Path) -> None:
+def test_a_request_beyond_the_queues_limit_gets_a_retry_delay(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path, max_queue=2) as (cluster, client):
             tasks = [ask(client) for _ in range(2)]
@@ -141,12 +144,12 @@ def test_one_more_than_may_wait_is_told_when_to_come_again(tmp_path: Path) -> No
     run(test)
 
 
-def test_what_waits_is_refused_when_no_worker_is_left_to_wait_for(tmp_path: Path) -> None:
+def test_waiting_requests_are_refused_when_no_worker_is_left(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
             task = ask(client)
             await until(lambda: waiting(cluster) == 1, "it waits")
-            cluster.tell(decode_0=MEMBER_STATE_DEAD)
+            cluster.announce(decode_0=MEMBER_STATE_DEAD)
             with pytest.raises(Unavailable, match="no worker can take the request"):
                 await task
 

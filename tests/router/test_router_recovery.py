@@ -1,4 +1,4 @@
-"""What happens to a request when a worker is lost, refuses, lies or says nothing."""
+"""What happens to a request when a worker is lost, refuses it, breaks the contract or is silent."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,7 @@ def tokens(count: int) -> tuple[int, ...]:
 
 
 def dying_decode(count: int) -> Script:
-    """Gives tokens up to index `count` on the first attempt, then its worker is lost."""
+    """Sends tokens up to index `count` on the first attempt, then its worker is lost."""
 
     async def script(job: Job) -> None:
         if job.submit.attempt > 1:
@@ -76,24 +76,24 @@ def test_a_lost_decode_worker_leaves_no_gap(tmp_path: Path, count: int) -> None:
     run(test)
 
 
-def test_a_request_goes_on_with_the_lost_workers_replacement(tmp_path: Path) -> None:
+def test_a_request_continues_on_the_lost_workers_replacement(tmp_path: Path) -> None:
     async def test() -> None:
         first = FakeWorker("decode-0", "decode", dying_decode(4))
         prefill = FakeWorker("prefill-0", "prefill", prefill_of(token_at))
         async with fake_cluster(tmp_path, prefill, first) as cluster, AsyncClient(cluster.router.address) as client:
             running = asyncio.create_task(complete(client))
-            await until(lambda: cluster.router.pool.complete, "serving")
-            await until(lambda: not cluster.router.pool.complete, "decode lost")
+            await until(lambda: cluster.router.registry.complete, "serving")
+            await until(lambda: not cluster.router.registry.complete, "decode lost")
             second = FakeWorker("decode-0", "decode", decode_of(token_at))
             await second.start()
-            cluster.supervisor.tell(prefill.member(), second.member())
+            cluster.supervisor.announce(prefill.member(), second.member())
             assert await running == tokens(TOTAL)
             await second.stop()
 
     run(test)
 
 
-def test_prefill_lost_after_the_handoff_matters_to_no_one(tmp_path: Path) -> None:
+def test_the_loss_of_prefill_after_the_handoff_changes_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         prefill, decode = pair(token_at, pause=0.05)
         async with fake_cluster(tmp_path, prefill, decode) as cluster, AsyncClient(cluster.router.address) as client:
@@ -154,7 +154,7 @@ def test_a_member_declared_dead_or_replaced_is_lost_at_once(tmp_path: Path, stat
             if state is None:
                 members[2] = frozen.member()
                 members[2].incarnation = "another"
-            cluster.supervisor.tell(*members)
+            cluster.supervisor.announce(*members)
             assert await asyncio.wait_for(running, 2) == tokens(TOTAL)
 
     run(test)
@@ -170,7 +170,7 @@ def test_a_draining_or_suspect_worker_finishes_what_it_has_and_gets_no_more(tmp_
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             running = asyncio.create_task(complete(client))
             job = await cluster.job("colocated-0")
-            cluster.tell(colocated_0=state)
+            cluster.announce(colocated_0=state)
             await cluster.ready("colocated-1")
             for _ in range(3):
                 assert await complete(client) == tokens(TOTAL)
@@ -187,27 +187,27 @@ def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
             port = cluster.supervisor.port
             await cluster.supervisor.stop()
             assert await complete(client) == tokens(TOTAL)
-            # A new one that knows no member yet changes nothing, either.
+            # A new supervisor that has no members yet changes nothing either.
             cluster.supervisor.members = []
             cluster.supervisor.heard.clear()
             await cluster.supervisor.start(port)
-            await until(lambda: "router-0" in cluster.supervisor.heard, "the router attends again")
+            await until(lambda: "router-0" in cluster.supervisor.heard, "the router sends heartbeats again")
             assert await complete(client) == tokens(TOTAL)
 
     run(test)
 
 
-def test_another_life_of_a_worker_behind_the_same_address_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_another_incarnation_at_the_same_address_is_not_used(tmp_path: Path) -> None:
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
         async with fake_cluster(tmp_path, worker) as cluster, AsyncClient(cluster.router.address) as client:
             member = worker.member()
             member.incarnation = "stale"
-            cluster.supervisor.tell(member)
-            await until(lambda: not cluster.router.pool.complete, "the listed life is not there")
+            cluster.supervisor.announce(member)
+            await until(lambda: not cluster.router.registry.complete, "the listed incarnation is not there")
             with pytest.raises(Unavailable):
                 await complete(client)
-            cluster.tell()
+            cluster.announce()
             await cluster.ready("colocated-0")
             assert await complete(client) == tokens(TOTAL)
 
@@ -248,14 +248,14 @@ def test_refusals_end_with_the_attempts_and_with_the_budget(tmp_path: Path) -> N
     run(test)
 
 
-def test_a_full_cluster_says_when_to_come_again(tmp_path: Path) -> None:
+def test_a_full_cluster_gives_a_retry_delay(tmp_path: Path) -> None:
     async def full(job: Job) -> None:
-        job.fail(Failure.CODE_FULL, "no room")
+        job.fail(Failure.CODE_FULL, "no free blocks")
 
     async def test() -> None:
         workers = [FakeWorker(f"colocated-{index}", "colocated", full) for index in range(2)]
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
-            with pytest.raises(Exhausted, match="no room") as caught:
+            with pytest.raises(Exhausted, match="no free blocks") as caught:
                 await complete(client)
             assert caught.value.retry_after == 1.0
             assert [len(worker.jobs) for worker in workers] == [1, 1]
@@ -266,9 +266,7 @@ def test_a_full_cluster_says_when_to_come_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "error"), [(Failure.CODE_INVALID, InvalidRequest), (Failure.CODE_INTERNAL, InternalError)]
 )
-def test_what_no_other_worker_can_mend_is_not_tried_again(
-    tmp_path: Path, code: Failure.Code, error: type[Exception]
-) -> None:
+def test_failures_on_every_worker_are_not_retried(tmp_path: Path, code: Failure.Code, error: type[Exception]) -> None:
     async def fail(job: Job) -> None:
         job.fail(code, "just so")
 

@@ -43,14 +43,14 @@ def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
                                 break
 
             await wait_for(HealthCheckResponse.SERVING)
-            cluster.tell(decode_0=MEMBER_STATE_DEAD)
+            cluster.announce(decode_0=MEMBER_STATE_DEAD)
             await wait_for(HealthCheckResponse.NOT_SERVING)
             async with AsyncClient(cluster.router.address, timeout=10) as client:
                 with pytest.raises(Unavailable, match="no worker can take the request now"):
                     await client.complete("hello")
                 worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
                 await worker.start()
-                cluster.supervisor.tell(worker.member())
+                cluster.supervisor.announce(worker.member())
                 await wait_for(HealthCheckResponse.SERVING)
                 assert (await client.complete("hello", max_tokens=3)).token_ids == (40, 41, 42)
             await worker.stop()
@@ -59,7 +59,7 @@ def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
     run(test)
 
 
-def test_the_supervisor_hears_of_the_router(tmp_path: Path) -> None:
+def test_the_supervisor_gets_the_routers_heartbeats(tmp_path: Path) -> None:
     async def test() -> None:
         async with fake_cluster(tmp_path) as cluster:
             heard = cluster.supervisor.heard
@@ -71,11 +71,11 @@ def test_the_supervisor_hears_of_the_router(tmp_path: Path) -> None:
                     await client.model_info()
             worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
             await worker.start()
-            cluster.supervisor.tell(worker.member())
-            await until(lambda: heard["router-0"].state == MEMBER_STATE_READY, "the router says that it is ready")
+            cluster.supervisor.announce(worker.member())
+            await until(lambda: heard["router-0"].state == MEMBER_STATE_READY, "the router reports that it is ready")
             await worker.stop()
             cluster.supervisor.fenced = True
-            cluster.supervisor.tell()
+            cluster.supervisor.announce()
             reason = await asyncio.wait_for(cluster.router.failed(), 5)
             assert "declared dead" in str(reason)
 
@@ -125,7 +125,7 @@ def test_a_worker_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.Lo
         async with fake_cluster(tmp_path, ours) as cluster, AsyncClient(cluster.router.address, timeout=10) as client:
             for worker in (odd, small):
                 await worker.start()
-            cluster.supervisor.tell(ours.member(), odd.member(), small.member())
+            cluster.supervisor.announce(ours.member(), odd.member(), small.member())
             await until(lambda: odd.streams, "the odd worker was reached")
             await cluster.ready("colocated-0", "colocated-2")
             assert (await client.model_info()).max_context == 32
@@ -133,9 +133,9 @@ def test_a_worker_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.Lo
                 await client.complete("hello", max_tokens=2)
             assert not odd.jobs
             assert len(ours.jobs) == len(small.jobs) == 3
-            # With the others gone, it is the cluster's model.
+            # Without the other workers, its model is the cluster's.
             odd.script = colocated_of(token_at)
-            cluster.supervisor.tell(odd.member())
+            cluster.supervisor.announce(odd.member())
             await ours.stop()
             await small.stop()
             await cluster.ready("colocated-1")

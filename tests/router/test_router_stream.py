@@ -1,4 +1,4 @@
-"""A request that nothing befalls: order, text, stop strings, the end, the client that leaves."""
+"""A request without faults: order, text, stop strings, the end, a client that leaves."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,13 @@ import grpc
 import pytest
 
 from kvrelay.client import AsyncClient
-from kvrelay.internal.v1.worker_pb2 import FINISH_LENGTH, FINISH_STOP, FINISH_UNSPECIFIED, TransferReport
-from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams
+from kvrelay.internal.v1.worker_pb2 import TransferReport
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    GenerateRequest,
+    SamplingParams,
+)
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import (
     FakeWorker,
@@ -17,6 +22,7 @@ from support.router_fakes import (
     colocated_of,
     decode_of,
     fake_cluster,
+    length_if,
     pair,
     prefill_of,
     run,
@@ -75,7 +81,7 @@ def test_decode_tokens_that_overtake_the_first_one_wait_for_it(tmp_path: Path) -
     run(test)
 
 
-def test_tokens_told_twice_are_shown_once_and_other_attempts_not_at_all(tmp_path: Path) -> None:
+def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(tmp_path: Path) -> None:
     async def decode(job: Job) -> None:
         job.send(0, tokens(1))
         job.send(1, tokens(4)[1:])
@@ -83,7 +89,7 @@ def test_tokens_told_twice_are_shown_once_and_other_attempts_not_at_all(tmp_path
         job.submit.attempt += 1
         job.send(5, (399,))
         job.submit.attempt -= 1
-        job.send(4, tokens(6)[4:], FINISH_LENGTH)
+        job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
 
     async def test() -> None:
         workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", decode)
@@ -137,7 +143,7 @@ def test_a_colocated_worker_does_it_alone(tmp_path: Path) -> None:
 
 def test_a_first_token_that_ends_the_request_cancels_decode(tmp_path: Path) -> None:
     async def prefill(job: Job) -> None:
-        job.send(0, (1,), FINISH_STOP)
+        job.send(0, (1,), FINISH_REASON_STOP)
 
     async def test() -> None:
         workers = FakeWorker("prefill-0", "prefill", prefill), FakeWorker("decode-0", "decode", silent)
@@ -150,13 +156,13 @@ def test_a_first_token_that_ends_the_request_cancels_decode(tmp_path: Path) -> N
 
 
 def test_a_stop_string_over_several_tokens_is_never_shown(tmp_path: Path) -> None:
-    # One token a character: "abcXYabcXYZdef".
+    # One token per character: "abcXYabcXYZdef".
     text = "abcXYabcXYZdef"
     ids = [TOKENIZER.token_to_id(character) for character in text]
 
     async def decode(job: Job) -> None:
         for index in range(1, len(ids)):
-            job.send(index, (ids[index],), FINISH_LENGTH if index == len(ids) - 1 else FINISH_UNSPECIFIED)
+            job.send(index, (ids[index],), length_if(index == len(ids) - 1))
             await asyncio.sleep(0)
 
     async def test() -> None:
@@ -169,7 +175,7 @@ def test_a_stop_string_over_several_tokens_is_never_shown(tmp_path: Path) -> Non
             assert "".join(chunk.text for chunk in chunks) == "abcXYabc"
             assert [token for chunk in chunks for token in chunk.token_ids] == ids[:11]
             assert chunks[-1].finish_reason == "stop"
-            # A match that is complete before min_tokens doesn't count, and is shown.
+            # A match that is complete before min_tokens doesn't count and is shown.
             completion = await client.complete("hello", max_tokens=14, min_tokens=12, stop="XYZ")
             assert (completion.text, completion.finish_reason) == (text, "length")
 
@@ -222,7 +228,7 @@ def test_a_client_that_leaves_ends_the_request_on_both_workers(tmp_path: Path, h
                 await asyncio.wait_for((await cluster.job(name)).cancelled.wait(), 0.5)
             await until(lambda: cluster.records, "a record")
             assert cluster.records[0].outcome == "cancelled"
-            assert all(view.outstanding_tokens == 0 for view in cluster.router.pool.view())
+            assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
 
     run(test)
 
@@ -249,7 +255,7 @@ def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_n
             assert (last.token_ids, last.finish_reason) == ((), "length")
             assert last.timeline is not None
             assert last.timeline.transfer_bytes == 77
-            # A report that never comes delays the end by a quarter of a second, and no more.
+            # A missing report delays the end by a quarter of a second only.
             release.clear()
             clock = asyncio.get_running_loop().time
             start = clock()
@@ -263,7 +269,7 @@ def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_n
 
 def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
     async def decode(job: Job) -> None:
-        # Text enough to fill what the transport buffers.
+        # Enough text to fill the transport's buffers.
         for index in range(1, 20000):
             job.send(index, (token_at(index % 50),))
             if index % 200 == 0:

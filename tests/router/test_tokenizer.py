@@ -119,5 +119,5 @@ def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
 
     longest, whole = asyncio.run(test())
     tokenizer.close()
-    # Not a figure of time but a share of it: a held lock would show as nearly the whole.
+    # A share of the time, not a duration: with the lock held it would be nearly the whole.
     assert longest < whole / 3, f"held up for {longest:.3f} of {whole:.3f} s"

@@ -10,13 +10,15 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.worker.handoff import HandoffRole
 
 DESK = "CHAOS_DESK"
@@ -93,9 +95,9 @@ def detoured(role: type[HandoffRole]) -> type[HandoffRole]:
     """`role` with its links through the proxies."""
 
     class Detoured(role):  # type: ignore[misc, valid-type]  # a mixin over a value
-        def transports(self) -> Mapping[str, Transport]:
-            name = self.worker.config.name
-            return {key: DetouredTransport(inner, name) for key, inner in super().transports().items()}
+        def make_setup(self) -> HandoffSetup:
+            name, setup = self.worker.config.name, super().make_setup()
+            return replace(setup, transports={k: DetouredTransport(v, name) for k, v in setup.transports.items()})
 
     return Detoured
 

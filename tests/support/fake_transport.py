@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.transports.base import SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ import pytest
 from kvrelay.client import Client, Completion, KvrelayError
 from kvrelay.client.messages import Chunk, completion
 from kvrelay.client.sync import ChunkStream
+from kvrelay.transfer import failpoints
+from support import damage
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.hash_runner import VOCAB_SIZE, expected_tokens
@@ -230,9 +232,10 @@ def scene(
     variables: Mapping[str, float] | None = None,
     **options: Mapping[str, Any],
 ) -> Iterator[Scene]:
-    """A cluster whose workers are all armed with all `rules`.
+    """A cluster on the hash model.
 
     Args:
+        rules: of `kvrelay.transfer.failpoints` and `support.damage`; every worker is armed with all of them.
         chaos: whether links run through proxies.
         losses: whether workers are killed here.
         variables: seconds by variable of `support.hash_worker`.
@@ -240,7 +243,9 @@ def scene(
             place.
     """
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
-    environment = {"KVRELAY_FAILPOINTS": ";".join(rules)} | {name: str(value) for name, value in times.items()}
+    environment = {name: str(value) for name, value in times.items()}
+    for variable, of_damage in ((failpoints.VARIABLE, False), (damage.VARIABLE, True)):
+        environment[variable] = ";".join(rule for rule in rules if rule.startswith(damage.PLACES) == of_damage)
     engine = {**ENGINE, **options.get("engine", {})}
     decode_engine = {**engine, **options.get("decode_engine", {})}
     roles: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {"engine": decode_engine}}

@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
+from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import KVSender
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.frames import PoolFrames
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
@@ -23,7 +29,7 @@ from kvrelay.transfer.transports.gloo import GlooTransport
 from kvrelay.transfer.transports.registry import entries
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
-SENDER, RECEIVER = ("prefill-0", "p-incarnation"), ("decode-0", "d-incarnation")
+SENDER, RECEIVER = WorkerId("prefill-0", "p-incarnation"), WorkerId("decode-0", "d-incarnation")
 
 
 def raw(pool: KVPool) -> torch.Tensor:
@@ -106,23 +112,30 @@ class ImportSide:
         self.have: dict[Key, int] = {}
         self.reservations: dict[Key, StandInReservation] = {}
         self.gate: asyncio.Event | None = None
-        self.on_room: Callable[[], None] | None = None
-        """Told when blocks are free again."""
+        self.on_free: Callable[[], None] | None = None
+        """Called when blocks are free again."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def reserve(self, key: Key) -> StandInReservation | None:
+    def reserve(self, key: Key, answer: Callable[[StandInReservation | None], None]) -> None:
+        task = asyncio.create_task(self._reserve(key, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reserve(self, key: Key, answer: Callable[[StandInReservation | None], None]) -> None:
         if self.gate is not None:
             await self.gate.wait()
-        if len(self.free) < self.need[key]:
-            return None
-        taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
-        self.reservations[key] = StandInReservation(StandInHold(taken), self.have.get(key, 0))
-        return self.reservations[key]
+        reservation = None
+        if len(self.free) >= self.need[key]:
+            taken, self.free = self.free[: self.need[key]], self.free[self.need[key] :]
+            reservation = StandInReservation(StandInHold(taken), self.have.get(key, 0))
+            self.reservations[key] = reservation
+        answer(reservation)
 
     def release(self, reservation: StandInReservation) -> None:
         reservation.hold.releases += 1
         self.free += reservation.hold.blocks
-        if self.on_room is not None:
-            self.on_room()
+        if self.on_free is not None:
+            self.on_free()
 
     def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
         self.ends.imported[key] = (reservation, first_token, stats)
@@ -144,33 +157,39 @@ class ImportSide:
 class Pair:
     """A prefill side and a decode side."""
 
-    exporter: KVSender
-    importer: KVReceiver
+    client: HandoffClient
+    service: HandoffService
     source: KVPool
     target: KVPool
     ends: Ends
     sending: ExportSide
     receiving: ImportSide
-    sender_peers: PeerTable
-    receiver_peers: PeerTable
     server: grpc.aio.Server
     port: int
+
+    @property
+    def sender(self) -> KVSender:
+        return self.client.sender
+
+    @property
+    def receiver(self) -> KVReceiver:
+        return self.service.receiver
 
     def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
         """What the router's two Submits do: the decode side expects, the prefill side offers."""
         self.expect(key, tokens, have)
-        self.exporter.begin(key, RECEIVER, tokens)
+        self.sender.begin(key, RECEIVER, tokens)
 
     def expect(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
         self.receiving.need[key] = self.target.layout.blocks_for(len(tokens))
         self.receiving.have[key] = have
-        self.importer.expect(key, SENDER, tokens)
+        self.receiver.expect(key, SENDER, tokens)
 
     def compute(self, key: Key, blocks: Sequence[int], first_token: int = 7, chunk_blocks: int = 4) -> None:
         """The prompt's blocks become ready, chunk by chunk, and then the first token."""
         for start in range(0, len(blocks) - 1, chunk_blocks):
-            self.exporter.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
-        self.exporter.finished(key, first_token, self.sending.hold(blocks))
+            self.sender.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
+        self.sender.finished(key, first_token, self.sending.hold(blocks))
 
 
 @asynccontextmanager
@@ -192,23 +211,27 @@ async def pair(
     receiver_layout = receiver_layout or layout
     source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout, blocks)
     here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
-    sender_peers, receiver_peers = PeerTable(), PeerTable([Peer(*SENDER, address="")])
-    exporter = KVSender(LocalWorker(*SENDER, layout, "fingerprint"), source, sender_peers, config, here, sending)
-    receiver = LocalWorker(*RECEIVER, receiver_layout, "fingerprint")
-    importer = KVReceiver(receiver, target, receiver_peers, receiver_config or config, there, receiving)
-    receiving.on_room = importer.blocks_freed
+    service = HandoffService(
+        setup(RECEIVER, target, PeerTable([Peer(SENDER, address="")]), receiver_config or config, there), receiving
+    )
+    receiving.on_free = service.receiver.blocks_freed
     server = grpc.aio.server(options=server_options())
-    add_HandoffServiceServicer_to_server(importer, server)
+    add_HandoffServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
-    sender_peers.update([Peer(*RECEIVER, address=f"127.0.0.1:{port}", transports=tuple(entries(there)))])
-    exporter.start()
-    importer.start()
+    peers = PeerTable([Peer(RECEIVER, f"127.0.0.1:{port}", tuple(entries(there)))])
+    client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
     await server.start()
     try:
-        yield Pair(
-            exporter, importer, source, target, ends, sending, receiving, sender_peers, receiver_peers, server, port
-        )
+        yield Pair(client, service, source, target, ends, sending, receiving, server, port)
     finally:
-        await exporter.close()
-        await importer.close()
+        await client.close()
+        await service.close()
         await server.stop(0.5)
+
+
+def setup(
+    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
+) -> HandoffSetup:
+    """What a worker of the model "fingerprint" hands KV over with."""
+    local = LocalWorker(worker, pool.layout, "fingerprint")
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)

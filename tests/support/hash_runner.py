@@ -7,7 +7,6 @@ the sequence, read through its block table. So one wrong, stale or swapped byte 
 
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, Layers, memory_runs
-from kvrelay.engine.layers import LayerWatch
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request
+from kvrelay.engine.runner.base import FinishedStep, StepHandle
 
 if TYPE_CHECKING:
     import torch
@@ -153,26 +152,38 @@ class HashPool:
 
 
 class HashRunner:
-    """A `kvrelay.engine.runner.Runner`. `steps` counts what it ran."""
+    """A `kvrelay.engine.runner.base.Runner`. `steps` counts what it ran."""
 
-    def __init__(self, num_blocks: int, layout: KVLayout = LAYOUT, spec: ModelSpec | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, layout: KVLayout = LAYOUT, spec: ModelSpec | None = None, *, lag: int = 0
+    ) -> None:
+        """
+        Args:
+            lag: with 1, a step is computed when its result is asked for.
+        """
+        self.lag = lag
         self.spec = hash_spec() if spec is None else spec
         self.layout = layout
         self.pool = HashPool(layout, num_blocks)
         self.steps = 0
-        self.watch: LayerWatch | None = None
+        self._last: HashStep | None = None
 
     def warm_up(self) -> None:
         pass
 
+    def launch(self, plan: StepPlan) -> StepHandle:
+        if not self.lag:
+            return FinishedStep(self.run(plan))
+        self._last = HashStep(self, plan, self._last)
+        return self._last
+
     def run(self, plan: StepPlan) -> StepOutput:
+        """Computes a plan whose tokens are all known."""
         check_plan(plan, self.layout.block_size, self.pool.num_blocks)
         self.steps += 1
-        borders = () if self.watch is None else self.watch.borders(plan)
-        for first, end in itertools.pairwise((0, *borders, self.layout.layers)):
-            self._compute(plan, slice(first, end))
-            if self.watch is not None and end < self.layout.layers:
-                self.watch.passed(plan, end)
+        offsets = np.cumsum(plan.lengths) - plan.lengths
+        for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
+            self.fill(plan.block_tables[row], plan.tokens[offset : offset + length].tolist(), int(start))
         tokens_out: list[int | None] = [None] * plan.num_rows
         for row in np.flatnonzero(plan.sample):
             data = self.held_bytes(plan.block_tables[row], int(plan.starts[row] + plan.lengths[row]))
@@ -180,24 +191,12 @@ class HashRunner:
             tokens_out[row] = _token(digest, self.spec.vocab_size)
         return StepOutput(tuple(tokens_out))
 
-    def _compute(self, plan: StepPlan, layers: slice) -> None:
-        offsets = np.cumsum(plan.lengths) - plan.lengths
-        for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
-            tokens = plan.tokens[offset : offset + length]
-            self.fill(plan.block_tables[row], tokens.tolist(), int(start), layers)
-
-    def fill(
-        self,
-        blocks: Sequence[int] | NDArray[np.int32],
-        tokens: Sequence[int],
-        first_position: int,
-        layers: slice = slice(None),
-    ) -> None:
+    def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
         """Writes the KV of consecutive tokens through a block table, as computing them does."""
         positions = np.arange(first_position, first_position + len(tokens))
         size = self.layout.block_size
         where = np.asarray(blocks)[positions // size]
-        self.pool.slots[where, positions % size, layers] = kv_bytes(tokens, first_position, self.layout)[:, layers]
+        self.pool.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
@@ -208,22 +207,6 @@ class HashRunner:
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether the pool has the KV of exactly these tokens in `blocks`."""
         return np.array_equal(self.held_bytes(blocks, len(tokens)), kv_bytes(tokens, 0, self.layout))
-
-
-class AsyncHashRunner:
-    """A HashRunner that is a `kvrelay.engine.engine.AsyncRunner`."""
-
-    def __init__(self, runner: HashRunner) -> None:
-        self.spec, self.layout, self.pool = runner.spec, runner.layout, runner.pool
-        self.runner = runner
-        self._last: HashStep | None = None
-
-    def warm_up(self) -> None:
-        pass
-
-    def launch(self, plan: StepPlan) -> "HashStep":
-        self._last = HashStep(self.runner, plan, self._last)
-        return self._last
 
 
 class HashStep:

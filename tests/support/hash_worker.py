@@ -1,13 +1,13 @@
 """A worker that runs the hash model: `python -m support.hash_worker --config FILE`, of either role.
 
-Variables of the environment: HASH_STEP_SECONDS makes each step of the engine take at least that long, so that a fault
-can hit while something is under way. HASH_NEWS_SECONDS lets the worker hear of every change of the membership that much
-later than others do. HASH_BEAT_SECONDS is the time between two heartbeats. CHAOS_DESK sends its hand-offs through
-proxies (`support.detours`).
+Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
+HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
+CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
 
-Whenever no request is left here, the block pool is recounted; what doesn't add up ends the process.
+Whenever the worker has no request left, it checks the block pool's integrity; a violation ends the process.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -21,15 +21,17 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
+from kvrelay.worker import worker as worker_module
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
+from support import damage
 from support.detours import DESK, detoured
 from support.hash_runner import HashRunner, hash_spec
 
@@ -38,13 +40,13 @@ STEP_SECONDS = "HASH_STEP_SECONDS"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 MAX_CONTEXT = 4096
-# 1 KiB a token, so that a chunk's frame has a size that a link takes time for.
+# 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 ROLES: dict[str, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 class SlowHashRunner(HashRunner):
-    """A hash runner whose steps take a while."""
+    """A hash runner with slow steps."""
 
     step_seconds = 0.0
 
@@ -54,7 +56,7 @@ class SlowHashRunner(HashRunner):
 
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
-    """As `build_engine`, of the hash model; its block size is the config's."""
+    """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
     runner = SlowHashRunner(config.kv_memory_bytes // WORKER_LAYOUT.block_bytes, WORKER_LAYOUT, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
@@ -62,11 +64,11 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
 
 
 def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
-    """`role`, to which the membership's changes come late."""
+    """A subclass of `role` that gets membership changes `seconds` late."""
 
     class Late(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def members_changed(self, members: Sequence[Member]) -> None:
-            self.worker.loop.call_later(seconds, super().members_changed, list(members))
+            asyncio.get_running_loop().call_later(seconds, super().members_changed, list(members))
 
     return Late
 
@@ -75,13 +77,15 @@ def hash_server(config: WorkerConfig) -> WorkerServer:
     role = ROLES[config.role]
     if DESK in os.environ:
         role = detoured(role)
+    if os.environ.get(damage.VARIABLE):
+        role = damage.damaged(role)
     if NEWS_SECONDS in os.environ:
         role = late(role, float(os.environ[NEWS_SECONDS]))
     return WorkerServer(config, role, build=build)
 
 
 if __name__ == "__main__":
-    worker_server.CHECK_SECONDS = 0.0
+    worker_module.CHECK_SECONDS = 0.0
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class

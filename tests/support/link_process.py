@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Rendezvous, Transport
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
 
 TIMEOUT = 20.0

@@ -9,7 +9,7 @@ import torch
 
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner import CpuRunner, ForwardBatch
+from kvrelay.engine.runner.cpu import CpuRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -36,9 +36,9 @@ class PagedSequences:
         self._free = list(range(runner.pool.num_blocks))
         random.Random(seed).shuffle(self._free)
 
-    def add(self, tokens: Sequence[int], room: int = 0) -> PagedSequence:
-        """A sequence with blocks for `tokens` and `room` more."""
-        blocks = [self._free.pop() for _ in range(self.runner.layout.blocks_for(len(tokens) + room))]
+    def add(self, tokens: Sequence[int], extra: int = 0) -> PagedSequence:
+        """A sequence with blocks for `tokens` and `extra` more."""
+        blocks = [self._free.pop() for _ in range(self.runner.layout.blocks_for(len(tokens) + extra))]
         return PagedSequence(list(tokens), blocks)
 
     def compute(self, *work: tuple[PagedSequence, int]) -> None:
@@ -46,9 +46,7 @@ class PagedSequences:
         plan = make_plan([(sequence, count, GREEDY) for sequence, count in work])
         runner = self.runner
         with torch.inference_mode():
-            batch = ForwardBatch.from_plan(plan)
-            runner.attention.plan(batch)
-            logits = runner.model.logits(runner.model.forward(batch, runner.attention))
+            logits = runner.model.logits(runner.forward(plan))
         for (sequence, count), rows in zip(work, logits.split([count for _, count in work]), strict=True):
             sequence.logits.append(rows.clone())
             sequence.computed += count

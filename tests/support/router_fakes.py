@@ -26,11 +26,8 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import (
     add_SupervisorServiceServicer_to_server,
 )
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
-    FINISH_UNSPECIFIED,
     DecodeReport,
     Failure,
-    Finish,
     Load,
     ModelInfo,
     PrefillReport,
@@ -43,9 +40,10 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.records import RequestRecord
 from kvrelay.router.server import RouterServer
+from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.options import server_options
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
 
 EOS = "</s>"
 CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
@@ -70,7 +68,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
 
 
 def model_folder(folder: Path) -> Path:
-    """A checkpoint's folder, as far as a router reads it."""
+    """A checkpoint's folder with the files that a router reads."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text("{}")
@@ -79,7 +77,7 @@ def model_folder(folder: Path) -> Path:
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
-    """Waits until `condition()` is true and returns what it returned."""
+    """Waits until `condition()` is true; returns its value."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not (value := condition()):
         if asyncio.get_running_loop().time() > deadline:
@@ -90,7 +88,7 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S
 
 @dataclass
 class Job:
-    """One submitted part of a request, as a script sees it."""
+    """One submitted part of a request; a script answers it."""
 
     worker: "FakeWorker"
     submit: Submit
@@ -99,24 +97,33 @@ class Job:
 
     @property
     def base(self) -> int:
-        """Index of the first token that this attempt is to yield."""
+        """Index of the first token of this attempt."""
         return len(self.submit.token_ids) - self.submit.prompt_tokens
 
     def send(
-        self, index: int = 0, tokens: tuple[int, ...] = (), finish: Finish = FINISH_UNSPECIFIED, **more: Any
+        self,
+        index: int = 0,
+        tokens: tuple[int, ...] = (),
+        finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED,
+        **more: Any,
     ) -> None:
         event = RequestEvent(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
             first_index=index,
             token_ids=tokens,
-            finish=finish,
+            finish_reason=finish_reason,
             **more,
         )
         self.stream.put_nowait(RelayResponse(events=[event]))
 
     def fail(self, code: Failure.Code, message: str = "scripted") -> None:
         self.send(failure=Failure(code=code, message=message))
+
+
+def length_if(last: bool) -> FinishReason:
+    """The finish reason of a token that reaches max_tokens if it is the `last`."""
+    return FINISH_REASON_LENGTH if last else FINISH_REASON_UNSPECIFIED
 
 
 Script = Callable[[Job], Awaitable[None]]
@@ -130,7 +137,7 @@ def prefill_of(tokens: Callable[[int], int]) -> Script:
         job.send(
             job.base,
             (tokens(job.base),),
-            FINISH_LENGTH if last else FINISH_UNSPECIFIED,
+            length_if(last),
             prefill=PrefillReport(queue_seconds=0.001, prefill_seconds=0.002, cached_tokens=1),
         )
         if job.submit.HasField("peer"):
@@ -146,29 +153,29 @@ def decode_of(tokens: Callable[[int], int], pause: float = 0.0) -> Script:
         end = job.submit.sampling.max_tokens
         for index in range(job.base + 1, end):
             report = {"decode": DecodeReport(queue_seconds=0.004)} if index == job.base + 1 else {}
-            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED, **report)
+            job.send(index, (tokens(index),), length_if(index == end - 1), **report)
             await asyncio.sleep(pause)
 
     return script
 
 
 def colocated_of(tokens: Callable[[int], int]) -> Script:
-    """The co-located role: everything."""
+    """The co-located role: all tokens, one message each."""
 
     async def script(job: Job) -> None:
         end = job.submit.sampling.max_tokens
         for index in range(job.base, end):
-            job.send(index, (tokens(index),), FINISH_LENGTH if index == end - 1 else FINISH_UNSPECIFIED)
+            job.send(index, (tokens(index),), length_if(index == end - 1))
 
     return script
 
 
 async def silent(job: Job) -> None:
-    """Takes a request and says nothing."""
+    """Takes a request and sends nothing."""
 
 
 class FakeWorker(WorkerServiceServicer):
-    """Speaks the relay; a script, one task per submitted part, says what it answers."""
+    """Serves the relay; a script, run as one task per submitted part, sends the answers."""
 
     def __init__(self, name: str, role: str, script: Script, **model: Any) -> None:
         self.name = name
@@ -199,13 +206,13 @@ class FakeWorker(WorkerServiceServicer):
         await self.server.start()
 
     async def stop(self) -> None:
-        """As if the process died: every stream breaks."""
+        """Breaks every stream, as the death of the process would."""
         for task in self._tasks:
             task.cancel()
         await self.server.stop(None)
 
-    def tell_load(self, load: Load) -> None:
-        """Reports a load that knows of every part submitted so far."""
+    def report_load(self, load: Load) -> None:
+        """Reports a load that accounts for every part submitted so far."""
         for outbox in self._outboxes:
             outbox.put_nowait(RelayResponse(load=load, submits_seen=len(self.jobs)))
 
@@ -252,7 +259,7 @@ class FakeWorker(WorkerServiceServicer):
 
 
 class FakeSupervisor(SupervisorServiceServicer):
-    """Tells every attendant the same membership."""
+    """Sends the same membership to every member."""
 
     def __init__(self) -> None:
         self.members: list[Member] = []
@@ -270,7 +277,7 @@ class FakeSupervisor(SupervisorServiceServicer):
     async def stop(self) -> None:
         await self.server.stop(None)
 
-    def tell(self, *members: Member) -> None:
+    def announce(self, *members: Member) -> None:
         self.members = list(members)
         self._version += 1
         self._changed.set()
@@ -300,21 +307,21 @@ class FakeCluster:
     workers: dict[str, FakeWorker]
     records: list[RequestRecord]
 
-    def tell(self, **states: MemberState) -> None:
+    def announce(self, **states: MemberState) -> None:
         """Announces every worker as ready, or in the state given by name (`_` for `-`)."""
         named = {name.replace("_", "-"): state for name, state in states.items()}
-        self.supervisor.tell(*(w.member(named.get(w.name, MEMBER_STATE_READY)) for w in self.workers.values()))
+        self.supervisor.announce(*(w.member(named.get(w.name, MEMBER_STATE_READY)) for w in self.workers.values()))
 
     async def ready(self, *names: str) -> None:
         """Waits until the router would place requests on exactly these workers."""
 
         def ready() -> bool:
-            return {view.key.name for view in self.router.pool.view() if view.ready} == set(names)
+            return {view.id.name for view in self.router.registry.view() if view.ready} == set(names)
 
         await until(ready, f"ready workers {names}")
 
     async def job(self, worker: str, at: int = 0) -> Job:
-        """The worker's `at`-th part, once it has come."""
+        """The worker's `at`-th part, as soon as it is submitted."""
         jobs = self.workers[worker].jobs
         await until(lambda: len(jobs) > at, f"{worker} got part {at}")
         return jobs[at]
@@ -333,7 +340,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
     await router.start()
     cluster = FakeCluster(router, supervisor, {worker.name: worker for worker in workers}, records)
     try:
-        cluster.tell()
+        cluster.announce()
         await cluster.ready(*cluster.workers)
         yield cluster
     finally:
@@ -344,7 +351,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
 
 
 def pair(tokens: Callable[[int], int], pause: float = 0.0) -> tuple[FakeWorker, FakeWorker]:
-    """A prefill and a decode worker that give the token `tokens(index)` at each index."""
+    """A prefill and a decode worker that send the token `tokens(index)` at each index."""
     return (
         FakeWorker("prefill-0", "prefill", prefill_of(tokens)),
         FakeWorker("decode-0", "decode", decode_of(tokens, pause)),
@@ -352,7 +359,7 @@ def pair(tokens: Callable[[int], int], pause: float = 0.0) -> tuple[FakeWorker, 
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Runs an asynchronous test; leaves no task behind."""
+    """Runs an asynchronous test and checks that it leaves no task behind."""
 
     async def main() -> None:
         await asyncio.wait_for(test(), 60)

@@ -1,18 +1,16 @@
-"""Pools of blocks for the simulated hand-off: who owns each block, who is at it, and what was last written to it."""
+"""Pools of blocks for the simulated hand-off: who owns each block, who touches it, and what was last written to it."""
 
 from typing import Any
 
 BLOCK = 4
 """Tokens of a block."""
-LAYERS = 2
 
 Stamp = tuple[object, ...]
-"""What stands for the KV of one block in one layer: who computed it, for which place."""
+"""Stands for the KV of one block: who computed it, for which place."""
 
 
 class Violation(AssertionError):
-    """A guarantee is broken. `kind` says which: owner, leak, deadline, token, commit, credit, fence,
-    report, lost."""
+    """A guarantee is broken. `kind`: owner, leak, deadline, token, commit, credit, fence, report, lost or protocol."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -20,15 +18,19 @@ class Violation(AssertionError):
 
 
 class Hold:
-    """Keeps blocks of one attempt alive: a sender's hold, or a receiver's reservation."""
+    """Keeps blocks of one attempt allocated: a sender's hold, or a receiver's reservation (then it is its own hold)."""
 
-    __slots__ = ("blocks", "have", "owner", "released")
+    __slots__ = ("blocks", "have_tokens", "owner", "released")
 
-    def __init__(self, owner: Any, blocks: list[int], have: int = 0) -> None:
+    def __init__(self, owner: Any, blocks: list[int], have_tokens: int = 0) -> None:
         self.owner = owner
         self.blocks = blocks
-        self.have = have
+        self.have_tokens = have_tokens
         self.released = False
+
+    @property
+    def hold(self) -> "Hold":
+        return self
 
     def __repr__(self) -> str:
         return f"Hold({self.blocks})"
@@ -44,16 +46,16 @@ class Blocks:
         self.owner: list[Any] = [None] * count
         self._holds = [0] * count
         self._touched = [0] * count
-        self._content: list[list[Stamp]] = [[("nothing",)] * LAYERS for _ in range(count)]
+        self.content: list[Stamp] = [("nothing",)] * count
 
     def take(self, owner: Any, count: int) -> Hold | None:
-        """A hold on `count` free blocks; None where there are fewer."""
+        """A hold on `count` free blocks; None if there are fewer."""
         if len(self.free) < count:
             return None
         blocks, self.free = self.free[:count], self.free[count:]
         for block in blocks:
             if self._touched[block]:
-                raise Violation("owner", f"{self.name}: block {block} is given to {owner} with a link still at it")
+                raise Violation("owner", f"{self.name}: block {block} is given to {owner} while a link touches it")
             self.owner[block] = owner
         return self.hold(owner, blocks)
 
@@ -66,7 +68,7 @@ class Blocks:
         return Hold(owner, blocks)
 
     def release(self, hold: Hold) -> None:
-        """A block that nobody holds any more is free at once, and the next one's."""
+        """A block without holds is free at once, and may get another owner."""
         if hold.released:
             raise Violation("owner", f"{self.name}: a hold of {hold.owner} is released twice")
         hold.released = True
@@ -74,29 +76,31 @@ class Blocks:
             self._holds[block] -= 1
             if not self._holds[block]:
                 if self._touched[block]:
-                    raise Violation("owner", f"{self.name}: block {block} of {hold.owner} is freed with a link at it")
+                    raise Violation("owner", f"{self.name}: block {block} of {hold.owner} is freed under a link")
                 self.owner[block] = None
                 self.free.append(block)
 
     def touch(self, owner: Any, blocks: list[int], writing: bool = False) -> None:
-        """A link begins to read, or to write: that it may do alone only."""
+        """A link begins to read or write; writing needs exclusive access."""
         for block in blocks:
             if self.owner[block] != owner:
-                raise Violation("owner", f"{self.name}: a link is at block {block} of {self.owner[block]} for {owner}")
+                raise Violation(
+                    "owner", f"{self.name}: a link touches block {block} of {self.owner[block]} for {owner}"
+                )
             if writing and self._touched[block]:
                 raise Violation("owner", f"{self.name}: two links write block {block} of {owner}")
             self._touched[block] += 1
 
     def let_go(self, blocks: list[int]) -> None:
-        """The link is done."""
+        """The link no longer touches the blocks."""
         for block in blocks:
             self._touched[block] -= 1
 
-    def write(self, block: int, layer: int, stamp: Stamp) -> None:
-        self._content[block][layer] = stamp
-
-    def read(self, blocks: list[int], layers: range) -> tuple[Stamp, ...]:
-        return tuple([self._content[block][layer] for block in blocks for layer in layers])
+    def check_tokens(self, hold: Hold) -> None:
+        """Every block holds what the sender of this very attempt computed for this very place."""
+        for number, block in enumerate(hold.blocks):
+            if self.content[block] != (hold.owner, number):
+                raise Violation("token", f"{hold.owner}: block {number} holds {self.content[block]}")
 
     def check_all_free(self) -> None:
         if len(self.free) != self.count or len(set(self.free)) != self.count:

@@ -1,174 +1,251 @@
-"""Streams and links of the simulated hand-off: what carries messages and frames between two processes, or fails to.
+"""Streams and links of the simulated hand-off: they carry messages and frames between two processes, or fail to.
 
-A stream of a `hostile` world loses, doubles and reorders messages; another's are in order until it is cut. A link takes
-frames through one thread at each end, in order, and breaks as a whole; what is on it may be damaged.
+A stream of a `hostile` world loses, doubles and reorders messages; other streams are in order until they are cut. A
+link takes frames through one thread at each end, in order, and breaks as a whole; frames on it may be damaged.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvrelay.transfer.events import Frame, FrameEnded, Outcome
-from kvrelay.transfer.messages import Finish, Push
+from kvrelay.transfer.claim import BlockClaim
+from kvrelay.transfer.events import Frame, Outcome
+from kvrelay.transfer.messages import Code, Grant, Hello, Key, Message, Push, Refuse
+from kvrelay.transfer.peers import Peer
+from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec
 from support.simulated_blocks import BLOCK, Stamp
 
 TIMEOUT = 0.5
-"""Of a dial, and of each frame."""
+"""Of opening a link, and of each frame."""
 
 
 class Stream:
-    """Messages between one prefill and one decode process; `forward` goes to decode."""
-
-    __slots__ = ("last", "left", "left_link", "open", "right", "right_link", "silent", "world")
+    """The control stream between one prefill and one decode process."""
 
     def __init__(self, world: Any, left: Any, right: Any) -> None:
         self.world = world
-        self.left = left
-        self.right = right
-        self.open = [True, True]
-        """Whether the left, the right process still has it."""
-        self.silent = [False, False]
-        """Whether what goes backward, forward is swallowed."""
-        self.left_link: Link | None = None
-        self.right_link: Link | None = None
-        self.last = [0.0, 0.0]
+        self.left, self.right = StreamSide(self, left, right), StreamSide(self, right, left)
+        self.swallows: StreamSide | None = None
+        """The side whose messages are lost."""
 
-    def send(self, forward: bool, message: Any) -> None:
-        if self.silent[forward] or not self.open[not forward]:
+    def send(self, side: "StreamSide", message: Message) -> None:
+        other = self.right if side is self.left else self.left
+        if self.swallows is side or other.over:
             return
         world, random = self.world, self.world.random
-        times, delay = 1, random() * 0.02
-        if world.hostile:
-            roll = random()
-            if roll < 0.03:
-                return
-            times = 2 if roll < 0.06 else 1
-            delay = random() * 2.0 if roll > 0.92 else delay
-            for _ in range(times):
-                world.post(delay, self.right if forward else self.left, self._arrive, forward, message)
-                delay += random() * 0.5
+        if not world.hostile or isinstance(message, Hello | Refuse):
+            at = side.last = max(side.last, world.now + random() * 0.02)
+            world.post_at(at, other.process, other.arrive, message)
             return
-        at = self.last[forward] = max(self.last[forward], world.now + delay)
-        world.post(at - world.now, self.right if forward else self.left, self._arrive, forward, message)
-
-    def _arrive(self, forward: bool, message: Any) -> None:
-        if self.open[forward]:
-            (self.right if forward else self.left).on_message(self, message)
+        roll = random()
+        if roll < 0.03:
+            return
+        if isinstance(message, Grant) and random() < 0.05:
+            message = replace(message, have=message.have + 1)  # inside a block, or behind the last token
+        delay = random() * (2.0 if roll > 0.92 else 0.02)
+        for _ in range(2 if roll < 0.06 else 1):
+            world.post(delay, other.process, other.arrive, message)
+            delay += random() * 0.5
 
     def cut(self) -> None:
-        """Both ends are told, each in its time."""
-        for process in (self.left, self.right):
-            self.world.post(self.world.random() * 0.2, process, process.on_stream_end, self)
+        """Both sides notice, each in its time."""
+        for side in (self.left, self.right):
+            self.world.post(self.world.random() * 0.2, side.process, side.finish, Code.CLOSED, "the stream was cut")
+
+
+class StreamSide:
+    """One end of a control stream; implements `ControlStream`."""
+
+    def __init__(self, stream: Stream, process: Any, other: Any) -> None:
+        self.stream = stream
+        self.process = process
+        self.peer: Peer = other.peer
+        self.over = False
+        self.last = 0.0
+        self.greeted = False
+        """Whether the endpoint knows this side; the right one's only once it has accepted the stream."""
+        self._early: list[Message] = []
+
+    def greet(self) -> None:
+        """The endpoint takes messages from here on."""
+        self.greeted = True
+        for message in self._early:
+            self.arrive(message)
+
+    def put(self, *messages: Message) -> None:
+        if not self.over:
+            for message in messages:
+                self.stream.send(self, message)
+
+    def end(self, code: Code, message: str) -> None:
+        if self.over:
+            return
+        if self is self.stream.right:
+            self.put(Refuse(code, message))
+        self.over = True
+        world, other = self.stream.world, self.stream.left if self is self.stream.right else self.stream.right
+        world.post(0.0, self.process, self.process.endpoint.stream_ended, self, code, message)
+        world.post(world.random() * 0.1, other.process, other.finish, Code.CLOSED, "the peer ended the stream")
+
+    def finish(self, code: Code, message: str) -> None:
+        """The connection is lost at this side."""
+        if not self.over:
+            self.over = True
+            self.process.endpoint.stream_ended(self, code, message)
+
+    def arrive(self, message: Message) -> None:
+        if self is self.stream.right and isinstance(message, Hello):
+            return  # taken by `DecodeProcess.accept`
+        if not self.greeted:
+            self._early.append(message)
+        elif not self.over:
+            self.process.endpoint.on_message(self, message)
 
 
 class Job:
-    """A frame on its way through one end of a link; a drain has no end, a finish no frame."""
+    """A frame on its way through one end of a link. A drain has no claim; a call (`after_frames`) has no bytes."""
 
-    __slots__ = ("end", "finish", "frame", "guard", "nbytes")
+    __slots__ = ("announce", "call", "claim", "done", "frame", "key", "nbytes", "table")
 
-    def __init__(self, end: Any, frame: Frame | None, guard: Any, nbytes: int, finish: Finish | None = None) -> None:
-        self.end = end
+    def __init__(self, key: Key | None = None, frame: Frame | None = None, claim: BlockClaim | None = None) -> None:
+        self.key = key
         self.frame = frame
-        self.guard = guard
-        self.nbytes = nbytes
-        self.finish = finish
+        self.claim = claim
+        self.table: Sequence[int] = ()
+        self.nbytes = 0 if frame is None else frame.nbytes
+        self.announce: Callable[[Push], None] | None = None
+        self.done: Callable[[Outcome], None] | None = None
+        self.call: Callable[[], object] | None = None
+
+    def blocks(self) -> list[int]:
+        frame = self.frame
+        assert frame is not None
+        return list(self.table[frame.first // BLOCK : -(-(frame.first + frame.tokens) // BLOCK)])
+
+    def fail(self) -> None:
+        if self.claim is not None and self.done is not None and self.claim.close():
+            self.done(Outcome.LOST)
+
+
+class SimulatedFrames:
+    """Makes the jobs of one process; implements `SendJobs` and `ReceiveJobs`."""
+
+    def send(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        table: Sequence[int],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> Job:
+        job = Job(key, frame, claim)
+        job.table, job.announce, job.done = table, announce, lambda outcome: on_read()
+        return job
+
+    def receive(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        table: Sequence[int],
+        keep: int,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> Job:
+        job = Job(key, frame, claim)
+        job.table, job.done = table, on_end
+        return job
+
+    def drain(self, nbytes: int, peer: Hello) -> Job:
+        job = Job()
+        job.nbytes = nbytes
+        return job
 
 
 Item = tuple[int, tuple[Stamp, ...], object]
-"""Bytes, what stands for their content, and for their checksum."""
+"""Bytes of a frame on the wire, what stands for their content, and for their checksum."""
 
 
 class Link:
-    """One epoch's link of a stream."""
+    """One epoch's link of a pair: the wire and both ends' threads."""
 
-    __slots__ = (
-        "broken",
-        "epoch",
-        "history",
-        "jobs",
-        "left",
-        "over",
-        "reading",
-        "receives",
-        "right",
-        "stream",
-        "told",
-        "up",
-        "watched",
-        "wire",
-        "world",
-        "writing",
-    )
-
-    def __init__(self, stream: Stream, epoch: int) -> None:
-        self.world = stream.world
-        self.stream = stream
-        self.left, self.right = stream.left, stream.right
-        self.epoch = epoch
+    def __init__(self, world: Any, left: Any) -> None:
+        self.world = world
+        self.left, self.right = left, None
+        self.specs: dict[Any, LinkSpec] = {}
         self.up = self.broken = self.reading = self.writing = self.watched = False
-        self.over = [False, False]
-        self.told = [0.0, 0.0]
+        self.over: set[Any] = set()
+        self.stuck: Key | None = None
         self.jobs: deque[Job] = deque()
         self.receives: deque[Job] = deque()
         self.wire: deque[Item] = deque()
         self.history: list[Item] = []
-        self.world.post(TIMEOUT, self.left, self._check_up)
+        world.post(TIMEOUT, left, self._check_up)
 
     def _check_up(self) -> None:
         if not self.up:
             self.break_()
 
-    def join(self) -> None:
-        """The right end is there."""
-        self.up = True
-        self.world.post(self.world.random() * 0.02, self.left, self._read_next)
+    def join(self, right: Any, spec: LinkSpec) -> None:
+        """The right end is there; it is of no use if the left end has given up already."""
+        self.right = right
+        self.specs[right] = spec
+        self.up = not self.broken
+        if self.broken:
+            self.world.post(0.01, right, self.end, right)
+        else:
+            self.world.post(self.world.random() * 0.02, self.left, self._read_next)
 
     def break_(self) -> None:
-        """It carries nothing any more; each end finds out in its time."""
+        """The link carries nothing any more; each end finds out in its time."""
         if not self.broken:
             self.broken = True
-            random, post = self.world.random, self.world.post
-            post(random() * 0.1, self.left, self.end_left)
-            post(random() * 0.1, self.right, self.end_right)
+            for process in self.specs:
+                self.world.post(self.world.random() * 0.1, process, self.end, process)
 
     # The left end: reads blocks, announces, sends.
 
-    def send(self, job: Job) -> None:
-        if self.over[0]:
-            self._fail(self.left, job)
-            return
-        self.jobs.append(job)
-        self._read_next()
+    def submit(self, process: Any, job: Job) -> None:
+        if process in self.over:
+            job.fail()
+        elif process is self.left:
+            self.jobs.append(job)
+            self._read_next()
+        else:
+            self.receives.append(job)
+            self._watch()
+            self._write_next()
 
     def _read_next(self) -> None:
-        jobs = self.jobs
-        while jobs and self.up and not self.reading and not self.broken:
-            job = jobs.popleft()
-            if job.finish is not None:
-                self.stream.send(True, job.finish)
-            elif job.guard.enter():
-                self.left.blocks.touch(job.end.key, job.end.blocks_of(job.frame))
+        world = self.world
+        while self.jobs and self.up and not self.reading and not self.broken:
+            job = self.jobs.popleft()
+            if job.call is not None:
+                self.left.post(job.call)
+            elif job.claim is not None and job.claim.enter():
+                self.left.blocks.touch(job.key, job.blocks())
                 self.reading = True
-                world = self.world
                 slow = world.random() < 0.05
                 world.post(world.random() * (2.5 if slow else 0.02), self.left, self._was_read, job)
 
     def _was_read(self, job: Job) -> None:
-        end, frame = job.end, job.frame
-        blocks = end.blocks_of(frame)
-        payload = self.left.blocks.read(blocks, range(frame.layer, frame.layer + frame.layers))
+        frame, blocks = job.frame, job.blocks()
+        assert frame is not None
+        assert job.key is not None
+        assert job.done is not None
+        assert job.announce is not None
+        payload = tuple(self.left.blocks.content[block] for block in blocks)
         self.left.blocks.let_go(blocks)
         self.reading = False
-        self._tell(self.left, end.feed, FrameEnded(frame))
+        job.done(Outcome.VERIFIED)
         if self.broken:
-            self.end_left()
+            self.end(self.left)
             return
-        self.stream.send(
-            True,
-            Push(
-                *end.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, frame.layer, frame.layers
-            ),
-        )
-        self._transmit((frame.nbytes, payload, (end.key, frame, payload)))
+        job.announce(Push(*job.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
+        self._transmit((frame.nbytes, payload, (job.key, frame, payload)))
         self._read_next()
 
     def _transmit(self, item: Item) -> None:
@@ -176,8 +253,8 @@ class Link:
         fault = world.damage()
         match fault:
             case "flip":
-                nbytes, payload, seal = item
-                item = (nbytes, (("flipped", world.now), *payload[1:]), seal)
+                nbytes, payload, check = item
+                item = (nbytes, (("flipped", world.now), *payload[1:]), check)
             case "replay" if self.history:
                 item = self.history[int(world.random() * len(self.history))]
             case "drop":
@@ -192,6 +269,42 @@ class Link:
         world.post(world.random() * 0.01, self.right, self._write_next)
         self._watch()
 
+    # The right end: receives, verifies, writes blocks.
+
+    def _write_next(self) -> None:
+        world, right = self.world, self.right
+        while self.receives and self.wire and not self.writing and not self.broken:
+            job, (nbytes, payload, check) = self.receives.popleft(), self.wire.popleft()
+            if nbytes != job.nbytes:
+                self.receives.appendleft(job)
+                self.break_()
+                return
+            if job.claim is None or not job.claim.enter():
+                continue
+            # Bytes may lie in the blocks before they are verified; they count only afterwards.
+            right.blocks.touch(job.key, job.blocks(), writing=True)
+            self.writing = True
+            slow = world.random() < 0.05
+            world.post(world.random() * (2.5 if slow else 0.01), right, self._was_written, job, payload, check)
+
+    def _was_written(self, job: Job, payload: tuple[Stamp, ...], check: object) -> None:
+        blocks, right, world = job.blocks(), self.right, self.world
+        assert job.done is not None
+        intact = not world.checksums or check == (job.key, job.frame, payload)
+        # A link that breaks meanwhile may have written any part of the frame.
+        stamps = iter(() if self.broken else payload)
+        for block in blocks:
+            right.blocks.content[block] = next(stamps, ("torn",))
+        right.blocks.let_go(blocks)
+        self.writing = False
+        job.done(Outcome.LOST if self.broken else Outcome.VERIFIED if intact else Outcome.CORRUPT)
+        if self.broken:
+            self.end(right)
+        else:
+            self._write_next()
+
+    # Either end.
+
     def _watch(self) -> None:
         """A frame that isn't taken, or doesn't come, ends the link within two timeouts."""
         if not self.watched:
@@ -201,97 +314,85 @@ class Link:
 
     def _look(self, oldest: object) -> None:
         self.watched = False
-        heads = [queue[0] for queue in (self.wire, self.receives) if queue]
+        heads: list[Any] = [queue[0] for queue in (self.wire, self.receives) if queue]
         if any(head is oldest for head in heads) and not self.writing:
+            self.stuck = next((job.key for job in self.receives), None)
             self.break_()
         elif heads and not self.broken:
             self._watch()
 
-    def end_left(self) -> None:
-        """The thread ends, after what it is at."""
+    def end(self, process: Any) -> None:
+        """The end's thread ends, after what it does now."""
         self.broken = True
-        if self.reading or self.over[0]:
+        if process in self.over or (self.reading if process is self.left else self.writing):
             return
-        self.over[0] = True
-        for job in self.jobs:
-            self._fail(self.left, job)
-        self.jobs.clear()
-        self._tell(self.left, self.left.on_link_end, self)
+        self.over.add(process)
+        queue = self.jobs if process is self.left else self.receives
+        while queue:
+            queue.popleft().fail()
+        process.post(process.links.ended, self, LinkEnd(self.specs[process].epoch, "broke", self.up, self.stuck))
 
-    # The right end: receives, verifies, writes blocks.
 
-    def receive(self, job: Job) -> None:
-        if self.over[1]:
-            self._fail(self.right, job)
-            return
-        self.receives.append(job)
-        self._watch()
-        self._write_next()
+class SimulatedLinks:
+    """The links of one process; implements `Links`."""
 
-    def _write_next(self) -> None:
-        world = self.world
-        while self.receives and self.wire and not self.writing and not self.broken:
-            job, (nbytes, payload, seal) = self.receives.popleft(), self.wire.popleft()
-            if nbytes != job.nbytes:
-                self.receives.appendleft(job)
-                self.break_()
-                return
-            if job.frame is None or not job.guard.enter():
-                continue
-            # Bytes may lie in the blocks before they are verified; they count only afterwards.
-            self.right.blocks.touch(job.end.key, job.end.blocks_of(job.frame), writing=True)
-            self.writing = True
-            slow = world.random() < 0.05
-            world.post(world.random() * (2.5 if slow else 0.01), self.right, self._was_written, job, payload, seal)
+    def __init__(self, process: Any, max_links: int) -> None:
+        self._process = process
+        self._max_links = max_links
+        self._open: dict[str, Link] = {}
 
-    def _was_written(self, job: Job, payload: tuple[Stamp, ...], seal: object) -> None:
-        end, frame, world = job.end, job.frame, self.world
-        blocks = end.blocks_of(frame)
-        intact = not world.checksums or seal == (end.key, frame, payload)
-        # A link that breaks meanwhile leaves anything there.
-        stamps = iter(() if self.broken else payload)
-        for block in blocks:
-            for layer in range(frame.layer, frame.layer + frame.layers):
-                self.right.blocks.write(block, layer, next(stamps, ("torn",)))
-        self.right.blocks.let_go(blocks)
-        self.writing = False
-        outcome = Outcome.LOST if self.broken else Outcome.VERIFIED if intact else Outcome.CORRUPT
-        self._tell(self.right, self._written, end, frame, outcome)
-        if self.broken:
-            self.end_right()
+    def transport_for(self, peer: Peer) -> str:
+        return "simulated"
+
+    def epoch(self, peer: str) -> int:
+        link = self._open.get(peer)
+        return 0 if link is None else link.specs[self._process].epoch
+
+    def open(self, spec: LinkSpec) -> bool:
+        process, world = self._process, self._process.world
+        self.close(spec.peer, "superseded")
+        if len(self._open) >= self._max_links and not self._close_one_idle():
+            return False
+        if spec.rank == SENDER:
+            link = Link(world, process)
+            link.specs[process] = spec
+            world.dialled[process.id.incarnation, spec.peer, spec.epoch] = link
         else:
-            self._write_next()
+            link = world.dialled[spec.peer, process.id.incarnation, spec.epoch]
+            link.join(process, spec)
+        self._open[spec.peer] = link
+        return True
 
-    def _written(self, end: Any, frame: Frame, outcome: Outcome) -> None:
-        if outcome is Outcome.CORRUPT:
-            self.break_()
-        end.feed(FrameEnded(frame, outcome))
+    def _close_one_idle(self) -> bool:
+        for peer, link in self._open.items():
+            if link.specs[self._process].idle():
+                self.close(peer, "closed in favour of another link")
+                return True
+        return False
 
-    def end_right(self) -> None:
-        """The thread ends, after what it is at."""
-        self.broken = True
-        if self.writing or self.over[1]:
-            return
-        self.over[1] = True
-        for job in self.receives:
-            self._fail(self.right, job)
-        self.receives.clear()
+    def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:
+        """Simulated links need no rendezvous."""
 
-    def _fail(self, process: Any, job: Job) -> None:
-        if job.frame is not None and job.guard.close():
-            self._tell(process, job.end.feed, FrameEnded(job.frame, Outcome.LOST))
-
-    def _tell(self, process: Any, what: Any, *arguments: Any) -> None:
-        """What a link's thread tells its process arrives in order, but perhaps late."""
-        world, side = self.world, process is self.right
-        late = world.random() < 0.1
-        if late or self.told[side] > world.now:
-            at = self.told[side] = max(self.told[side], world.now + (0.3 if late else 0.0))
-            world.post(at - world.now, process, what, *arguments)
+    def submit(self, peer: str, epoch: int, job: Job) -> None:
+        link = self._open.get(peer)
+        if link is None or link.specs[self._process].epoch != epoch:
+            job.fail()
         else:
-            world.post(0.0, process, what, *arguments)
+            link.submit(self._process, job)
 
+    def after_frames(self, peer: str, epoch: int, call: Callable[[], object]) -> None:
+        job = Job()
+        job.call = call
+        self.submit(peer, epoch, job)
 
-def blocks_in(table: list[int], frame: Frame) -> list[int]:
-    """The blocks of a frame's tokens."""
-    return table[frame.first // BLOCK : -(-(frame.first + frame.tokens) // BLOCK)]
+    def close(self, peer: str, reason: str) -> None:
+        link = self._open.pop(peer, None)
+        if link is not None:
+            link.break_()
+
+    def ended(self, link: Link, end: LinkEnd) -> None:
+        """The link's thread has ended."""
+        spec = link.specs[self._process]
+        if self._open.get(spec.peer) is link:
+            del self._open[spec.peer]
+        spec.on_end(end)

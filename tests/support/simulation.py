@@ -2,9 +2,10 @@
 
 A world is one to three requests, each in up to three attempts, on one or two prefill and one or two decode processes
 with pools of a few blocks. Processes crash and come back as another incarnation, freeze and wake as zombies, see their
-clocks jump; streams are cut or swallow what is said, or lose, double and reorder it; links break, and damage frames;
-clients cancel; pools are full. The machines, the guards and the queue for room are the real ones; exporter, importer,
-links and router are stood in for. After every event the guarantees are checked: `Violation` names the one that broke.
+clocks jump, lose their engine, or get a partial membership; streams are cut or swallow messages, or lose, double and
+reorder them; links break, and damage frames; clients cancel; pools are full. Coordinators, machines, claims and the
+queue of reservations are those of the product; engines, streams, links and the router are simulated. After every event
+the guarantees are checked: `Violation` names the one that broke.
 
 `run_world(seed)` is one world. The same seed is the same world, event by event.
 """
@@ -15,21 +16,21 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-from kvrelay.transfer.events import Manifest
+from kvrelay.decode_worker import kv_receiver
+from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.messages import Key
-from support.simulated_blocks import BLOCK, LAYERS, Violation
-from support.simulated_ends import TICK
-from support.simulated_links import Stream
-from support.simulated_processes import DecodeProcess, PrefillProcess, Process
+from kvrelay.transfer.peers import Peer
+from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
+from support.simulated_blocks import Violation
+from support.simulated_links import Link, Stream
+from support.simulated_workers import DecodeProcess, PrefillProcess, Process, config_of
 
 ATTEMPTS = 3
-
-Seen = dict[tuple[str, str, str, str], set[str]]
-"""(machine, state, event, next state) -> names of the actions asked for."""
 
 
 class Router:
@@ -70,7 +71,7 @@ class Router:
             return
         if what == "imported":
             self.open.discard(request)
-        else:
+        elif what == "failed":
             self.current[request] = attempt + 1
             self.cancel(key)
             self.world.post(self.world.random() * 0.1, self, self.start, request, attempt + 1)
@@ -100,18 +101,20 @@ class World:
         self.random = random_ = rng.random
         self.checksums = checksums
         self.trace = trace
+        self.observer = Observer()
+        self.observer.trace = trace
         self.now = 0.0
         self.events = 0
-        self.quiet = False
-        self.seen: Seen = {}
         self.commits: set[Key] = set()
         self._heap: list[tuple[float, int, Any, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self.hostile = random_() < 0.35
         self.link_noise = 0.1 if random_() < 0.25 else 0.0
-        self._frame_blocks = 1 + int(random_() * 2)
+        self.config = config_of(1 + int(random_() * 2), 1 if random_() < 0.1 else 8)
         self.router = Router(self)
-        self.processes: list[Any] = []
+        self.processes: dict[str, Any] = {}
+        self.streams: list[Stream] = []
+        self.dialled: dict[tuple[str, str, int], Link] = {}
         self.prefills: list[Any] = [self._new(PrefillProcess, f"P{n}", 0) for n in range(1 + int(random_() * 2))]
         self.decodes: list[Any] = [self._new(DecodeProcess, f"D{n}", 0) for n in range(1 + int(random_() * 2))]
         self.tokens: dict[str, int] = {}
@@ -119,23 +122,41 @@ class World:
             request = f"r{number}"
             self.tokens[request] = 1 + int(random_() * 13)
             self.post(random_() * 0.5, self.router, self.router.start, request)
-        faults = (self._crash, self._freeze, self._jump, self._cut, self._break, self._silence, self._cancel)
+        for process in self.processes.values():
+            process.members(self._peers_of(process))
+        faults = (
+            self._crash,
+            self._freeze,
+            self._jump,
+            self._cut,
+            self._break,
+            self._silence,
+            self._cancel,
+            self._forget,
+            self._end_engine,
+        )
         expected = int(random_() * 4)
-        self.calm = not (expected or self.hostile or self.link_noise)
+        self.calm = not (expected or self.hostile or self.link_noise or self.config.max_links == 1)
         """Nothing fails here."""
+        self.orderly = not (self.hostile or self.link_noise)
+        """Whatever fails, no message is lost, doubled or reordered inside a stream, and no frame is damaged."""
         for _ in range(expected):
             self.post(random_() * 2.0, self.router, faults[int(random_() * len(faults))])
         if self.hostile or (not self.calm and random_() < 0.1):
-            for _ in range(int(random_() * 8)):
-                self.post(random_() * 1.2, self.router, self._break)
+            for _ in range(int(random_() * 12)):
+                self.post(random_() * 1.5, self.router, self._break)
 
     def _new(self, kind: type[Process], name: str, incarnation: int) -> Process:
         process = kind(self, name, incarnation, 5 + int(self.random() * 6))
-        self.processes.append(process)
+        self.processes[process.id.incarnation] = process
         return process
 
-    def shape(self, key: Key, tokens: int) -> Manifest:
-        return Manifest(tokens, key[0].encode(), 2 * LAYERS, BLOCK, self._frame_blocks * BLOCK, LAYERS)
+    def process(self, peer: Peer) -> Any:
+        return self.processes[peer.incarnation]
+
+    def _peers_of(self, process: Any) -> list[Peer]:
+        others = self.decodes if isinstance(process, PrefillProcess) else self.prefills
+        return [other.peer for other in others]
 
     def pick(self, processes: list[Any]) -> Any:
         return processes[int(self.random() * len(processes))]
@@ -148,11 +169,29 @@ class World:
 
     def post(self, delay: float, process: Any, what: Callable[..., None], *arguments: Any) -> None:
         """`what` happens in `process` after `delay`, unless that has died; later, if it is frozen then."""
+        self.post_at(self.now + delay, process, what, *arguments)
+
+    def post_at(self, at: float, process: Any, what: Callable[..., None], *arguments: Any) -> None:
+        """As `post`. What is posted for the same moment happens in the order of posting."""
         self._number += 1
-        heapq.heappush(self._heap, (self.now + delay, self._number, process, what, arguments))
+        heapq.heappush(self._heap, (at, self._number, process, what, arguments))
 
     def run(self) -> "World":
         """To the end: until nothing is under way any more."""
+        Observer.current = self.observer
+        with ExitStack() as patched:
+            patched.enter_context(mock.patch.object(kv_sender, "SendAttempt", ObservedSendAttempt))
+            patched.enter_context(mock.patch.object(kv_receiver, "ReceiveAttempt", ObservedReceiveAttempt))
+            self._run_events()
+        for process in self.processes.values():
+            if not process.dead:
+                process.check_end()
+        lost = self.tokens.keys() - {request for request, _ in self.commits}
+        if self.calm and lost:
+            raise Violation("lost", f"nothing failed, and {', '.join(sorted(lost))} did not arrive")
+        return self
+
+    def _run_events(self) -> None:
         heap, pop = self._heap, heapq.heappop
         while heap:
             at, _, process, what, arguments = pop(heap)
@@ -162,20 +201,11 @@ class World:
                 self._number += 1
                 heapq.heappush(heap, (process.frozen, self._number, process, what, arguments))
                 continue
-            self.now = at
+            self.now = self.observer.clock = at
             self.events += 1
             what(*arguments)
-            if not self.quiet and (at > 12.0 or (at > 0.6 and not self.router.open)):
-                self.quiet = True
-        for process in self.processes:
-            if not process.dead:
-                for end in process.ends:
-                    end.check_end()
-                process.blocks.check_all_free()
-        lost = self.tokens.keys() - {request for request, _ in self.commits}
-        if self.calm and lost:
-            raise Violation("lost", f"nothing failed, and {', '.join(sorted(lost))} did not arrive")
-        return self
+            if process is not self.router:
+                process.watch()
 
     # Faults.
 
@@ -191,15 +221,15 @@ class World:
         return self.pick(living) if living else None
 
     def _replace(self, process: Any) -> None:
-        """The supervisor starts another incarnation; the peers hear of it, and the router."""
+        """The supervisor starts another incarnation; peers and router hear of it, each in its time."""
         workers = self.prefills if process in self.prefills else self.decodes
         if process not in workers:
             return
-        new = self._new(type(process), process.name, process.incarnation + 1)
+        new = self._new(type(process), process.id.name, process.number + 1)
         workers[workers.index(process)] = new
-        for stream in list(process.streams.values()):
-            peer = stream.left if stream.right is process else stream.right
-            self.post(self.random() * 0.2, peer, peer.on_stream_end, stream)
+        new.members(self._peers_of(new))
+        for other in self.decodes if workers is self.prefills else self.prefills:
+            self.post(self.random() * 0.5, other, lambda other=other: other.members(self._peers_of(other)))
         self.router.lost(process)
 
     def _crash(self) -> None:
@@ -208,12 +238,12 @@ class World:
             return
         self.say(f"{process} crashes")
         process.dead = True
-        for stream in process.streams.values():
-            link = stream.left_link if stream.left is process else stream.right_link
-            if self.random() < 0.8:
+        for stream in self.streams:
+            if process in (stream.left.process, stream.right.process) and self.random() < 0.8:
                 stream.cut()
-                if link is not None:
-                    link.break_()
+        for link in self.dialled.values():
+            if process in link.specs and self.random() < 0.8:
+                link.break_()
         self.post(self.random() * 0.5, self.router, self._replace, process)
 
     def _freeze(self) -> None:
@@ -233,31 +263,49 @@ class World:
         seconds = (0.5, 2.5, 9.0)[int(self.random() * 3)]
         self.say(f"{process}'s clock jumps by {seconds}")
         process.skew += seconds
-        for end in list(process.attempts.values()):
-            self.post(self.random() * TICK, process, end.look)
 
     def _stream(self) -> Stream | None:
-        streams = [stream for process in self.prefills for stream in process.streams.values()]
+        streams = [stream for stream in self.streams if not stream.left.over]
         return self.pick(streams) if streams else None
 
     def _cut(self) -> None:
         stream = self._stream()
         if stream is not None:
-            self.say(f"the stream {stream.left} to {stream.right} is cut")
+            self.say(f"the stream {stream.left.process} to {stream.right.process} is cut")
             stream.cut()
 
     def _break(self) -> None:
-        stream = self._stream()
-        if stream is not None and stream.left_link is not None:
-            self.say(f"the link {stream.left} to {stream.right} breaks")
-            stream.left_link.break_()
+        links = [link for link in self.dialled.values() if not link.broken]
+        if links:
+            link = self.pick(links)
+            self.say(f"the link of {link.left} breaks")
+            link.break_()
 
     def _silence(self) -> None:
         stream = self._stream()
         if stream is not None:
-            forward = self.random() < 0.5
-            self.say(f"the stream {stream.left} to {stream.right} swallows, {forward=}")
-            stream.silent[forward] = True
+            stream.swallows = stream.left if self.random() < 0.5 else stream.right
+            self.say(f"the messages of {stream.swallows.process} are swallowed")
+
+    def _forget(self) -> None:
+        """A restarted supervisor sends a membership without one of the members, and later the whole one."""
+        process = self._any()
+        if process is None:
+            return
+        peers = self._peers_of(process)
+        self.say(f"{process} gets a membership without {peers[-1]}")
+        process.members(peers[:-1])
+        self.post(self.random(), process, lambda: process.members(self._peers_of(process)))
+
+    def _end_engine(self) -> None:
+        """The engine thread of a worker ends; the process follows a moment later."""
+        process = self._any()
+        if process is None:
+            return
+        self.say(f"the engine of {process} ends")
+        process.engine_ended = True
+        self.post(1.0 + self.random(), process, process.endpoint.end_pairs)
+        self.post(0.5, self.router, self._replace, process)
 
     def _cancel(self) -> None:
         request = self.pick(sorted(self.tokens))
@@ -329,8 +377,8 @@ def explore(seeds: Sequence[int]) -> Explored:
         explored.worlds += 1
         explored.events += world.events
         explored.commits += len(world.commits)
-        explored.visits.update(world.seen.keys())
-        for transition, actions in world.seen.items():
+        explored.visits.update(world.observer.seen.keys())
+        for transition, actions in world.observer.seen.items():
             explored.seen.setdefault(transition, set()).update(actions)
     gc.enable()
     explored.cpu_seconds = time.process_time() - started

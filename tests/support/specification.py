@@ -3,14 +3,14 @@
 import re
 import typing
 
-from kvrelay.transfer import events, protocol, wire
+from kvrelay.transfer import events, messages, protocol
 from kvrelay.transfer.events import State
 
 Transition = tuple[str, str, str, str]
 """(machine, state, event, next state), states as in `State`'s values."""
 
 EVENTS = {kind.__name__ for kind in typing.get_args(events.SendEvent | events.ReceiveEvent)} | {"Deadline"}
-ACTIONS = {kind.__name__ for kind in typing.get_args(events.SendAction | events.ReceiveAction) + wire._Form.KINDS}
+ACTIONS = {kind.__name__ for kind in typing.get_args(events.SendAction | events.ReceiveAction) + messages._Form.KINDS}
 
 
 def _words(cell: str) -> set[str]:
@@ -26,20 +26,20 @@ def specified() -> dict[Transition, set[str]]:
     for line in (protocol.__doc__ or "").splitlines():
         if line.count("|") != 3 or line.startswith("--"):
             continue
-        left, told, becomes, asks = line.split("|")
-        if told.strip() == "told":
+        left, event, becomes, actions = line.split("|")
+        if event.strip() == "event":
             machine, live = left.strip().lower(), []
             continue
         if left.startswith("any of these"):
             states = live
-        elif left.startswith("once over"):
+        elif left.startswith("ended"):
             states = [state for state in State if state.over]
         elif left[0] != " ":
             states = [State[left.split()[0]]]
             live = live + states
         for state in states:
             after = state if becomes.strip() == "same" else State[becomes.strip()]
-            for event in EVENTS & _words(told):
-                asked = transitions.setdefault((machine, state.value, event, after.value), set())
-                asked |= ACTIONS & _words(asks)
+            for name in EVENTS & _words(event):
+                asked = transitions.setdefault((machine, state.value, name, after.value), set())
+                asked |= ACTIONS & _words(actions)
     return transitions

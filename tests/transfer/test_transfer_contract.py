@@ -12,7 +12,8 @@ from functools import cache
 import pytest
 import torch
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous, Transport
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport
 from kvrelay.transfer.transports.cuda_ipc import CudaMemory
 from kvrelay.transfer.transports.nixl import nixl_missing
 from kvrelay.transfer.transports.same_host import SameHostTransport

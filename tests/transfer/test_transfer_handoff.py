@@ -153,8 +153,8 @@ def test_no_room_in_time_is_told_to_both_ends() -> None:
             world.announce(("big", 1), tokens(5 * BLOCK))
             world.compute(("big", 1), blocks_of(5 * BLOCK))
             await settled(world, ("big", 1))
-            assert world.ends.export_failed["big", 1][0] is Code.NO_ROOM
-            assert world.ends.import_failed["big", 1][0] is Code.NO_ROOM
+            assert world.ends.export_failed["big", 1][0] is Code.NO_CAPACITY
+            assert world.ends.import_failed["big", 1][0] is Code.NO_CAPACITY
             world.announce(("small", 1), tokens(3))
             world.compute(("small", 1), blocks_of(3))
             await settled(world, ("small", 1))
@@ -525,7 +525,7 @@ def test_links_are_capped_and_the_idle_one_goes_first() -> None:
             world.exporter.begin(("s", 1), ("decode-1", "d1"), tokens(20))
             await world.ends.until(lambda: ("s", 1) in world.ends.export_failed)
             code, message = world.ends.export_failed["s", 1]
-            assert code is Code.NO_ROOM
+            assert code is Code.NO_CAPACITY
             assert "transfer.max_links" in message
             world.compute(("r", 1), blocks_of(20))
             await settled(world, ("r", 1))

@@ -11,7 +11,8 @@ import torch
 
 from kvrelay.transfer import links
 from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, Pending, Rendezvous
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, Pending, Rendezvous
 from support.fake_transport import FakeLink, FakeTransport, Fault
 
 WAIT = 10.0

@@ -185,7 +185,7 @@ VALID: list[list[Message]] = [
     [Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers)] * 3 + [Finish("r", 1, 1, 7, 3, 20)],
     [Renew((("r", 1), ("s", 2)))],
     [Abort("r", 1, Code.CANCELLED, "cancelled by the sender"), CloseLink(1, "")],
-    [Wait("r", 1), Grant("r", 1, 1, 0, 20), Ack("r", 1, 1), Nack("r", 1, Code.NO_ROOM, "full")],
+    [Wait("r", 1), Grant("r", 1, 1, 0, 20), Ack("r", 1, 1), Nack("r", 1, Code.NO_CAPACITY, "full")],
     [Refuse(Code.INCOMPATIBLE, "layout.layers: 4 here, 3 there")],
 ]
 

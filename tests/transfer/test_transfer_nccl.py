@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, LinkError
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import (
     MAX_CHANNELS,
     NcclLink,

@@ -184,7 +184,7 @@ def test_sender_releases_on_ack_but_not_what_is_still_read() -> None:
 
 def test_sender_drops_other_attempts() -> None:
     sender, _ = exporting(State.TRANSFERRING)
-    for message in (Nack("request", 1, Code.NO_ROOM, ""), Ack("request", 1, 1), Grant("request", 1, 2, 0, 10)):
+    for message in (Nack("request", 1, Code.NO_CAPACITY, ""), Ack("request", 1, 1), Grant("request", 1, 2, 0, 10)):
         assert sender.on(message, 0.0) == []
     assert sender.dropped == 3
     assert sender.state is State.TRANSFERRING
@@ -233,7 +233,7 @@ def test_sender_ends_in_every_state_and_releases_all(state: State, end: str) -> 
             assert isinstance(actions[0], Tell)
             assert isinstance(actions[0].message, Abort)
         case "nack":
-            actions = sender.on(Nack(*KEY, Code.NO_ROOM, "full"), at)
+            actions = sender.on(Nack(*KEY, Code.NO_CAPACITY, "full"), at)
         case "peer lost":
             actions = sender.on(PeerLost(Code.CLOSED, "gone"), at)
         case "lease":
@@ -317,7 +317,7 @@ def test_receiver_waits_for_room_and_says_so_once() -> None:
     for at in range(2, int(TIMEOUTS.grant), 2):
         receiver.on(Renewed(), float(at))
     actions = receiver.poll(TIMEOUTS.grant)
-    assert any(isinstance(action, Failed) and action.code is Code.NO_ROOM for action in actions)
+    assert any(isinstance(action, Failed) and action.code is Code.NO_CAPACITY for action in actions)
 
 
 def test_receiver_commits_when_all_frames_have_verified_and_only_then() -> None:

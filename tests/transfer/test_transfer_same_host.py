@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvrelay.transfer.packing import pack
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory
 from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory

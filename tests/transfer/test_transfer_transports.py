@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvrelay.transfer import transports
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, LinkError
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.transfer.transports.same_host import SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory, shm_missing

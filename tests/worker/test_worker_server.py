@@ -11,7 +11,6 @@ import pytest
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
-    FINISH_LENGTH,
     PHASE_COLOCATED,
     PHASE_DECODE,
     Cancel,
@@ -24,6 +23,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import WorkerServer
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -57,7 +57,7 @@ class Router:
         """The next event that ends a request."""
         while True:
             event = await self.event()
-            if event.finish or event.HasField("failure"):
+            if event.finish_reason or event.HasField("failure"):
                 return event
 
 
@@ -88,7 +88,7 @@ async def worker(checkpoint: Path, **options: Any) -> AsyncIterator[WorkerServer
 async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIterator[Router]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         router = Router(WorkerServiceStub(channel).Relay())
-        known = server.incarnation if incarnation is None else incarnation
+        known = server.id.incarnation if incarnation is None else incarnation
         await router.send(hello=RouterHello(router="router-0", router_incarnation="a", worker_incarnation=known))
         yield router
 
@@ -100,7 +100,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def free_again(server: WorkerServer) -> None:
     """Waits until the engine holds no block."""
     async with asyncio.timeout(SECONDS):
-        while (await server.thread.call(server.engine.scheduler.load)).held:  # noqa: ASYNC110 # no event tells it
+        while server.worker.load().blocks.held:  # noqa: ASYNC110 # no event tells it
             await asyncio.sleep(0.005)
 
 
@@ -122,7 +122,7 @@ def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> Non
                 assert event.failure.code == Failure.CODE_INVALID
                 assert why in event.failure.message
             await router.send(submit=submit("good"))
-            assert (await router.last()).finish == FINISH_LENGTH
+            assert (await router.last()).finish_reason == FINISH_REASON_LENGTH
 
     run(test)
 
@@ -145,12 +145,12 @@ def test_a_phase_of_another_role_and_a_second_submit_are_defects(checkpoint: Pat
 def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_is_given_back(checkpoint: Path) -> None:
     async def test() -> None:
         async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
-            release = asyncio.Event()
+            release, loop = asyncio.Event(), asyncio.get_running_loop()
 
             def block() -> None:
-                asyncio.run_coroutine_threadsafe(release.wait(), server.loop).result(SECONDS)
+                asyncio.run_coroutine_threadsafe(release.wait(), loop).result(SECONDS)
 
-            server.thread.post(block)
+            server.worker.post_to_engine(block)
             await router.send(submit=submit("first", timeout_seconds=0.2))
             await router.send(submit=submit("second"))
             full, expired = await router.event(), await router.event()
@@ -197,7 +197,7 @@ def test_draining_lets_what_runs_end_and_takes_nothing_new(checkpoint: Path) -> 
             await router.send(submit=submit("late"))
             ends = {event.request_id: event for event in (await router.last(), await router.last())}
             assert ends["late"].failure.code == Failure.CODE_RETRY
-            assert ends["running"].finish == FINISH_LENGTH
+            assert ends["running"].finish_reason == FINISH_REASON_LENGTH
             await stopping
 
     run(test)

@@ -12,9 +12,6 @@ from typing import Protocol
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
 
-SENDER, RECEIVER = 0, 1
-"""Ranks of a link's two ends."""
-
 
 class LinkError(RuntimeError):
     """A link could not be made, or carries nothing any more."""

@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 _CONNECT_TRIES = 5
 """Gloo tries to connect this often, each time for the group's timeout."""

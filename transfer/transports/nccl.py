@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvrelay.transfer.transports.base import RECEIVER, SENDER, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 
 MAX_CHANNELS = 8
 OLDEST = (2, 26, 2)

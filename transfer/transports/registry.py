@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrelay.transfer.transports.base import LinkError, Transport
+from kvrelay.transfer.ports import NoTransportError
+from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
 from kvrelay.transfer.transports.gloo import GlooTransport
 from kvrelay.transfer.transports.nccl import NcclTransport, nccl_missing
@@ -71,7 +72,7 @@ def choose(wanted: str, here: Sequence[str], there: Sequence[str]) -> str:
         there: those of the other.
 
     Raises:
-        LinkError: there is none; the text says what either end can do, and why this one can do no more.
+        NoTransportError: there is none; the text says what either end can do, and why this one can do no more.
     """
     for entry in here:
         name = entry.partition("@")[0]
@@ -83,7 +84,7 @@ def choose(wanted: str, here: Sequence[str], there: Sequence[str]) -> str:
     notes += [
         f"{name} not here: {_MISSING[name]() or 'not offered by this worker'}" for name in ON_GPU if name not in known
     ]
-    raise LinkError(
+    raise NoTransportError(
         f"no transport for transfer.transport = {wanted}: this worker can do {_shown(here)}, the other {_shown(there)}"
         f" ({'; '.join(notes)})"
     )

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack
-from kvrelay.transfer.transports.base import SENDER, ByteStream, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Rendezvous
 
 MAX_BUFFER_BYTES = 64 * 2**20
 """Of one buffer that the other end may ask this one to map."""

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.transfer.transports.base import SENDER, ByteStream, Link, LinkError, Rendezvous
+from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Rendezvous
 
 TOKEN_BYTES = 32
 SOCKET_BUFFER_BYTES = 4 * 2**20

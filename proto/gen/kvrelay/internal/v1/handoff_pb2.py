@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvrelay/internal/v1/handoff.proto\x12\x13kvrelay.internal.v1\"\x1f\n\x0e\x43ontrolRequest\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\" \n\x0f\x43ontrolResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x0c\x32j\n\x0eHandoffService\x12X\n\x07\x43ontrol\x12#.kvrelay.internal.v1.ControlRequest\x1a$.kvrelay.internal.v1.ControlResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvrelay/internal/v1/handoff.proto\x12\x13kvrelay.internal.v1\"\x1f\n\x0e\x43ontrolRequest\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\" \n\x0f\x43ontrolResponse\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x0c\x32j\n\x0eHandoffService\x12X\n\x07\x43ontrol\x12#.kvrelay.internal.v1.ControlRequest\x1a$.kvrelay.internal.v1.ControlResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)

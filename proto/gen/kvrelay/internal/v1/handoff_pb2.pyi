@@ -5,13 +5,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ControlRequest(_message.Message):
-    __slots__ = ("frame",)
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    frame: bytes
-    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("batch",)
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    batch: bytes
+    def __init__(self, batch: _Optional[bytes] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("frame",)
-    FRAME_FIELD_NUMBER: _ClassVar[int]
-    frame: bytes
-    def __init__(self, frame: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("batch",)
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    batch: bytes
+    def __init__(self, batch: _Optional[bytes] = ...) -> None: ...

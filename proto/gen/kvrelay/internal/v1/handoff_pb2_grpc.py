@@ -45,8 +45,8 @@ class HandoffServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Control(self, request_iterator, context):
-        """One stream per (sender incarnation, receiver). Frames are strict, bounded msgpack; kvrelay.transfer.messages has
-        their fields and limits. A stream that ends fails every hand-off that was in flight on it.
+        """One stream per (sender incarnation, receiver). Each batch holds messages in strict, bounded msgpack; see
+        kvrelay.transfer.messages for fields and limits. When the stream ends, every hand-off in flight on it fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

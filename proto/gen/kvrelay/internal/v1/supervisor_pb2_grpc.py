@@ -50,14 +50,15 @@ class SupervisorServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attend(self, request_iterator, context):
-        """A member's heartbeats (every 0.5 s) for as long as it lives; answered by the membership whenever it changes.
+        """The member sends a heartbeat every 0.5 s for as long as it lives; the supervisor answers with the membership, once
+        at the start and then whenever it changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """What `kvrelay status` prints.
+        """The figures that `kvrelay status` prints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,3 +1,4 @@
+from kvrelay.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -13,19 +14,10 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_PREFILL: _ClassVar[Phase]
     PHASE_DECODE: _ClassVar[Phase]
     PHASE_COLOCATED: _ClassVar[Phase]
-
-class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    FINISH_UNSPECIFIED: _ClassVar[Finish]
-    FINISH_STOP: _ClassVar[Finish]
-    FINISH_LENGTH: _ClassVar[Finish]
 PHASE_UNSPECIFIED: Phase
 PHASE_PREFILL: Phase
 PHASE_DECODE: Phase
 PHASE_COLOCATED: Phase
-FINISH_UNSPECIFIED: Finish
-FINISH_STOP: Finish
-FINISH_LENGTH: Finish
 
 class RelayRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel")
@@ -196,12 +188,12 @@ class DecodeReport(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish", "failure", "prefill", "transfer", "decode")
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "failure", "prefill", "transfer", "decode")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -210,12 +202,12 @@ class RequestEvent(_message.Message):
     attempt: int
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    finish: Finish
+    finish_reason: _inference_pb2.FinishReason
     failure: Failure
     prefill: PrefillReport
     transfer: TransferReport
     decode: DecodeReport
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Finish, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("total", "free", "cached", "held", "size")

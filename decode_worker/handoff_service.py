@@ -1,0 +1,127 @@
+"""The server side of `HandoffService`: the hand-offs of one decode worker, with real streams, links and clock."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+
+from kvrelay.decode_worker.kv_receiver import KVReceiver, ReceiverHost
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
+from kvrelay.transfer.messages import Code, Hello, Message, Refuse, decode, encode
+from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.packing import WireError, clip
+from kvrelay.transfer.peers import NEWS_SECONDS, Peer
+
+Context = grpc.aio.ServicerContext[ControlRequest, ControlResponse]
+
+
+class HandoffService(HandoffServiceServicer):
+    """Runs the `KVReceiver` of one decode worker on the running event loop, until `close`."""
+
+    def __init__(self, setup: HandoffSetup, host: ReceiverHost) -> None:
+        self._loop = EndpointLoop(setup)
+        self.receiver = KVReceiver(self._loop.context, setup.frames, host)
+        self._loop.start(self.receiver)
+
+    async def close(self) -> None:
+        """Ends all hand-offs, streams and links."""
+        self.receiver.end_pairs()
+        await self._loop.stop()
+
+    async def Control(
+        self,
+        request_iterator: AsyncIterator[ControlRequest],
+        context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
+    ) -> None:
+        receiver = self.receiver
+        try:
+            hello, messages = await read_hello(request_iterator)
+        except WireError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        peer = await receiver.peers.met(WorkerId(hello.worker, hello.incarnation), NEWS_SECONDS)
+        refusal = receiver.objection(hello)
+        if refusal is not None or peer is None:
+            code, reason = refusal or (Code.UNKNOWN_PEER, f"{hello.worker} has just left the membership")
+            await context.write(ControlResponse(batch=encode([Refuse(code, clip(reason))])))
+            return
+        stream = IncomingStream(peer, receiver)
+        receiver.accept(stream, hello)
+        for message in messages:
+            receiver.on_message(stream, message)
+        await stream.run(request_iterator, context)
+
+
+class IncomingStream:
+    """One stream, for as long as it lives.
+
+    The receiver gets each message (`on_message`) and, once, the reason of the end (`stream_ended`), on the event loop.
+    """
+
+    def __init__(self, peer: Peer, receiver: KVReceiver) -> None:
+        self.peer = peer
+        self._receiver = receiver
+        self._outbox = Outbox()
+        self._over: tuple[Code, str] | None = None
+
+    def put(self, *messages: Message) -> None:
+        """See `ControlStream.put`."""
+        self._outbox.put(*messages)
+
+    def end(self, code: Code, message: str) -> None:
+        """See `ControlStream.end`."""
+        if self._over is None:
+            self._over = code, message
+            self._outbox.put(Refuse(code, clip(message)))
+            self._outbox.close()
+
+    async def run(self, requests: AsyncIterator[ControlRequest], context: Context) -> None:
+        """Reads and writes until either end is done or has failed."""
+        reader = asyncio.create_task(self._read(requests), name=f"hand-offs from {self.peer.name}")
+        try:
+            async for batch in self._outbox.batches():
+                await asyncio.wait_for(context.write(ControlResponse(batch=batch)), WRITE_TIMEOUT_SECONDS)
+        except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
+            # A sender that dies during a write shows as one of these, not as a cancellation.
+            self._ended(Code.CLOSED, f"control stream from {self.peer.name}: {type(error).__name__}")
+        finally:
+            code, message = self._ended(Code.CLOSED, f"control stream from {self.peer.name} was cut")
+            self._outbox.close()
+            self._receiver.stream_ended(self, code, message)
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, requests: AsyncIterator[ControlRequest]) -> None:
+        try:
+            async for request in requests:
+                for message in decode(request.batch):
+                    if self._over is None:
+                        self._receiver.on_message(self, message)
+            self._ended(Code.CLOSED, f"{self.peer.name} ended its control stream")
+        except WireError as error:
+            self.end(Code.PROTOCOL, str(error))
+        finally:
+            self._ended(Code.CLOSED, f"control stream from {self.peer.name} was cut")
+            self._outbox.close()
+
+    def _ended(self, code: Code, message: str) -> tuple[Code, str]:
+        """The reason of the end: the first one that was found."""
+        self._over = self._over or (code, message)
+        return self._over
+
+
+async def read_hello(requests: AsyncIterator[ControlRequest]) -> tuple[Hello, list[Message]]:
+    """The first message of a stream, and the other messages of its batch.
+
+    Raises:
+        WireError: the first message is not a Hello.
+    """
+    first = await anext(requests, None)
+    messages = [] if first is None else decode(first.batch)
+    if not messages or not isinstance(messages[0], Hello):
+        raise WireError("the first message of a control stream must be Hello")
+    return messages[0], messages[1:]

@@ -1,0 +1,97 @@
+"""The seam between models, runners and attention backends.
+
+A runner calls `Attention.plan` once a step, then the model calls `run` once per layer.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvrelay.engine.plan import StepPlan
+
+
+class HeadNorm(NamedTuple):
+    """RMS norm of each head's query and key, applied before the rotation."""
+
+    weight: Tensor
+    """[H + Hkv, D]: one row per query head, then one per key head."""
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The angles of a step's tokens, as `kernels.reference.rope` takes them; the same in every layer."""
+
+    cos: Tensor
+    """float32 [T, 1, D]."""
+    sin: Tensor
+    """float32 [T, 1, D], its first half negated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """Where the tokens of one step lie: R rows, T tokens. Tensors are on the pool's device, arrays on the host.
+
+    A padding row, which fills a batch up to the size of a captured graph, has the start -1 and one token.
+    """
+
+    positions: Tensor
+    """int64 [T] position of each token in its sequence."""
+    slots: Tensor
+    """int64 [T] where each token's KV goes: block * block_size + position in the block; -1 keeps no KV."""
+    block_tables: Tensor
+    """int32 [R, W] pool block of each logical block."""
+    contexts: Tensor
+    """int32 [R] tokens of each row's sequence, including this step's; 0 for a padding row."""
+    starts: NDArray[np.int64]
+    """[R] tokens of each row's sequence that were computed before."""
+    lengths: NDArray[np.int64]
+    """[R] tokens of each row in this step."""
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, block_size: int) -> "AttentionInputs":
+        """The inputs of a step on the CPU; shares no memory with the plan."""
+        positions, slots = token_places(plan, block_size)
+        return cls(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(plan.block_tables.copy()),
+            contexts=torch.from_numpy(plan.starts + plan.lengths),
+            starts=plan.starts.astype(np.int64),
+            lengths=plan.lengths.astype(np.int64),
+        )
+
+
+def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """int64 [T] position and int64 [T] slot of each token, as in `AttentionInputs`."""
+    lengths = plan.lengths.astype(np.int64)
+    first = np.cumsum(lengths) - lengths
+    row_of = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(row_of)) + (plan.starts - first)[row_of]
+    blocks = plan.block_tables[row_of, positions // block_size].astype(np.int64)
+    return positions, blocks * block_size + positions % block_size
+
+
+class Attention(Protocol):
+    """Attention over paged KV."""
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """Prepares a step: which KV each of its tokens sees, in all layers."""
+        ...
+
+    def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """Norms and rotates queries and keys, writes keys and values into the pool, then attends.
+
+        It is one call so that a backend can fuse the work that comes before attention.
+
+        Args:
+            qkv: [T, H + 2 Hkv, D], the projection's output: all queries, then all keys, then all values. May be
+                overwritten.
+
+        Returns:
+            [T, H * D].
+        """
+        ...

@@ -1,0 +1,74 @@
+"""Attention on the CPU by the native kernels: reads the pages in place, computes in float32."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels.cpu.attention import ATTEND, WRITE, Buffer, PagedAttention, supports
+from kvrelay.kernels.cpu.program import Program, Team
+
+__all__ = ["NativeAttention", "supports"]
+
+
+class NativeAttention:
+    """Implements `Attention`; a `NativeDecoder` records its kernels into a program instead of calling `run`.
+
+    It never reads past a sequence's last token, so what other sequences left in a block does no harm.
+    """
+
+    def __init__(self, pool: KVPool, windows: Sequence[int], heads: int, team: Team) -> None:
+        """
+        Args:
+            windows: of each layer; see `Traits`.
+            heads: query heads.
+            team: the threads that run the kernels, here or in a program.
+
+        Raises:
+            ValueError: the kernels can't read the pool's order or type.
+        """
+        if pool.layout.order != "NHD":
+            raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on CPU takes NHD")
+        self._pool = pool
+        self._team = team
+        self._kernels = PagedAttention(team.library, pool.tensor, heads, windows, team.threads)
+        self._norms: dict[int, Tensor] = {}
+        self._rotation: Rotation | None = None
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        self._kernels.plan(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
+
+    def set_rotation(self, rotation: Rotation) -> None:
+        """Sets the angles of the step that was planned last."""
+        self._rotation = rotation
+        self._kernels.rotate(rotation.cos, rotation.sin)
+
+    def record(
+        self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
+    ) -> list[tuple[str, ctypes.Structure]]:
+        """The kernels of one layer and their arguments, which stay valid for every step.
+
+        Args:
+            qkv: address of float32 [T, (H + 2 Hkv) * D], overwritten; `qkv_stride` numbers from one row to the next.
+            out: address of float32 [T, H * D].
+        """
+        weight = None
+        if norm is not None:
+            weight = self._norms[layer] = norm.weight.float().contiguous()
+        eps = 0.0 if norm is None else norm.eps
+        args = self._kernels.args(layer, Buffer(qkv, qkv_stride), Buffer(out, out_stride), weight, eps)
+        return [(WRITE, args), (ATTEND, args)]
+
+    def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        if rotation is not self._rotation:
+            self.set_rotation(rotation)
+        tokens, heads, dim = qkv.shape
+        queries = (heads - 2 * self._pool.layout.kv_heads) * dim
+        source = qkv.float().contiguous()
+        out = torch.empty(tokens, queries)
+        steps = self.record(layer, source.data_ptr(), heads * dim, out.data_ptr(), queries, norm)
+        self._team.run(Program(self._team.library, *steps))
+        return out.to(qkv.dtype)

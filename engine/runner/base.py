@@ -1,0 +1,57 @@
+"""What the engine needs of a runner. No torch: the engine's loop is also tested without it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepOutput, StepPlan
+
+if TYPE_CHECKING:
+    from kvrelay.engine.kv.pool import KVPool
+
+
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """Waits until the step has ended. Called once per step, in the order of the launches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The handle of a step that `launch` computed to its end."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class Runner(Protocol):
+    """A model on a device: owns the weights, the KV pool and the attention backend. Not thread-safe."""
+
+    @property
+    def lag(self) -> int:
+        """Steps that may be in flight when another one is launched: 0 if `launch` computes the step, else 1."""
+        ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def pool(self) -> "KVPool": ...
+
+    def warm_up(self) -> None:
+        """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences."""
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Starts a step: computes the plan's tokens, writes their KV and samples where asked.
+
+        With a lag of 1 the step runs behind the one launched before it, whose tokens `plan.feeds` may refer to.
+        """
+        ...

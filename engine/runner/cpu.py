@@ -1,0 +1,168 @@
+"""The runner on the CPU: `launch` computes the step to its end."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.attention.base import Attention, AttentionInputs
+from kvrelay.engine.attention.native import NativeAttention, supports
+from kvrelay.engine.attention.torch import TorchAttention
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.layout import KVDtype, KVLayout
+from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.models.config import ModelConfig, read_config
+from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.native import NativeDecoder, fits
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner.base import FinishedStep
+from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.kernels.cpu import ops
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.packed import packer
+from kvrelay.kernels.cpu.program import Team
+
+
+class Model(Protocol):
+    """`Decoder` and `NativeDecoder`; the former has the docstrings."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class CpuRunner:
+    """Implements `Runner`."""
+
+    lag = 0
+
+    def __init__(self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int) -> None:
+        """
+        Args:
+            threads: that torch uses in a step.
+        """
+        self.spec = spec
+        self.pool = pool
+        self.model = model
+        self.attention = attention
+        self._threads = threads
+        self._thread: int | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.pool.layout
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """See `Runner.launch`."""
+        self._set_threads()
+        rows = np.flatnonzero(plan.sample)
+        with torch.inference_mode():
+            hidden = self.forward(plan)
+            if not len(rows):
+                return FinishedStep(StepOutput((None,) * plan.num_rows))
+            last = np.cumsum(plan.lengths, dtype=np.int64)[rows] - 1
+            logits = self.model.logits(hidden[torch.from_numpy(last)])
+            ends = plan.starts + plan.lengths
+            draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
+            chosen, nonfinite = sample(logits, draws, self.model.largest)
+        tokens: list[int | None] = [None] * plan.num_rows
+        for row, token in zip(rows, chosen, strict=True):
+            tokens[row] = token
+        return FinishedStep(StepOutput(tuple(tokens), tuple([int(rows[index]) for index in nonfinite])))
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm."""
+        inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
+        self.attention.plan(inputs)
+        return self.model.forward(torch.from_numpy(plan.tokens.astype(np.int64)), inputs.positions, self.attention)
+
+    def warm_up(self) -> None:
+        """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
+        capacity = min(self.pool.num_tokens, self.spec.max_context)
+        for step, length in enumerate((1, 8, 64, 256)):
+            if length < capacity:
+                self.launch(self._warm_up_plan(2 * step, 0, length))
+                self.launch(self._warm_up_plan(2 * step + 1, length, 1))
+
+    def _warm_up_plan(self, step: int, start: int, length: int) -> StepPlan:
+        blocks = self.layout.blocks_for(start + length)
+        return StepPlan(
+            step=step,
+            handles=(0,),
+            tokens=np.zeros(length, np.int32),
+            starts=np.array([start], np.int32),
+            lengths=np.array([length], np.int32),
+            block_tables=np.arange(blocks, dtype=np.int32)[None],
+            sample=np.array([True]),
+            sampling=(SamplingParams(temperature=float(step % 2)),),
+            generated=np.zeros(1, np.int32),
+        )
+
+    def _set_threads(self) -> None:
+        """torch keeps its number of threads per calling thread, so every thread that runs steps must set it."""
+        if self._thread != threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._thread = threading.get_ident()
+
+
+def build_cpu_runner(folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None = None) -> CpuRunner:
+    """Loads the checkpoint in `folder` and allocates its KV pool.
+
+    Args:
+        dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
+        on_loaded: called with the loaded share of the weights, 0 to 1.
+
+    Raises:
+        ValueError: the checkpoint or an option can't be used; the text says which and why.
+    """
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
+    pool = allocate_pool(layout, options.kv_memory_bytes)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    model, attention = _load(checkpoint, config, pool, config.windows(spec.max_context), threads, on_loaded)
+    if isinstance(model, NativeDecoder):
+        # torch has little left to do here. Its threads spin for a while after each call, which would take the cores
+        # from the kernels' own threads.
+        threads = 1
+        torch.set_num_threads(threads)
+    return CpuRunner(spec, model, pool, attention, threads)
+
+
+@torch.inference_mode()
+def _load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    pool: KVPool,
+    windows: tuple[int, ...],
+    threads: int,
+    on_loaded: OnLoaded | None,
+) -> tuple[Model, Attention]:
+    """The model on the native kernels if they are available and support it, else on torch."""
+    dtype = pool.tensor.dtype
+    kernels = library() if supports(dtype) and fits(config) else None
+    if kernels is None:
+        weights = load_weights(checkpoint, config, dtype, ops.linear, on_loaded)
+        return Decoder(config, weights, ops), TorchAttention(pool, windows)
+    team = Team(kernels, threads)
+    weights = load_weights(checkpoint, config, dtype, packer(team), on_loaded)
+    attention = NativeAttention(pool, windows, config.heads, team)
+    return NativeDecoder(config, weights, attention, team), attention
+
+
+def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:
+    if dtype != "auto":
+        return dtype
+    return "float32" if config.dtype == "float16" else config.dtype

@@ -1,0 +1,215 @@
+"""The runner on a GPU: a launched step runs by itself, behind the one launched before it.
+
+    host      plan N+1 -> inputs N+1 -> launch N+1 -> wait for N -> commit N -> plan N+2 ...
+    device    ... step N ............................ | step N+1 .....................
+                             sampled[row] of N stays there and feeds the rows of N+1 that ask for it
+
+A step samples its tokens on the device into `sampled`, by row, and the next step reads from there what it computes of
+them. Only a copy goes to the host, and the host waits for it after it has launched the next step. Steps that consist of
+decode rows are captured graphs (`graphs.py`); steps with a chunk of a prompt are launched kernel by kernel.
+
+On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvrelay.engine.attention.triton import TritonAttention
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.models.config import read_config
+from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
+from kvrelay.engine.runner.inputs import InputBuffers
+from kvrelay.kernels import gpu_ops
+from kvrelay.kernels.sample import UNSOUND, Choices, sample
+
+MAX_BANNED = 128
+"""Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
+
+
+class GpuStep:
+    """Implements `StepHandle`."""
+
+    def __init__(self, plan: StepPlan, tokens: Tensor, done: torch.cuda.Event | None) -> None:
+        self._plan = plan
+        self._tokens = tokens
+        self._done = done
+
+    def result(self) -> StepOutput:
+        if self._done is not None:
+            self._done.synchronize()
+        plan = self._plan
+        tokens = self._tokens[: plan.num_rows].tolist()
+        sampled = plan.sample.tolist()
+        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == UNSOUND]
+        return StepOutput(
+            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(nonfinite)
+        )
+
+
+class GpuRunner:
+    """Implements `Runner`."""
+
+    lag = 1
+
+    def __init__(
+        self, spec: ModelSpec, model: Decoder, pool: KVPool, options: EngineConfig, capture: Capture | None = None
+    ) -> None:
+        """
+        Args:
+            model: on the pool's device.
+            capture: makes graphs in `warm_up`; CUDA's own if None and the pool is on a GPU.
+        """
+        self.spec = spec
+        self.pool = pool
+        self.model = model
+        self.device = pool.tensor.device
+        self._cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if self._cuda else None
+        rows = min(options.max_sequences, options.max_batch_tokens)
+        width = min(self.layout.blocks_for(spec.max_context), pool.num_blocks)
+        size = self.layout.block_size
+        # A decode step has one token per row; a step with chunks may use the whole token budget.
+        self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
+        self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
+        windows = model.config.windows(spec.max_context)
+        self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
+        self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
+        self._sampled = torch.full((rows,), UNSOUND, dtype=torch.int64, device=self.device)
+        self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
+        self._capture = capture
+        self._sizes = batch_sizes(rows)
+        self._graphs: DecodeGraphs | None = None
+        if self._cuda:
+            # The buffers above, the weights and the pool were made on other streams than the runner's own.
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.pool.layout
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> GpuStep:
+        """See `Runner.launch`."""
+        with self._on_stream():
+            sampled = np.flatnonzero(plan.sample)
+            if plan.num_tokens == plan.num_rows == len(sampled):
+                self._launch_decode(plan, sampled)
+            else:
+                self._launch_mixed(plan, sampled)
+            self._host_tokens.reverse()
+            tokens = self._host_tokens[0]
+            tokens[: plan.num_rows].copy_(self._sampled[: plan.num_rows], non_blocking=True)
+            done = None
+            if self._stream is not None:
+                done = torch.cuda.Event()
+                done.record(self._stream)
+            return GpuStep(plan, tokens, done)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles the kernels and captures the graphs; writes nothing to the pool."""
+        capture = self._capture
+        if capture is None and self._stream is not None:
+            capture = cuda_capture(self._stream)
+        with self._on_stream():
+            self._prefill_once()
+            if capture is not None:
+                self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+        size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
+        self.attention.plan(self._decode.load(plan, sampled, size or 0))
+        if self._graphs is None or size is None:
+            self._decode_step(plan.num_rows)
+        else:
+            self._graphs.replay(size)
+
+    def _prepare_decode(self, rows: int) -> Callable[[], None]:
+        """Plans a decode step of padding rows only; returns what launches it."""
+        self.attention.plan(self._decode.view(np.full(rows, -1), np.ones(rows, np.int64)))
+        return partial(self._decode_step, rows)
+
+    def _decode_step(self, rows: int) -> None:
+        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
+        inputs = self._decode
+        logits = self.model.logits(self._forward(inputs, rows))
+        sample(logits, inputs.choices.first(rows), self._scratch[:rows], self._sampled[:rows])
+
+    def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+        inputs = self._mixed
+        self.attention.plan(inputs.load(plan, sampled))
+        hidden = self._forward(inputs, plan.num_tokens)
+        count = len(sampled)
+        if count:
+            last = torch.from_numpy((np.cumsum(plan.lengths) - 1)[sampled].astype(np.int64))
+            which = torch.from_numpy(sampled.astype(np.int64))
+            if self._cuda:
+                last, which = last.pin_memory(), which.pin_memory()
+            last, which = (index.to(self.device, non_blocking=True) for index in (last, which))
+            chosen = torch.empty(count, dtype=torch.int64, device=self.device)
+            logits = self.model.logits(hidden.index_select(0, last))
+            sample(logits, inputs.choices.first(count), self._scratch[:count], chosen)
+            self._sampled.index_copy_(0, which, chosen)
+
+    def _forward(self, inputs: InputBuffers, tokens: int) -> Tensor:
+        """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
+        feeds = inputs.feeds[:tokens]
+        # A row with invalid logits sampled no token. Its sequence has failed, so any token will do.
+        fed = self._sampled.index_select(0, feeds.clamp(min=0)).clamp_(min=0)
+        known = torch.where(feeds < 0, inputs.tokens[:tokens], fed)
+        return self.model.forward(known, inputs.positions[:tokens], self.attention)
+
+    def _prefill_once(self) -> None:
+        """Runs a step of the largest size, of tokens whose KV isn't kept."""
+        inputs = self._mixed
+        tokens = min(len(inputs.tokens), self.spec.max_context, self.pool.num_tokens)
+        inputs.contexts[0] = tokens
+        self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens])))
+        hidden = self._forward(inputs, tokens)
+        choices = Choices.empty(1, MAX_BANNED, self.device)
+        sample(self.model.logits(hidden[-1:]), choices, self._scratch[:1], self._sampled[:1])
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def build_gpu_runner(
+    folder: Path,
+    dtype: Dtype,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
+    device: torch.device | str = "cuda",
+) -> GpuRunner:
+    """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
+
+    Args:
+        dtype: of weights and KV; auto takes the checkpoint's.
+        on_loaded: called with the loaded share of the weights, 0 to 1.
+
+    Raises:
+        ValueError: the checkpoint or an option can't be used; the text says which and why.
+    """
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder)
+    layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
+    pool = allocate_pool(layout, options.kv_memory_bytes, device)
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, config, pool.tensor.dtype, gpu_ops.linear, on_loaded, device)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
+    return GpuRunner(spec, Decoder(config, weights, gpu_ops), pool, options)

@@ -1,0 +1,159 @@
+"""A step's inputs on the device, at fixed addresses, and the host memory that they are copied from.
+
+Copies are asynchronous: a plan is written into one of two sets of pinned memory, and its copy to the device is queued
+behind the step before it. A set is written again when the step after the next is planned. Its copy is done by then,
+because it was queued before a step that has ended.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvrelay.engine.attention.base import AttentionInputs, token_places
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.noise import SEED_MASK, noise_keys
+from kvrelay.kernels.sample import Choices
+
+TOKEN_FIELDS = 4
+ROW_FIELDS = 7
+SMALL = 1024
+"""Up to this many tokens, one copy of the whole buffer costs less than a copy of each field's used part."""
+
+
+class HostInputs:
+    """One set of host memory, and numpy arrays over it; fields as in `InputBuffers`."""
+
+    def __init__(self, rows: int, tokens: int, width: int, pinned: bool) -> None:
+        self.longs = torch.zeros(TOKEN_FIELDS, tokens, dtype=torch.int64, pin_memory=pinned)
+        self.words = torch.zeros(ROW_FIELDS * rows, dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.zeros(rows * width, dtype=torch.int32, pin_memory=pinned)
+        self.tokens, self.positions, self.slots, self.feeds = self.longs.numpy()
+        words = self.words.numpy()
+        self.contexts, self.top_k = words[: 2 * rows].reshape(2, rows)
+        self.temperature, self.top_p, self.min_p = words[2 * rows : 5 * rows].view(np.float32).reshape(3, rows)
+        self.keys = words[5 * rows :].reshape(rows, 2)
+
+
+class InputBuffers:
+    """Buffers on the device for the inputs of steps of at most R rows and T tokens.
+
+    Attributes:
+        tokens, positions, slots: int64 [T]; 0, 0 and -1 for a padding token.
+        feeds: int64 [T] row of the step before whose sampled token this token is; -1 if `tokens` has it.
+        contexts: int32 [R] tokens of each row's sequence, including this step's; 0 for a padding row.
+        tables: int32 [R, W].
+        choices: [R].
+    """
+
+    def __init__(self, rows: int, tokens: int, width: int, block_size: int, banned: int, device: torch.device) -> None:
+        """
+        Args:
+            width: blocks of the longest sequence.
+            banned: token ids that may be forbidden to one row at most.
+        """
+        self._block_size = block_size
+        pinned = device.type == "cuda"
+        self._sets = [HostInputs(rows, tokens, width, pinned) for _ in range(2)]
+        self._banned = [torch.zeros(rows, banned, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._longs = torch.zeros(TOKEN_FIELDS, tokens, dtype=torch.int64, device=device)
+        self._words = torch.zeros(ROW_FIELDS * rows, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.slots, self.feeds = self._longs
+        self.slots.fill_(-1)
+        self.feeds.fill_(-1)
+        self.contexts, top_k = self._words[: 2 * rows].view(2, rows)
+        temperature, top_p, min_p = self._words[2 * rows : 5 * rows].view(torch.float32).view(3, rows)
+        keys = self._words[5 * rows :].view(rows, 2)
+        ban = torch.full((rows, banned), -1, dtype=torch.int32, device=device)
+        self.choices = Choices(temperature, top_k, top_p, min_p, keys, ban)
+        self._bans = False
+        self._sampling: tuple[SamplingParams, ...] = ()
+        self._columns: tuple[NDArray[np.generic], ...] = ()
+
+    def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int = 0) -> AttentionInputs:
+        """Queues the copy of a plan to the device.
+
+        Args:
+            sampled: [S] the plan's rows that sample, in the order of `choices`.
+            pad_rows: rows to fill a batch of decode rows up to, each with one token; 0 fills none.
+        """
+        host = self._sets[0]
+        self._sets.reverse()
+        rows, tokens = plan.num_rows, plan.num_tokens
+        padding = max(0, pad_rows - rows)
+        end_rows, end_tokens = rows + padding, tokens + padding
+        host.tokens[:tokens] = plan.tokens
+        host.positions[:tokens], host.slots[:tokens] = token_places(plan, self._block_size)
+        host.feeds[:tokens] = -1 if plan.feeds is None else np.repeat(plan.feeds, plan.lengths)
+        host.tokens[tokens:end_tokens] = host.positions[tokens:end_tokens] = 0
+        host.slots[tokens:end_tokens] = host.feeds[tokens:end_tokens] = -1
+        host.contexts[:rows] = plan.starts + plan.lengths
+        host.contexts[rows:end_rows] = 0
+        self._write_choices(host, plan, sampled)
+        width = plan.block_tables.shape[1]
+        host.tables[: rows * width].numpy()[:] = plan.block_tables.reshape(-1)
+        if self._longs.shape[1] <= SMALL:
+            self._longs.copy_(host.longs, non_blocking=True)
+        else:
+            for device, memory in zip(self._longs, host.longs, strict=True):
+                device[:end_tokens].copy_(memory[:end_tokens], non_blocking=True)
+        self._words.copy_(host.words, non_blocking=True)
+        self.tables[:rows, :width].copy_(host.tables[: rows * width].view(rows, width), non_blocking=True)
+        self._load_bans(plan, sampled)
+        starts = np.pad(plan.starts.astype(np.int64), (0, padding), constant_values=-1)
+        return self.view(starts, np.pad(plan.lengths.astype(np.int64), (0, padding), constant_values=1))
+
+    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> AttentionInputs:
+        """The part of the buffers that a step of rows [R] with these starts and lengths uses."""
+        rows, tokens = len(lengths), int(lengths.sum())
+        return AttentionInputs(
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            block_tables=self.tables[:rows],
+            contexts=self.contexts[:rows],
+            starts=starts,
+            lengths=lengths,
+        )
+
+    def _write_choices(self, host: HostInputs, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+        count = len(sampled)
+        sampling = plan.sampling if count == plan.num_rows else tuple([plan.sampling[row] for row in sampled])
+        if sampling != self._sampling:
+            self._sampling, self._columns = sampling, _columns(sampling)
+        temperature, top_k, top_p, min_p, seeds = self._columns
+        host.temperature[:count], host.top_k[:count] = temperature, top_k
+        host.top_p[:count], host.min_p[:count] = top_p, min_p
+        host.temperature[count:] = 0.0
+        if temperature.any():
+            ends = (plan.starts + plan.lengths)[sampled]
+            host.keys[:count] = noise_keys(seeds, ends)
+
+    def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+        """Rows that have fewer than their min_tokens must not stop."""
+        short = [
+            (index, plan.sampling[row].stop_token_ids)
+            for index, row in enumerate(sampled.tolist())
+            if plan.generated[row] < plan.sampling[row].min_tokens
+        ]
+        if not short and not self._bans:
+            return
+        self._banned.reverse()
+        memory = self._banned[0].fill_(-1)
+        for index, tokens in short:
+            memory[index, : len(tokens)] = torch.tensor(sorted(tokens), dtype=torch.int32)
+        self.choices.banned.copy_(memory, non_blocking=True)
+        self._bans = bool(short)
+
+
+def _columns(sampling: Sequence[SamplingParams]) -> tuple[NDArray[np.generic], ...]:
+    """temperature, top_k, top_p, min_p and seed of each row."""
+    return (
+        np.array([params.temperature for params in sampling], np.float32),
+        np.array([params.top_k for params in sampling], np.int32),
+        np.array([params.top_p for params in sampling], np.float32),
+        np.array([params.min_p for params in sampling], np.float32),
+        np.array([params.seed & SEED_MASK for params in sampling], np.uint64),
+    )

@@ -1,0 +1,124 @@
+"""The client side of `HandoffService`: the hand-offs of one prefill worker, with real streams, links and clock."""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import grpc
+
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
+from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
+from kvrelay.rpc.options import channel_options
+from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
+from kvrelay.transfer.messages import Code, Message, decode
+from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
+from kvrelay.transfer.packing import WireError
+from kvrelay.transfer.peers import Peer
+
+logger = logging.getLogger(__name__)
+
+Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
+
+
+class HandoffClient:
+    """Runs the `KVSender` of one prefill worker on the running event loop, until `close`."""
+
+    def __init__(self, setup: HandoffSetup, host: SenderHost) -> None:
+        self._loop = EndpointLoop(setup)
+        self._streams: set[OutgoingStream] = set()
+        self.sender = KVSender(self._loop.context, setup.frames, host, self._connect)
+        self._loop.start(self.sender)
+
+    def _connect(self, peer: Peer, sender: KVSender) -> "OutgoingStream":
+        stream = OutgoingStream(peer, sender)
+        self._streams = {old for old in self._streams if not old.done} | {stream}
+        return stream
+
+    async def close(self) -> None:
+        """Ends all hand-offs, streams and links."""
+        self.sender.end_pairs()
+        for stream in self._streams:
+            await stream.closed()
+        await self._loop.stop()
+
+
+class OutgoingStream:
+    """The stream, for as long as it lives; the sender opens another one after it.
+
+    The sender gets each message (`on_message`) and, once, the reason of the end (`stream_ended`), on the event loop.
+    """
+
+    def __init__(self, peer: Peer, sender: KVSender) -> None:
+        self.peer = peer
+        self._sender = sender
+        self._outbox = Outbox()
+        self._over: tuple[Code, str] | None = None
+        self._task = asyncio.create_task(self._run(), name=f"hand-offs to {peer.name}")
+        # A callback, because the body of a task that is cancelled at once never runs.
+        self._task.add_done_callback(self._finish)
+
+    def put(self, *messages: Message) -> None:
+        """See `ControlStream.put`."""
+        self._outbox.put(*messages)
+
+    def end(self, code: Code, message: str) -> None:
+        """See `ControlStream.end`."""
+        if self._over is None:
+            self._over = code, message
+            self._outbox.close()
+            self._task.cancel()
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has ended."""
+        return self._task.done()
+
+    async def closed(self) -> None:
+        """Returns when the stream has ended and the sender knows it."""
+        await asyncio.wait([self._task])
+
+    def _finish(self, task: asyncio.Task[tuple[Code, str]]) -> None:
+        self._outbox.close()
+        self._over = self._over or (
+            (Code.CLOSED, f"the control stream to {self.peer.name} ended") if task.cancelled() else task.result()
+        )
+        self._sender.stream_ended(self, *self._over)
+
+    async def _run(self) -> tuple[Code, str]:
+        """Runs the stream; the reason of its end, unless `end` gave one."""
+        stream = f"control stream to {self.peer.name}"
+        try:
+            async with grpc.aio.insecure_channel(self.peer.address, options=channel_options()) as channel:
+                await self._converse(HandoffServiceStub(channel).Control())
+        except grpc.aio.AioRpcError as error:
+            return Code.CLOSED, f"{stream}: {error.code().name}: {error.details()}"
+        except WireError as error:
+            return Code.PROTOCOL, f"{stream}: {error}"
+        except Exception as error:
+            logger.exception("a control stream failed", extra={"peer": self.peer.name})
+            return Code.INTERNAL, f"{stream}: {type(error).__name__}"
+        return Code.CLOSED, f"{stream} was ended by {self.peer.name}"
+
+    async def _converse(self, call: Call) -> None:
+        writer = asyncio.create_task(self._write(call), name=f"hand-offs to {self.peer.name}: writer")
+        try:
+            async for response in call:
+                for message in decode(response.batch):
+                    self._sender.on_message(self, message)
+        finally:
+            writer.cancel()
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await writer
+
+    async def _write(self, call: Call) -> None:
+        try:
+            async for batch in self._outbox.batches():
+                await asyncio.wait_for(call.write(ControlRequest(batch=batch)), WRITE_TIMEOUT_SECONDS)
+        except WireError:
+            logger.exception("this worker made a message that can't be written", extra={"peer": self.peer.name})
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reading side of the same call reports it
+        finally:
+            call.cancel()

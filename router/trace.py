@@ -1,0 +1,120 @@
+"""The figures of one request, for the client's last message, the metrics and the log."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, TransferReport
+from kvrelay.v1.inference_pb2 import Timeline
+
+Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
+
+    outcome: Outcome
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    retries: int = 0
+    ttft_seconds: float | None = None
+    """Request received to first token sent."""
+    tpot_seconds: float | None = None
+    """Average time between two tokens, the first one excluded."""
+    total_seconds: float = 0.0
+    router_queue_seconds: float = 0.0
+    """Time spent waiting for capacity on a decode worker."""
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    transfer_seconds: float | None = None
+    handoff_seconds: float | None = None
+    transfer_bytes: int = 0
+    decode_queue_seconds: float | None = None
+
+
+Observer = Callable[[RequestRecord], None]
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
+
+    received: float
+    wire_id: str = ""
+    """The request's name in logs and towards the workers; the client's name until the request is checked."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    router_queue_seconds: float = 0.0
+    submitted: float | None = None
+    first_sent: float | None = None
+    last_sent: float | None = None
+    attempts: int = 0
+    prefill_worker: str = ""
+    """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
+    decode_worker: str = ""
+    prefill: PrefillReport | None = None
+    """Of the attempt that gave the request's first token."""
+    transfer: TransferReport | None = None
+    """The latest, as `decode`."""
+    transfer_bytes: int = 0
+    """Of all attempts."""
+    decode: DecodeReport | None = None
+
+    @property
+    def retries(self) -> int:
+        return max(0, self.attempts - 1)
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.prefill is None else min(self.prefill.cached_tokens, self.prompt_tokens)
+
+    def sent(self, now: float) -> None:
+        """Notes that tokens were sent to the client."""
+        if self.first_sent is None:
+            self.first_sent = now
+        self.last_sent = now
+
+    def timeline(self, now: float) -> Timeline:
+        """The figures for the client; 0 for a stage that the request did not reach."""
+        first = now if self.first_sent is None else self.first_sent
+        prefill, decode = self.prefill or PrefillReport(), self.decode or DecodeReport()
+        transfer = self.transfer or TransferReport()
+        return Timeline(
+            route_seconds=(now if self.submitted is None else self.submitted) - self.received,
+            queue_seconds=prefill.queue_seconds,
+            prefill_seconds=prefill.prefill_seconds,
+            transfer_seconds=transfer.transfer_seconds,
+            handoff_seconds=transfer.handoff_seconds,
+            first_token_seconds=first - self.received,
+            decode_queue_seconds=decode.queue_seconds,
+            decode_seconds=(first if self.last_sent is None else self.last_sent) - first,
+            total_seconds=now - self.received,
+            transfer_bytes=self.transfer_bytes,
+            retries=self.retries,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+        )
+
+    def record(self, outcome: Outcome, now: float) -> RequestRecord:
+        """The figures for the metrics and the log."""
+        timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
+        tpot = timeline.decode_seconds / (self.completion_tokens - 1) if self.completion_tokens > 1 else None
+        return RequestRecord(
+            outcome=outcome,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            retries=self.retries,
+            ttft_seconds=None if self.first_sent is None else timeline.first_token_seconds,
+            tpot_seconds=None if self.first_sent is None else tpot,
+            total_seconds=timeline.total_seconds,
+            router_queue_seconds=self.router_queue_seconds,
+            queue_seconds=None if prefill is None else prefill.queue_seconds,
+            prefill_seconds=None if prefill is None else prefill.prefill_seconds,
+            transfer_seconds=None if transfer is None else transfer.transfer_seconds,
+            handoff_seconds=None if transfer is None else transfer.handoff_seconds,
+            transfer_bytes=self.transfer_bytes,
+            decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
+        )

@@ -1,0 +1,238 @@
+"""Damages frames in a worker of the hash model, as rules in the variable FRAME_DAMAGE say.
+
+    FRAME_DAMAGE="sent,index=0,request=one,attempt=1,times=1:corrupt(3);sent,share=0.01,seed=7:skip"
+
+place     side       action        effect
+--------- ---------- ------------- ---------------------------------------------------------------------
+sent      sender     corrupt(n)    flips one bit in n bytes, after they were hashed; 1 by default
+sent      sender     truncate(n)   the last n bytes are not those that were hashed; 1 by default
+sent      sender     duplicate     the frame is announced and sent twice
+sent      sender     lose          the frame is announced, and never sent
+sent      sender     skip          the frame is neither announced nor sent
+sent      sender     kill          the frame is announced, and SIGKILL ends this process before it is sent
+arrived   receiver   corrupt(n)    flips one bit in n of the received bytes, before they are verified
+
+Conditions: `request` (the client's request id), `attempt`, `index` (of the frame), `share` (a probability, drawn by
+`seed`), `times` (at most so often). The first rule that applies acts.
+"""
+
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.events import Frame
+from kvrelay.transfer.frames import PoolFrames
+from kvrelay.transfer.messages import Key, Push
+from kvrelay.worker.handoff import HandoffRole
+
+VARIABLE = "FRAME_DAMAGE"
+PLACES = ("sent,", "arrived,")
+_RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
+
+
+@dataclass
+class Rule:
+    place: str
+    conditions: dict[str, str]
+    action: str
+    amount: int
+    times: int
+    share: float
+    chance: random.Random
+
+    def applies(self, place: str, key: Key, index: int) -> bool:
+        values = {"request": key[0].partition("/")[0], "attempt": str(key[1]), "index": str(index)}
+        if (
+            place != self.place
+            or self.times <= 0
+            or any(values[name] != want for name, want in self.conditions.items())
+        ):
+            return False
+        if self.share < 1 and self.chance.random() >= self.share:
+            return False
+        self.times -= 1
+        return True
+
+
+def parse(text: str) -> list[Rule]:
+    rules = []
+    for part in filter(None, text.split(";")):
+        match = _RULE.fullmatch(part)
+        assert match is not None, f"{VARIABLE}: {part!r}"
+        conditions = dict(pair.split("=", 1) for pair in match[2].split(",")[1:])
+        times, share = int(conditions.pop("times", "1000000")), float(conditions.pop("share", "1"))
+        chance = random.Random(f"{conditions.pop('seed', '0')} {part}")
+        rules.append(Rule(match[1], conditions, match[3], int(match[4] or 1), times, share, chance))
+    return rules
+
+
+class DamagedFrames(PoolFrames):
+    """The jobs of a worker, some of which go through a `DamagedLink`."""
+
+    def __init__(self, inner: PoolFrames) -> None:
+        vars(self).update(vars(inner))
+        self._rules = parse(os.environ[VARIABLE])
+
+    def _rule(self, place: str, key: Key, frame: Frame) -> Rule | None:
+        return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
+
+    def send(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        rule = self._rule("sent", key, frame)
+        if rule is None:
+            return super().send(key, frame, *rest)
+        claim, table, peer, announce, on_read = rest
+        twice = rule.action == "duplicate"
+
+        def announce_twice(push: Push) -> None:
+            announce(push)
+            announce(push)
+
+        job = super().send(key, frame, claim, table, peer, announce_twice if twice else announce, on_read)
+        return DamagedJob(job, rule, frame.nbytes)
+
+    def receive(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        rule = self._rule("arrived", key, frame)
+        job = super().receive(key, frame, *rest)
+        return job if rule is None else DamagedJob(job, rule, frame.nbytes)
+
+
+def damaged(role: type[HandoffRole]) -> type[HandoffRole]:
+    """A subclass of `role` whose frames are damaged."""
+
+    class Damaged(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+        def make_setup(self) -> HandoffSetup:
+            setup = super().make_setup()
+            return replace(setup, frames=DamagedFrames(setup.frames))
+
+    return Damaged
+
+
+class DamagedJob:
+    """A job whose link damages its frame."""
+
+    def __init__(self, job: Any, rule: Rule, nbytes: int) -> None:
+        self.key = job.key
+        self._job = job
+        self._rule = rule
+        self._nbytes = nbytes
+
+    def begin(self, link: Any, buffer: Tensor) -> Any:
+        if self._rule.action == "skip":
+            self._job.fail("left out by a rule")
+            return None
+        return self._job.begin(DamagedLink(link, self._rule, self._nbytes), buffer)
+
+    def done(self, buffer: Tensor) -> None:
+        self._job.done(buffer)
+
+    def fail(self, message: str) -> None:
+        self._job.fail(message)
+
+
+class DamagedLink:
+    """A link for one frame."""
+
+    def __init__(self, link: Any, rule: Rule, nbytes: int) -> None:
+        self._link = link
+        self._rule = rule
+        self._nbytes = nbytes
+        self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
+
+    def send(self, data: Tensor) -> Any:
+        if self._rule.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._rule.action == "lose":
+            return Nothing()
+        spoil(self._rule, lambda at: flip(data.numpy(), at), self._nbytes)
+        sends = [self._link.send(data) for _ in range(2 if self._rule.action == "duplicate" else 1)]
+        return sends[0] if len(sends) == 1 else Both(sends)
+
+    def recv(self, into: Tensor) -> Any:
+        pending = self._link.recv(into)
+
+        def arrived() -> None:
+            spoil(self._rule, lambda at: flip(into.numpy(), at), self._nbytes)
+
+        return Then(pending, arrived)
+
+
+class DamagedStream:
+    """The stream of such a link. Runs come in order, so a position in the frame is a position in a run."""
+
+    def __init__(self, stream: Any, rule: Rule, nbytes: int) -> None:
+        self._stream = stream
+        self._rule = rule
+        self._nbytes = nbytes
+        self._at = 0
+        self._sent = bytearray()
+
+    def write(self, runs: Sequence[memoryview], deadline: float) -> None:
+        if self._rule.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        data = bytearray(b"".join(runs))
+        self._spoil(data, len(data))
+        self._sent += data
+        if self._rule.action != "lose":
+            self._stream.write([memoryview(data)], deadline)
+        if self._rule.action == "duplicate" and len(self._sent) > self._nbytes:  # the checksum comes last
+            self._stream.write([memoryview(self._sent)], deadline)
+
+    def read(self, runs: Sequence[memoryview], deadline: float) -> None:
+        self._stream.read(runs, deadline)
+        for run in runs:
+            self._spoil(run, len(run))
+
+    def _spoil(self, data: Any, length: int) -> None:
+        start, self._at = self._at, self._at + length
+
+        def flip_here(at: int) -> None:
+            if start <= at < start + length:
+                flip(data, at - start)
+
+        spoil(self._rule, flip_here, self._nbytes)
+
+
+def spoil(rule: Rule, flip_at: Callable[[int], None], nbytes: int) -> None:
+    """Calls `flip_at` for every position of the frame that the rule damages."""
+    amount = min(rule.amount, nbytes)
+    if rule.action == "corrupt":
+        for number in range(amount):
+            flip_at(nbytes * number // amount)
+    elif rule.action == "truncate":
+        for position in range(nbytes - amount, nbytes):
+            flip_at(position)
+
+
+def flip(data: Any, at: int) -> None:
+    data[at] ^= 1 << (at % 8)
+
+
+class Nothing:
+    def wait(self, timeout: float) -> None:
+        """Nothing is transferred."""
+
+
+@dataclass
+class Both:
+    parts: list[Any]
+
+    def wait(self, timeout: float) -> None:
+        for part in self.parts:
+            part.wait(timeout)
+
+
+@dataclass
+class Then:
+    pending: Any
+    call: Callable[[], None]
+
+    def wait(self, timeout: float) -> None:
+        self.pending.wait(timeout)
+        self.call()

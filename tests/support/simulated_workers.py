@@ -1,0 +1,264 @@
+"""The processes of a simulated hand-off: the real coordinators, with simulated engines, clocks, streams and links."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.prefill_worker.kv_sender import KVSender
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.endpoint import Endpoint, EndpointContext, TransferStats
+from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.messages import Code, Key
+from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
+from support.simulated_blocks import BLOCK, Blocks, Hold, Violation
+from support.simulated_links import SimulatedFrames, SimulatedLinks, Stream
+
+FIRST_TOKEN = 77
+LAYOUT = KVLayout(layers=1, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
+TICK_LATE = 0.1
+"""How late a process may look at its deadlines."""
+
+
+def config_of(frame_blocks: int, max_links: int) -> TransferConfig:
+    return TransferConfig(
+        frame_bytes=frame_blocks * LAYOUT.block_bytes,
+        lease_seconds=2.0,
+        grant_timeout_seconds=4.0,
+        prefill_timeout_seconds=8.0,
+        transfer_timeout_seconds=4.0,
+        frame_timeout_seconds=0.5,
+        max_links=max_links,
+    )
+
+
+class Process:
+    """One incarnation of a worker; it is the `Runtime` and the host of its endpoint."""
+
+    endpoint: Endpoint[Any]
+
+    def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
+        self.world = world
+        self.number = incarnation
+        self.id = WorkerId(name, f"{name}#{incarnation}")
+        self.peer = Peer(self.id, f"{name}:1", ("simulated",))
+        self.blocks = Blocks(self.id.incarnation, blocks)
+        self.dead = self.engine_ended = False
+        self.frozen = self.skew = 0.0
+        self.begun: set[Key] = set()
+        self.cancelled: set[Key] = set()
+        self.reported: set[Key] = set()
+        self._posted = 0.0
+        self._ticking = False
+        self.links = SimulatedLinks(self, world.config.max_links)
+        self.peers = PeerTable()
+        self.context = EndpointContext(
+            LocalWorker(self.id, LAYOUT, "model"), self.peers, world.config, self, self.links
+        )
+
+    def __repr__(self) -> str:
+        return self.id.incarnation
+
+    # Runtime.
+
+    def now(self) -> float:
+        return float(self.world.now + self.skew)
+
+    def post(self, call: Callable[..., object], *arguments: object) -> None:
+        """In order, and perhaps late."""
+        world = self.world
+        late = 0.3 if world.random() < 0.05 else 0.0
+        at = self._posted = max(self._posted, world.now + late)
+        world.post_at(at, self, call, *arguments)
+
+    def watch(self) -> None:
+        """Ticks as long as there is anything to look at."""
+        if not self._ticking and self.endpoint.active:
+            self._ticking = True
+            self.world.post(self.endpoint.tick_seconds + self.world.random() * TICK_LATE, self, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self.endpoint.tick()
+        self.watch()
+
+    # The worker.
+
+    def members(self, peers: Iterable[Peer]) -> None:
+        """News of the membership."""
+        self.peers.update(peers)
+        self.endpoint.peers_changed()
+
+    def cancel(self, key: Key) -> None:
+        self.cancelled.add(key)
+        self.endpoint.cancel(key)
+
+    def report(self, key: Key, what: str) -> None:
+        if key in self.cancelled and what == "failed":
+            return
+        if key in self.reported or key in self.cancelled:
+            raise Violation("report", f"{self}: {key} is reported {what} after its end")
+        self.reported.add(key)
+        self.world.router.report(key, what)
+
+    def failed(self, key: Key, code: Code, message: str) -> None:
+        if code is Code.PROTOCOL and self.world.orderly:
+            raise Violation("protocol", f"{self}: {key} failed with {code.value}: {message}")
+        self.report(key, "failed")
+
+    def when_met(self, other: "Process", call: Callable[[], None], waited: float = 0.0) -> None:
+        """Calls at once, or once the news of the other worker has come, or after NEWS_SECONDS."""
+        if waited < NEWS_SECONDS and self.peers.is_news(other.id):
+            self.world.post(0.25, self, self.when_met, other, call, waited + 0.25)
+        else:
+            call()
+
+    def check_end(self) -> None:
+        """When all is quiet."""
+        if self.endpoint.active:
+            raise Violation("leak", f"{self}: {self.endpoint.active} attempts are left")
+        if silent := self.begun - self.reported - self.cancelled:
+            raise Violation("report", f"{self}: nothing was reported of {sorted(silent)}")
+        if not self.engine_ended:
+            self.blocks.check_all_free()
+
+
+class PrefillProcess(Process):
+    """A prefill worker: the real `KVSender`, and an engine that computes chunks at random."""
+
+    def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
+        super().__init__(world, name, incarnation, blocks)
+        self.endpoint = self.sender = KVSender(self.context, SimulatedFrames(), self, self._connect)
+
+    def begin(self, key: Key, right: "DecodeProcess", tokens: int) -> None:
+        """The prompt's first step starts as soon as it has blocks."""
+        self.when_met(right, lambda: self._start(key, right, tokens, 0))
+
+    def _start(self, key: Key, right: "DecodeProcess", tokens: int, tries: int) -> None:
+        world = self.world
+        if key in self.cancelled:
+            return
+        hold = None if self.engine_ended else self.blocks.take(key, -(-tokens // BLOCK))
+        if hold is not None:
+            self.begun.add(key)
+            self.sender.begin(key, right.id, range(tokens))
+            world.post(world.random() * 0.2, self, self._compute, key, hold, tokens, 0)
+        elif tries < 6:
+            world.post(0.3, self, self._start, key, right, tokens, tries + 1)
+        else:
+            self.report(key, "failed")
+
+    def _compute(self, key: Key, hold: Hold, tokens: int, done: int) -> None:
+        world, random = self.world, self.world.random
+        if self.engine_ended:
+            return
+        if key in self.cancelled | self.reported and random() < 0.7:
+            self.blocks.release(hold)
+            return
+        left = len(hold.blocks) - done
+        chunk = 1 + int(random() * left)
+        if chunk < left:
+            self._fill(key, hold, done, done + chunk)
+            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done : done + chunk]))
+            world.post(random() * 0.2, self, self._compute, key, hold, tokens, done + chunk)
+        else:
+            self._fill(key, hold, done, done + left)
+            self.sender.finished(key, FIRST_TOKEN, self.blocks.hold(key, hold.blocks))
+            self.blocks.release(hold)
+
+    def _fill(self, key: Key, hold: Hold, first: int, end: int) -> None:
+        for number in range(first, end):
+            self.blocks.content[hold.blocks[number]] = (key, number)
+
+    def _connect(self, peer: Peer, sender: KVSender) -> Any:
+        world = self.world
+        right = world.process(peer)
+        stream = Stream(world, self, right)
+        world.streams.append(stream)
+        stream.left.greet()
+        if right.dead:
+            world.post(0.05, self, stream.left.finish, Code.CLOSED, "connection refused")
+        else:
+            hello = self.context.local.hello(right.id, world.config)
+            world.post(0.02, right, right.when_met, self, lambda: right.accept(stream, hello))
+        return stream.left
+
+    # SenderHost.
+
+    def release(self, hold: Hold) -> None:
+        self.blocks.release(hold)
+
+    def exported(self, key: Key, stats: TransferStats) -> None:
+        if key not in self.world.commits:
+            raise Violation("commit", f"{key}: the sender believes in a commit that never happened")
+        self.report(key, "exported")
+
+    def export_failed(self, key: Key, code: Code, message: str) -> None:
+        self.failed(key, code, message)
+
+
+class DecodeProcess(Process):
+    """A decode worker: the real `KVReceiver`, and an engine that decodes for a moment."""
+
+    def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
+        super().__init__(world, name, incarnation, blocks)
+        self.endpoint = self.receiver = KVReceiver(self.context, SimulatedFrames(), self)
+
+    def expect(self, key: Key, left: PrefillProcess, tokens: int) -> None:
+        def expected() -> None:
+            if key not in self.cancelled:
+                self.begun.add(key)
+                self.receiver.expect(key, left.id, range(tokens))
+
+        self.when_met(left, expected)
+
+    def accept(self, stream: Stream, hello: Any) -> None:
+        """What `HandoffService` does with a stream that says hello."""
+        refusal = self.receiver.objection(hello)
+        if refusal is not None:
+            stream.right.end(*refusal)
+        elif not stream.right.over:
+            self.receiver.accept(stream.right, hello)
+            stream.right.greet()
+
+    # ReceiverHost.
+
+    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
+        self.world.post(self.world.random() * 0.05, self, self._answer, key, answer)
+
+    def _answer(self, key: Key, answer: Callable[[Any], None]) -> None:
+        world = self.world
+        if self.engine_ended:
+            answer(RuntimeError("the engine has ended"))
+            return
+        tokens = world.tokens[key[0]]
+        hold = self.blocks.take(key, -(-tokens // BLOCK))
+        if hold is not None:
+            cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
+            hold.have_tokens = cached * BLOCK
+            for number, block in enumerate(hold.blocks):
+                self.blocks.content[block] = (key, number) if number < cached else ("stale",)
+        answer(hold)
+
+    def release(self, reservation: Hold) -> None:
+        self.blocks.release(reservation)
+        self.world.post(0.0, self, self.receiver.blocks_freed)
+
+    def imported(self, key: Key, reservation: Hold, first_token: int, stats: TransferStats) -> None:
+        world = self.world
+        if key in world.commits:
+            raise Violation("commit", f"{key} is committed twice")
+        if first_token != FIRST_TOKEN:
+            raise Violation("commit", f"{key} is committed with token {first_token}")
+        world.commits.add(key)
+        self.blocks.check_tokens(reservation)
+        self.report(key, "imported")
+        world.post(world.random() * 1.5, self, self._decoded, reservation)
+
+    def _decoded(self, reservation: Hold) -> None:
+        self.blocks.check_tokens(reservation)
+        self.release(reservation)
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        self.failed(key, code, message)

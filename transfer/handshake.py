@@ -1,0 +1,57 @@
+"""How two workers introduce themselves on a control stream, and whether they can hand KV over."""
+
+from dataclasses import dataclass
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.messages import VERSION, Code, Hello
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """This worker, as it introduces itself to its peers."""
+
+    id: WorkerId
+    layout: KVLayout
+    fingerprint: str
+    """Of the model."""
+    gpu: bool = False
+    """Whether the KV pool is in GPU memory."""
+
+    def hello(self, peer: WorkerId, config: TransferConfig) -> Hello:
+        """The first message of this worker on a stream to `peer`."""
+        return Hello(
+            version=VERSION,
+            worker=self.id.name,
+            incarnation=self.id.incarnation,
+            peer_incarnation=peer.incarnation,
+            fingerprint=self.fingerprint,
+            layout=self.layout,
+            checksum=config.checksum,
+            gpu=self.gpu,
+            frame_bytes=config.frame_bytes,
+        )
+
+    def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
+        """Why this worker and the author of `hello` can't hand KV over, with the name of the field.
+
+        None if they can.
+        """
+        mine = self.id.incarnation
+        if hello.peer_incarnation != mine:
+            return Code.UNKNOWN_PEER, f"incarnation: {hello.peer_incarnation} was meant, this is {mine}"
+        differing = self.layout.mismatch(hello.layout)
+        if differing is not None:
+            return Code.INCOMPATIBLE, f"layout.{differing}"
+        if self.layout.dtype != hello.layout.dtype and not config.convert_dtype:
+            dtypes = f"{self.layout.dtype} here, {hello.layout.dtype} there"
+            return Code.INCOMPATIBLE, f"layout.dtype: {dtypes}; transfer.convert_dtype is off"
+        for name, here, there in (
+            ("version", VERSION, hello.version),
+            ("fingerprint", self.fingerprint, hello.fingerprint),
+            ("checksum", config.checksum, hello.checksum),
+        ):
+            if here != there:
+                return Code.INCOMPATIBLE, f"{name}: {here} here, {there} there"
+        return None

@@ -1,0 +1,67 @@
+"""The worker's end of the relay: one stream per router, one message per engine step."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvrelay.internal.v1.worker_pb2 import RelayRequest, RelayResponse
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer
+from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.requests import key_of
+from kvrelay.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+WRITE_TIMEOUT_SECONDS = 5.0
+
+
+class RelayService(WorkerServiceServicer):
+    """Serves `kvrelay.internal.v1.WorkerService` for one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Relay(
+        self,
+        request_iterator: AsyncIterator[RelayRequest],
+        context: "grpc.aio.ServicerContext[RelayRequest, RelayResponse]",
+    ) -> None:
+        worker = self._worker
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a relay must be hello")
+        if first.hello.worker_incarnation != worker.id.incarnation:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this is {worker.id}, not incarnation {first.hello.worker_incarnation!r}",
+            )
+        stream = RelayStream(first.hello.router, worker.load)
+        reader = asyncio.create_task(self._read(request_iterator, stream), name=f"relay {stream.router}")
+        try:
+            await context.write(RelayResponse(hello=worker.hello(), load=worker.load()))
+            worker.attach(stream)
+            async for message in stream.messages():
+                await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_SECONDS)
+        except (TimeoutError, grpc.RpcError, grpc.aio.BaseError) as error:
+            # A client that dies during a write shows as one of these, not as a cancellation.
+            logger.warning("router lost", extra={"router": stream.router, "reason": type(error).__name__})
+        finally:
+            reader.cancel()
+            worker.abandon(stream)
+            await asyncio.wait((reader,))
+            if not reader.cancelled() and (failure := reader.exception()) is not None:
+                logger.error("reading a relay failed", extra={"router": stream.router}, exc_info=failure)
+
+    async def _read(self, requests: AsyncIterator[RelayRequest], stream: RelayStream) -> None:
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        stream.submits_seen += 1
+                        self._worker.submit(request.submit, stream)
+                    case "cancel":
+                        self._worker.cancel(key_of(request.cancel))
+        finally:
+            stream.close()

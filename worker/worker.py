@@ -1,0 +1,384 @@
+"""One worker, from the moment its model is loaded: its requests, its engine, its load.
+
+A request lives here from its Submit until its last event is queued for its router, or until it is cancelled. Everything
+here runs on the event loop, except the methods in the section "Engine thread".
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import grpc
+
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import Request
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.scheduler import Reservation
+from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.internal.v1.supervisor_pb2 import Member
+from kvrelay.internal.v1.worker_pb2 import (
+    Blocks,
+    Failure,
+    Load,
+    Phase,
+    Promised,
+    RequestEvent,
+    Requests,
+    Submit,
+    WorkerHello,
+)
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
+from kvrelay.worker.events import event_of
+from kvrelay.worker.relay_stream import RelayStream
+from kvrelay.worker.requests import InvalidSubmit, key_of, model_info, request_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Key = tuple[str, int]
+
+CHECK_SECONDS = 10.0
+"""Between two integrity checks of the block pool; a check takes a moment if the pool is large."""
+
+
+class Role(Protocol):
+    """What a worker does with its requests besides computing them: co-located, prefill or decode.
+
+    Every method runs on the event loop, except `on_step`, which runs on the engine thread.
+    """
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """Of the requests that this role takes."""
+
+    @property
+    def transports(self) -> Sequence[str]:
+        """How the membership lists this worker's transports, best first."""
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        """Adds the role's own gRPC services to `server`, before it starts."""
+
+    def members_changed(self, members: Sequence[Member]) -> None:
+        """The supervisor's membership has changed."""
+
+    def submit(self, request: Request, submit: Submit) -> None:
+        """A request of one of `phases` has come."""
+
+    def cancel(self, key: Key) -> None:
+        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed."""
+
+    def promised(self) -> Promised:
+        """Requests of this role that will need blocks and have none yet."""
+
+    def on_step(self, progress: Sequence[Progress]) -> None:
+        """A step has ended, and its tokens are queued for the routers."""
+
+    async def stop(self) -> None:
+        """Ends what the role has in progress, before the engine ends."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request of this worker, from its Submit to its last event."""
+
+    request: Request
+    stream: RelayStream
+    expiry: asyncio.TimerHandle | None
+    """Ends the request if it has no token by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHooks:
+    """How a worker reaches the process around it. `failed` may be called on any thread."""
+
+    load_changed: Callable[[], None]
+    """Blocks were freed: send a heartbeat now."""
+    failed: Callable[[BaseException], None]
+    """The worker can't go on."""
+
+
+class Worker:
+    """Serves the requests of all routers. Roles use the methods of the section "For the role"."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: WorkerId,
+        engine: Engine,
+        runner: Runner,
+        role: Callable[["Worker"], Role],
+        hooks: WorkerHooks,
+    ) -> None:
+        """Starts the engine thread."""
+        self.config = config
+        self.id = identity
+        self.spec = runner.spec
+        self.pool = runner.pool
+        self.layout = runner.layout
+        self._loop = asyncio.get_running_loop()
+        self._engine = engine
+        self._hooks = hooks
+        self._live: dict[Key, LiveRequest] = {}
+        self._streams: set[RelayStream] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._checked = 0.0
+        self._load = self._read_load()
+        self._thread = EngineThread(engine, self._on_step, hooks.failed)
+        self.role = role(self)
+        self._thread.start()
+
+    async def drain(self, grace: float) -> None:
+        """Takes nothing new, gives live requests `grace` seconds to end, then fails them."""
+        self._draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        for key in list(self._live):
+            self.fail(key, Failure.CODE_RETRY, f"worker {self.id.name} is shutting down")
+        await self.role.stop()
+
+    async def stop(self) -> None:
+        """Ends the engine thread."""
+        if not await asyncio.to_thread(self._thread.stop, 5.0):
+            logger.error("the engine's step did not end within 5 s")
+
+    # For the role.
+
+    def request(self, key: Key) -> Request | None:
+        """The live request of this key."""
+        live = self._live.get(key)
+        return None if live is None else live.request
+
+    def compute(self, request: Request, *, handoff: bool = False) -> None:
+        """Gives the request to the engine; with `handoff` it leaves the engine after its first token."""
+
+        def add() -> None:
+            try:
+                self._engine.scheduler.add(request, handoff=handoff)
+            except ValueError as error:
+                self.post_to_loop(self.fail, request.key, Failure.CODE_INVALID, str(error))
+
+        self._thread.post(add)
+
+    def reserve(self, request: Request, answer: Callable[[Reservation | Exception | None], None]) -> None:
+        """Tries to reserve blocks for all tokens of `request`; `answer` is called once, later, on the event loop.
+
+        The answer is the reservation, None if no blocks are free, a ValueError if the engine can never serve the
+        request, or EngineEndedError.
+        """
+
+        def attempt() -> Reservation | None:
+            reservation = self._engine.scheduler.reserve(request)
+            # From this thread, so that loads arrive in the order in which they were read.
+            self.post_to_loop(self._set_load, self._read_load())
+            return reservation
+
+        async def ask() -> None:
+            try:
+                outcome: Reservation | Exception | None = await self._thread.call(attempt)
+            except (ValueError, EngineEndedError) as error:
+                outcome = error
+            answer(outcome)
+
+        task = asyncio.create_task(ask(), name=f"reserve {request.key}")
+        task.add_done_callback(self._on_task_done)
+
+    def resume(self, request: Request, first_token: int, reservation: Reservation, done: Callable[[], None]) -> None:
+        """Gives the engine a sequence whose prompt is computed in reserved blocks; `done` runs on the engine thread.
+
+        A first token outside the vocabulary, which only a defect of the peer can send, fails the request.
+        """
+
+        def add() -> None:
+            try:
+                if first_token >= self.spec.vocab_size:
+                    raise ValueError(f"first_token is {first_token}; allowed: 0 to {self.spec.vocab_size - 1}")
+                self._engine.scheduler.resume(request, first_token, reservation.hold)
+            except ValueError as error:
+                reservation.release()
+                self.post_to_loop(self.fail, request.key, Failure.CODE_INTERNAL, str(error))
+            else:
+                done()
+
+        self._thread.post(add)
+
+    def release(self, hold: Hold | Reservation) -> None:
+        """Releases blocks that the role has kept."""
+        self._thread.post(hold.release)
+        self._refresh_load()
+
+    def post_to_engine(self, command: Callable[[], object]) -> None:
+        """Runs `command` on the engine thread before its next step."""
+        self._thread.post(command)
+
+    def post_to_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        """Runs `call` on the event loop. Any thread."""
+        with suppress(RuntimeError):  # the loop has closed
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
+        """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
+        return self._engine.scheduler.share(sequence, first, end)
+
+    def on_sequence_start(self, call: Callable[[EngineSequence], None]) -> None:
+        """Has `call` run on the engine thread when a sequence gets its first blocks."""
+        self._engine.scheduler.on_start = call
+
+    def send(self, event: RequestEvent, *, last: bool = False) -> None:
+        """Sends an event of a live request to its router; with `last` the request is over here."""
+        key = key_of(event)
+        live = self._live.get(key)
+        if live is None:
+            return
+        live.stream.push(event)
+        if event.token_ids and live.expiry is not None:
+            live.expiry.cancel()
+            live.expiry = None
+        if last:
+            self._forget(key)
+
+    def fail(self, key: Key, code: Failure.Code, message: str) -> None:
+        """Returns a live request to its router, and frees what it has here."""
+        if key not in self._live:
+            return
+        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": message})
+        event = RequestEvent(request_id=key[0], attempt=key[1], failure=Failure(code=code, message=message))
+        self._release(key)
+        self.send(event, last=True)
+
+    # For the relay and the heartbeat.
+
+    def hello(self) -> WorkerHello:
+        """What a router is told first."""
+        return WorkerHello(name=self.id.name, incarnation=self.id.incarnation, model=model_info(self.spec))
+
+    def load(self) -> Load:
+        """The current load."""
+        self._load.promised.CopyFrom(self.role.promised())
+        return self._load
+
+    def attach(self, stream: RelayStream) -> None:
+        """A router has come; it gets the load whenever blocks are freed."""
+        self._streams.add(stream)
+
+    def submit(self, submit: Submit, stream: RelayStream) -> None:
+        """Takes a request, or refuses it on the stream that it came on."""
+        key = key_of(submit)
+        refusal = self._refusal(submit)
+        request: Request | None = None
+        if refusal is None:
+            try:
+                request = request_of(submit, self.spec)
+            except InvalidSubmit as error:
+                refusal = Failure(code=Failure.CODE_INVALID, message=str(error))
+        if request is None:
+            stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
+            return
+        expiry = None
+        if submit.timeout_seconds > 0:
+            expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
+        self._live[key] = LiveRequest(request, stream, expiry)
+        self._idle.clear()
+        self.role.submit(request, submit)
+
+    def cancel(self, key: Key) -> None:
+        """Ends a request without another event. Unknown keys are allowed."""
+        if key in self._live:
+            self._release(key)
+            self._forget(key)
+
+    def abandon(self, stream: RelayStream) -> None:
+        """The stream is over: cancels every request that was submitted on it."""
+        self._streams.discard(stream)
+        for key in [key for key, live in self._live.items() if live.stream is stream]:
+            self.cancel(key)
+
+    def _refusal(self, submit: Submit) -> Failure | None:
+        name, most = self.id.name, self.config.max_waiting
+        if key_of(submit) in self._live:
+            return Failure(code=Failure.CODE_INTERNAL, message=f"attempt {submit.attempt} was submitted twice")
+        if submit.phase not in self.role.phases:
+            return Failure(code=Failure.CODE_INTERNAL, message=f"a {self.config.role} worker takes no such phase")
+        if self._draining:
+            return Failure(code=Failure.CODE_RETRY, message=f"worker {name} is draining")
+        if len(self._live) >= most:
+            message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
+            return Failure(code=Failure.CODE_FULL, message=message)
+        return None
+
+    def _expire(self, key: Key) -> None:
+        self.fail(key, Failure.CODE_FULL, f"no token within the request's time on worker {self.id.name}")
+
+    def _release(self, key: Key) -> None:
+        """Frees what the request has in the engine and in the role."""
+        self.role.cancel(key)
+        self._thread.post(lambda: self._engine.scheduler.cancel(key))
+        self._refresh_load()
+
+    def _forget(self, key: Key) -> None:
+        live = self._live.pop(key)
+        if live.expiry is not None:
+            live.expiry.cancel()
+        if not self._live:
+            self._on_idle()
+
+    def _on_idle(self) -> None:
+        """Checks the block pool, at most every CHECK_SECONDS: a leak ends this process before it fills the pool."""
+        self._idle.set()
+        if self._loop.time() - self._checked >= CHECK_SECONDS:
+            self._checked = self._loop.time()
+            self._thread.post(self._engine.scheduler.check_integrity)
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        """A defect in a task must not pass unnoticed: its request would wait until its deadline."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._hooks.failed(error)
+
+    # Load.
+
+    def _refresh_load(self) -> None:
+        """Reads the load again, after the commands that were posted before, and sends it to the routers."""
+        self._thread.post(lambda: self.post_to_loop(partial(self._set_load, self._read_load(), tell=True)))
+
+    def _set_load(self, load: Load, *, tell: bool = False) -> None:
+        """Sends the load at once if blocks were freed: whoever waits for them should not wait for a heartbeat."""
+        freed = load.blocks.held < self._load.blocks.held
+        self._load = load
+        if freed:
+            self._hooks.load_changed()
+        if freed or tell:
+            for stream in self._streams:
+                stream.report()
+
+    def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
+        self._set_load(load)
+        for event in events:
+            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+
+    # Engine thread.
+
+    def _on_step(self, progress: Sequence[Progress]) -> None:
+        events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
+        # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
+        self.post_to_loop(self._deliver, events, self._read_load())
+        self.role.on_step(progress)
+
+    def _read_load(self) -> Load:
+        load = self._engine.scheduler.load()
+        return Load(
+            blocks=Blocks(
+                total=load.total, free=load.free, cached=load.cached, held=load.held, size=self.layout.block_size
+            ),
+            requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
+            pending_tokens=load.pending_tokens,
+            computed_tokens=self._engine.computed_tokens,
+        )
