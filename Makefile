@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# Many tests wait, so three processes keep two cores busy. A file's tests stay in one process and share its fixtures.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup lint format test test-slow demo serve proto docs clean
 
@@ -20,16 +22,17 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p kvrelay
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) --durations=15
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 demo: setup
 	$(BIN)/python benchmarks/demo.py

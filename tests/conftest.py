@@ -1,9 +1,41 @@
-"""Runs ahead of every import of Triton, whichever test comes first."""
+"""Runs before every import of Triton and torch; orders the test files for several processes."""
 
 import glob
 import os
+
+import pytest
 
 # Triton decides as a kernel's module is imported whether the kernel will be interpreted. Without a GPU all are, in this
 # process and its children; what needs the compiler asks `support.triton_compile`.
 if not glob.glob("/dev/nvidia[0-9]*"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# OpenMP's threads would spin for work on cores that other test processes need.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+LONGEST = (
+    "tests/transfer/test_transfer_simulation.py",
+    "tests/kernels/test_sample_kernel.py",
+    "tests/transfer/test_transfer_contract.py",
+    "tests/transfer/test_transfer_corruption.py",
+    "tests/kernels/test_flash_prefill.py",
+    "tests/faults/test_links.py",
+    "tests/faults/test_kills.py",
+    "tests/kernels/test_paged_decode.py",
+    "tests/cluster/test_cluster_ray.py",
+    "tests/faults/test_corruption.py",
+    "tests/faults/test_pair_cycles.py",
+    "tests/faults/test_released_blocks.py",
+    "tests/e2e/test_layouts.py",
+    "tests/faults/test_freezes.py",
+    "tests/test_gpu_benchmark.py",
+)
+"""Files that take longest, by the durations that `make test` prints: begun first, so that none is left for the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files for `--dist loadfile`."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))

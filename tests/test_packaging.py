@@ -1,105 +1,125 @@
-"""The house holds: the package map equals the tree, stubs equal their sources, arrows point down."""
+"""The package: what is built of the tree, stubs that equal their sources, import contracts that see every module."""
 
-import ast
 import filecmp
+import os
+import re
+import shutil
 import subprocess
 import sys
-import tomllib
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-OUTSIDE_THE_WHEEL = {"benchmarks", "build", "docs", "helm", "tests"}
+LINKS = ROOT / "src" / "kvrelay"
+NOT_PACKAGED = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "docs", "tests", "benchmarks", "helm")
+
+PREPARE = """
+import sys
+paths = [sys.argv.pop(1), *sys.argv.pop(1).split(":")]
+sys.path[:0] = paths
+"""
+IMPORT = """
+import kvrelay.client, kvrelay.cluster.cli, kvrelay.kernels.cpu.library, kvrelay.models, kvrelay.router.server
+import kvrelay.decode_worker.role, kvrelay.internal.v1.worker_pb2, kvrelay.prefill_worker.role
+files = [module.__file__ for name, module in sys.modules.items() if name.startswith("kvrelay.")]
+assert all(file is None or file.startswith(paths[0]) for file in files), files
+print(*kvrelay.models.names())
+"""
+LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
-def test_package_list_equals_the_tree() -> None:
-    tree = {
-        path.parent.relative_to(ROOT)
-        for path in ROOT.rglob("__init__.py")
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+def run_alone(code: str, kvrelay: Path, *arguments: str, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
+    """Runs `code` where the only kvrelay is that below `kvrelay`: -S leaves out the editable install's own path."""
+    others = [path for path in sys.path if not Path(path, "kvrelay").exists()]
+    command = [sys.executable, "-I", "-S", "-c", PREPARE + code, kvrelay, ":".join(others), *arguments]
+    return subprocess.run(command, cwd=cwd, timeout=120, capture_output=True, text=True)
+
+
+def files_below(folder: Path) -> set[str]:
+    """The files that the links in `folder` lead to."""
+    return {
+        str(Path(parent, name).relative_to(folder))
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if "__pycache__" not in parent
     }
-    expected = {path for path in tree if path.parts[0] not in OUTSIDE_THE_WHEEL}
-    listed = {Path(SETUPTOOLS["package-dir"][name]) for name in SETUPTOOLS["packages"]}
-    assert listed == expected
 
 
-def test_every_package_is_mapped_to_its_own_name() -> None:
-    for name in SETUPTOOLS["packages"]:
-        folder = Path(SETUPTOOLS["package-dir"][name])
-        below = folder.relative_to("proto/gen/kvrelay") if folder.parts[0] == "proto" else folder
-        assert name == ".".join(("kvrelay", *below.parts))
-        assert (ROOT / folder / "py.typed").exists()
+def build(tree: Path, kind: str, out: Path) -> Path:
+    """Builds the `kind` of distribution ("sdist" or "wheel") of `tree`, as pip does."""
+    code = f"import sys, setuptools.build_meta as backend; backend.build_{kind}(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, out], cwd=tree, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, links as links."""
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "tree", symlinks=True, ignore=NOT_PACKAGED))
+
+
+def test_sdist_and_wheel_hold_each_file_once_and_the_wheel_imports_alone(tree: Path, tmp_path: Path) -> None:
+    """The wheel is built from the sdist, so what is in the one can't come from beside the other."""
+    expected = {f"kvrelay/{name}" for name in files_below(LINKS)}
+    for needed in ("kernels/cpu/native/linear.cpp", "kernels/cpu/native/team.h", "v1/inference_pb2.pyi"):
+        assert f"kvrelay/{needed}" in expected
+    for init in expected:
+        if init.endswith("/__init__.py"):
+            assert init.replace("__init__.py", "py.typed") in expected
+    with tarfile.open(build(tree, "sdist", tmp_path)) as sdist:
+        members = [member for member in sdist.getmembers() if "/src/kvrelay/" in member.name and not member.isdir()]
+        assert all(member.isfile() for member in members), "links in an sdist lead nowhere"
+        packed = [member.name.partition("/src/")[2] for member in members]
+        sdist.extractall(tmp_path, filter="data")
+    assert sorted(packed) == sorted(expected)
+    with zipfile.ZipFile(build(next(tmp_path.glob("kvrelay-*/")), "wheel", tmp_path)) as wheel:
+        packed = [name for name in wheel.namelist() if name.startswith("kvrelay/") and not name.endswith("/")]
+        assert sorted(packed) == sorted(expected)
+        wheel.extractall(tmp_path / "target")
+    done = run_alone(IMPORT, tmp_path / "target")
+    assert done.returncode == 0, done.stderr
+    assert "pico" in done.stdout.split()
 
 
 def test_stubs_are_what_their_sources_generate(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "proto" / "generate.py", tmp_path], check=True, timeout=60)
-    fresh = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
-    committed_root = ROOT / "proto" / "gen"
-    committed = {
-        path.relative_to(committed_root)
-        for path in committed_root.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert fresh == committed
-    different = filecmp.cmpfiles(tmp_path, committed_root, [str(path) for path in fresh], shallow=False)[1:]
-    assert different == ([], []), "run `make proto`"
+    committed = ROOT / "proto" / "gen"
+    fresh = files_below(tmp_path)
+    assert fresh == files_below(committed)
+    assert filecmp.cmpfiles(tmp_path, committed, fresh, shallow=False)[1:] == ([], []), "run `make proto`"
 
 
-# Modules that decide, and the modules that no decision may need.
-CONTROL = (
-    "kvrelay.client",
-    "kvrelay.cluster.cli",
-    "kvrelay.cluster.config",
-    "kvrelay.cluster.membership",
-    "kvrelay.cluster.supervisor",
-    "kvrelay.engine.kv.blocks",
-    "kvrelay.engine.kv.prefix",
-    "kvrelay.engine.scheduler",
-    "kvrelay.models",
-    "kvrelay.router.placement",
-    "kvrelay.router.server",
-    "kvrelay.transfer.control",
-    "kvrelay.transfer.events",
-    "kvrelay.transfer.packing",
-    "kvrelay.transfer.peers",
-    "kvrelay.transfer.protocol",
-    "kvrelay.decode_worker.reservation_queue",
-    "kvrelay.transfer.messages",
-)
-
-
-@pytest.mark.parametrize("module", CONTROL)
-def test_control_code_imports_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+def test_the_command_line_starts_without_torch() -> None:
+    """Its commands import what they need; what all of them wait for must be little."""
+    code = "import sys, kvrelay.cluster.cli; sys.exit(bool({'torch', 'ray', 'grpc'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd="/").returncode == 0
 
 
-# What each package may import of kvrelay's; `kvrelay.internal` and `kvrelay.v1` (the contracts) are open to all above
-# the engine.
-MAY_IMPORT = {
-    "kernels": set(),
-    "models": set(),
-    "rpc": {"internal"},
-    "client": {"v1"},
-    "engine": {"kernels"},
-    "transfer": {"engine", "rpc", "internal"},
-    "worker": {"engine", "transfer", "rpc", "internal", "models"},
-    "prefill_worker": {"worker", "engine", "transfer", "rpc", "internal"},
-    "decode_worker": {"worker", "engine", "transfer", "rpc", "internal"},
-    "router": {"rpc", "internal", "v1", "models"},
+# One import for each contract of pyproject.toml that it must break.
+FORBIDDEN_IMPORTS = {
+    "Arrows point down": ("engine/plan.py", "kvrelay.worker.config"),
+    "The router and the client know workers by their messages only": ("router/errors.py", "kvrelay.engine.plan"),
+    "The public wire contract belongs to the router and its callers": ("worker/config.py", "kvrelay.v1.inference_pb2"),
+    "The internal wire contract belongs to the servers": ("client/options.py", "kvrelay.rpc.address"),
+    "A model's name is resolved by servers only": ("engine/config.py", "kvrelay.models"),
+    "No import cycle": ("rpc/log.py", "kvrelay.rpc.serve"),
+    "Deciding code imports no torch": ("rpc/address.py", "torch"),
 }
 
 
-@pytest.mark.parametrize("package", MAY_IMPORT)
-def test_arrows_point_down(package: str) -> None:
-    """Read from the sources' import statements, so that an import inside a function counts as well."""
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                if name.startswith("kvrelay."):
-                    target = name.split(".")[1]
-                    assert target in MAY_IMPORT[package] | {package}, f"{path.relative_to(ROOT)} imports {name}"
+def test_each_import_contract_follows_the_links_and_catches_what_breaks_it(tree: Path) -> None:
+    def broken() -> set[str]:
+        done = run_alone(LINT_IMPORTS, tree / "src", "--no-cache", "--no-logo", cwd=tree)
+        assert "Contracts: " in done.stdout, done.stderr
+        verdicts = re.findall(r"^(.+) (BROKEN|KEPT)\b", done.stdout, re.MULTILINE)
+        return {name for name, verdict in verdicts if verdict == "BROKEN"}
+
+    assert broken() == set()
+    for file, module in FORBIDDEN_IMPORTS.values():
+        with (tree / file).open("a") as source:
+            source.write(f"\n\ndef late() -> None:\n    import {module}\n")
+    assert broken() == set(FORBIDDEN_IMPORTS)

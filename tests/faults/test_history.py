@@ -1,136 +1,96 @@
 """The judge of histories accepts a right one, and rejects each kind of wrong one."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from support.history import CANCEL_SECONDS, MAX_RETRIES, History, Pool, violations
-
-WHOLE = Pool("decode-0", total=8, free=5, cached=3, held=0, requests=0)
+from support.history import CANCEL_SECONDS, MAX_RETRIES, History, violations
 
 
 def oracle(prompt: Sequence[int], count: int) -> list[int]:
     return [sum(prompt) + index for index in range(count)]
 
 
-def right() -> History:
-    """Two requests, one of them tried again, one ended by its client."""
-    history = History()
-    history.invoke("a", [1, 2], 3)
-    history.invoke("b", [5], 3)
-    history.token("a", 0, 3)
-    history.token("b", 0, 5)
-    history.retry("a")
-    history.token("a", 1, 4)
-    history.cancel("b")
-    history.retry("b", "failed while the cancel was under way")
-    history.token("a", 2, 5)
-    history.finish("a", 3, retries=1)
-    history.quiet([WHOLE])
+def record(history: History, script: str) -> History:
+    """Adds events: "a invoke 3", "a token 1=4" (token 4 at index 1), "a finish 3/1" (3 tokens, 1 retry), ..."""
+    for line in script.split("; "):
+        request, kind, *rest = line.split(maxsplit=2)
+        match kind, rest:
+            case "invoke", [count]:
+                history.add(request, "invoke", prompt=(1, 2), count=int(count))
+            case "token", [value]:
+                index, _, token = value.partition("=")
+                history.add(request, "token", index=int(index), token=int(token))
+            case "finish", [value]:
+                count, _, retries = value.partition("/")
+                history.add(request, "finish", count=int(count), retries=int(retries))
+            case _, _:
+                history.add(request, kind, text=" ".join(rest))  # type: ignore[arg-type]  # checked by the judge
     return history
 
 
-def unfinished() -> History:
-    history = History()
-    history.invoke("a", [1, 2], 3)
-    history.token("a", 0, 3)
-    return history
+RIGHT = (
+    "a invoke 3; b invoke 3; a token 0=3; b token 0=3; a retry; a token 1=4; "
+    "b cancel; b retry; a token 2=5; a finish 3/1"
+)
+UNFINISHED = "a invoke 3; a token 0=3"
+WRONG = {
+    "another token": ("a token 1=9; a cancel", "token 9 at index 1, where 4 was due"),
+    "a token twice": ("a token 0=3; a cancel", "token index 0 where 1 was due"),
+    "a gap": ("a token 2=5; a cancel", "token index 2 where 1 was due"),
+    "one token too many": (
+        "a token 1=4; a token 2=5; a token 3=6; a finish 4/0",
+        "token 6 at index 3, where none was due",
+    ),
+    "no end": ("a retry", "ended 0 times"),
+    "two ends": ("a cancel; a error late", "ended 2 times: ['cancel', 'error']"),
+    "a token after the end": ("a cancel; a token 1=4", "token after its end"),
+    "an early end": ("a finish 1/0", "finished with 1 tokens, says 1; asked were 3"),
+    "another count": ("a token 1=4; a token 2=5; a finish 2/0", "finished with 3 tokens, says 2"),
+    "an error": ("a error UNAVAILABLE", "failed: UNAVAILABLE"),
+    "hidden retries": (
+        "a token 1=4; a token 2=5; a retry; a finish 3/0",
+        "says that it was tried again 0 times; that happened 1 times",
+    ),
+    "too many retries": ("; ".join(["a retry"] * (MAX_RETRIES + 1)) + "; a cancel", "was tried again 4 times"),
+    "an unknown request": ("a cancel; z token 0=1", "z: is known by 0 invocations"),
+    "invoked twice": ("a cancel; a invoke 3", "a: is known by 2 invocations"),
+}
 
 
 def test_a_right_history_is_accepted() -> None:
-    assert violations(right(), oracle) == []
-
-
-WRONG: dict[str, tuple[Callable[[History], None], str]] = {
-    "another token": (lambda h: (h.token("a", 1, 9), h.cancel("a"))[0], "token 9 at index 1, where 4 was due"),
-    "a token twice": (lambda h: (h.token("a", 0, 3), h.cancel("a"))[0], "token index 0 where 1 was due"),
-    "a gap": (lambda h: (h.token("a", 2, 5), h.cancel("a"))[0], "token index 2 where 1 was due"),
-    "one token too many": (
-        lambda h: ([h.token("a", at, 3 + at) for at in (1, 2, 3)], h.finish("a", 4, 0))[1],
-        "token 6 at index 3, where none was due",
-    ),
-    "no end": (lambda h: None, "ended 0 times"),
-    "two ends": (lambda h: (h.cancel("a"), h.error("a", "late"))[0], "ended 2 times: ['cancel', 'error']"),
-    "a token after the end": (lambda h: (h.cancel("a"), h.token("a", 1, 4))[0], "token after its end"),
-    "a retry long after a cancel": (
-        lambda h: (h.cancel("a"), h.retry("a", at=time.monotonic() + 2 * CANCEL_SECONDS))[0],
-        "retry after its end",
-    ),
-    "an early end": (lambda h: h.finish("a", 1, 0), "finished with 1 tokens, says 1; asked were 3"),
-    "another count": (
-        lambda h: ([h.token("a", at, 3 + at) for at in (1, 2)], h.finish("a", 2, 0))[1],
-        "finished with 3 tokens, says 2",
-    ),
-    "an error": (lambda h: h.error("a", "UNAVAILABLE"), "failed: UNAVAILABLE"),
-    "hidden retries": (
-        lambda h: ([h.token("a", at, 3 + at) for at in (1, 2)], h.retry("a"), h.finish("a", 3, 0))[2],
-        "says that it was tried again 0 times; that happened 1 times",
-    ),
-    "too many retries": (
-        lambda h: ([h.retry("a") for _ in range(MAX_RETRIES + 1)], h.cancel("a"))[1],
-        "was tried again 4 times",
-    ),
-    "an unknown request": (lambda h: (h.cancel("a"), h.token("z", 0, 1))[0], "z: is known by 0 invocations"),
-    "invoked twice": (lambda h: (h.cancel("a"), h.invoke("a", [1, 2], 3))[0], "a: is known by 2 invocations"),
-}
+    """Two requests: one is retried, the other ended by its client while the router retries it."""
+    assert violations(record(History(), RIGHT), oracle) == []
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_history_is_rejected(name: str) -> None:
-    history = unfinished()
-    spoil, complaint = WRONG[name]
-    spoil(history)
-    history.quiet([WHOLE])
-    assert any(complaint in found for found in violations(history, oracle)), violations(history, oracle)
+    script, complaint = WRONG[name]
+    found = violations(record(History(), f"{UNFINISHED}; {script}"), oracle)
+    assert any(complaint in each for each in found), found
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [
-        Pool("decode-0", 8, 5, 2, 1, 0),
-        Pool("decode-0", 8, 5, 2, 0, 0),
-        Pool("decode-0", 8, 5, 3, 0, 1),
-        Pool("decode-0", 0, 0, 0, 0, 0),
-    ],
-    ids=["held", "lost", "request", "empty"],
-)
-def test_a_pool_that_is_not_whole_is_rejected(pool: Pool) -> None:
-    history = right()
-    history.quiet([WHOLE, pool])
-    assert violations(history, oracle) == [f"decode-0: not whole: {pool}"]
-
-
-def test_somebody_must_have_looked_at_the_pools_after_the_last_event() -> None:
-    history = right()
-    history.invoke("late", [1], 1)
-    history.token("late", 0, 1)
-    history.finish("late", 1, 0)
-    assert violations(history, oracle) == ["nobody looked at the pools after the last event"]
-    history.quiet([])
-    assert violations(history, oracle) == ["no worker said what it holds"]
+def test_a_retry_long_after_a_cancel_is_rejected() -> None:
+    history = record(History(), f"{UNFINISHED}; a cancel")
+    history.add("a", "retry", at=time.monotonic() + 2 * CANCEL_SECONDS)
+    assert violations(history, oracle) == ["a: retry after its end"]
 
 
 def test_an_error_is_accepted_where_it_was_allowed_and_the_tokens_before_it_are_judged() -> None:
-    history = unfinished()
-    history.error("a", "UNAVAILABLE")
-    history.quiet([WHOLE])
+    history = record(History(), f"{UNFINISHED}; a error UNAVAILABLE")
     assert violations(history, oracle, may_fail={"a"}) == []
-    history = unfinished()
-    history.token("a", 1, 9)
-    history.error("a", "UNAVAILABLE")
-    history.quiet([WHOLE])
+    history = record(History(), f"{UNFINISHED}; a token 1=9; a error UNAVAILABLE")
     assert len(violations(history, oracle, may_fail={"a"})) == 1
 
 
 def test_retries_beyond_the_budget_are_rejected() -> None:
     history = History()
     for number in range(10):
-        history.invoke(str(number), [number], 0)
+        record(history, f"{number} invoke 0")
     for number in range(4):
-        history.retry(str(number))
+        record(history, f"{number} retry")
     for number in range(10):
-        history.finish(str(number), 0, int(number < 4))
-    history.quiet([WHOLE])
+        record(history, f"{number} finish 0/{int(number < 4)}")
     assert violations(history, oracle) == ["4 retries to 10 requests within 10 s"]
     assert violations(history, oracle, budget=False) == []

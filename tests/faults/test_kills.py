@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.faults import Scene, held, replace, scene, until
+from support.faults import ALL_TRANSPORTS, TRANSFER, Scene, scene
 from support.processes import wait_until
 
 FREE_SECONDS = 3.0
@@ -15,16 +15,16 @@ KILLS = {
     "prefill.after_chunk,chunk=1": 1,
     "prefill.after_chunk,chunk=2": 1,
     "prefill.after_finish": 1,
-    "transfer.frame_announced,index=0": 1,
-    "transfer.frame_announced,index=3": 1,
+    "sent,index=0": 1,
+    "sent,index=3": 1,
     "prefill.after_ack": 0,
     "decode.after_reserve": 1,
     "decode.after_frame,index=0": 1,
     "decode.after_frame,index=3": 1,
     "decode.before_commit": 1,
 }
-"""Where, and the attempts that it costs: none once decode has all of the KV. `transfer.frame_announced` is on the
-prefill worker, with the frame's bytes yet to be sent."""
+"""The place, and the retries that a death there costs: none once decode has all of the KV. At `sent` the prefill worker
+has announced the frame, and sent none of its bytes."""
 EXITS = {"prefill.after_chunk,chunk=1": 1, "decode.after_frame,index=1": 1}
 
 
@@ -36,35 +36,37 @@ def name_of(place: str, action: str) -> str:
     return f"{action} {place}".replace(",", " ").replace("=", " ")
 
 
-@pytest.fixture(scope="module")
-def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module", params=ALL_TRANSPORTS)
+def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = [rule(place, "kill") for place in KILLS] + [rule(place, "exit(3)") for place in EXITS]
-    with scene(tmp_path_factory.mktemp("kills"), rules, losses=True) as it:
+    transfer = {**TRANSFER, "transport": request.param}
+    with scene(tmp_path_factory.mktemp("kills"), rules, losses=True, transfer=transfer) as it:
         yield it
 
 
-@pytest.mark.parametrize(
-    ("place", "action", "retries"),
-    [(place, "kill", retries) for place, retries in KILLS.items()]
-    + [(place, "exit(3)", retries) for place, retries in EXITS.items()],
-)
-def test_a_death_in_the_hand_off_changes_no_token(it: Scene, place: str, action: str, retries: int) -> None:
+DEATHS = [(place, "kill", retries) for place, retries in KILLS.items()]
+DEATHS += [(place, "exit(3)", retries) for place, retries in EXITS.items()]
+
+
+@pytest.mark.in_turn("death")
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: name_of(*death[:2]))
+def test_a_death_in_the_hand_off_changes_no_token(it: Scene, death: tuple[str, str, int]) -> None:
+    place, action, retries = death
     completion = it.ask_in_company(name_of(place, action))
-    (dead,) = wait_until(lambda: it.workers_in("Z"), "one worker has ended", seconds=3)
+    (dead,) = wait_until(it.ended, "one worker has ended", seconds=5)
     it.settle(FREE_SECONDS, but=[dead])
     assert completion.timeline.retries == retries
     assert it.cluster.processes[dead].popen.wait(1) == (3 if action.startswith("exit") else -signal.SIGKILL)
-    replace(it, dead)
+    it.replace(dead)
 
 
+@pytest.mark.in_turn
 def test_a_kill_of_decode_in_mid_stream_changes_no_token(it: Scene) -> None:
     request = it.begin("mid-stream", count=200)
-    until(lambda: request.tokens >= 5, "it decodes")
-    (serving,) = wait_until(
-        lambda: [name for name in ("decode-0", "decode-1") if held(it, name)], "one decodes", seconds=2
-    )
+    wait_until(lambda: request.tokens >= 5, "it decodes")
+    (serving,) = wait_until(lambda: [name for name in it.decodes if it.held(name)], "one decodes")
     it.signal(serving, signal.SIGKILL)
     request.result()
-    until(lambda: it.workers_in("Z") == [serving], "it has ended")
+    wait_until(lambda: it.ended() == [serving], "it has ended")
     it.settle(FREE_SECONDS, but=[serving])
-    replace(it, serving)
+    it.replace(serving)

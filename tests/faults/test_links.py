@@ -1,6 +1,6 @@
-"""A network that resets, swallows, holds back or slows what a link carries, or the control stream beside it.
+"""A network that resets, swallows, holds back or slows what a link carries.
 
-All traffic between the workers goes through proxies (`support.chaos`), over each transport of host memory.
+All links run through proxies (`support.chaos`). Shared memory has no such faults: no network carries it.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.chaos import CLEAR, HELD, SWALLOWED, Proxy, Weather
-from support.faults import PROMPT, TRANSFER, Running, Scene, scene, until
+from support.faults import PROMPT, SLOW_GLOO, TRANSFER, Running, Scene, scene, until
 from support.hash_worker import WORKER_LAYOUT
 
 RESET_SECONDS = 0.1
@@ -27,7 +27,7 @@ SILENCES = {
 }
 
 
-@pytest.fixture(scope="module", params=["gloo", "tcp"])
+@pytest.fixture(scope="module", params=["tcp", SLOW_GLOO])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """One prefill worker and two decode workers, with the default limits."""
     transfer = {"transport": request.param, "frame_bytes": TRANSFER["frame_bytes"]}
@@ -43,7 +43,7 @@ def unique(name: str, count: int) -> list[str]:
 
 def moved(it: Scene) -> dict[str, int]:
     """Bytes that have gone to each decode worker."""
-    return {decode: it.moved("prefill-0", decode) for decode in it.decodes}
+    return {decode: it.link("prefill-0", decode).passed for decode in it.decodes}
 
 
 def lost(it: Scene, since: float) -> list[dict[str, object]]:

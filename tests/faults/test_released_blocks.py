@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.client import KvrelayError
 from support.chaos import HELD, Weather
 from support.faults import Scene, scene
-from support.hash_worker import WORKER_LAYOUT
+from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 
 LEASE_SECONDS = 0.05
 READ_SECONDS = 2.0
@@ -66,13 +67,17 @@ def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
     asked = [(f"{seed} {number}", chance.randrange(9, 60), chance.random() < 0.25) for number in range(requests)]
 
     def one(name: str, length: int, cancel: bool) -> str:
+        it.may_fail.add(name)
         if cancel:
             request = it.begin(name, length, COUNT)
-            it.may_fail.add(name)
             time.sleep(random.Random(name).random() * 0.3)
             request.cancel()
             return "cancelled"
-        return "finished" if it.try_(name, length, COUNT) else "failed"
+        try:
+            it.ask(name, length, COUNT)
+        except KvrelayError:
+            return "failed"
+        return "finished"
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ends = list(pool.map(lambda call: one(*call), asked))
@@ -86,7 +91,9 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ("transport", "share"),
     [
         ("tcp", 0.02),
+        pytest.param("shm", 0.02, marks=SLOW),
         pytest.param("gloo", 0.02, marks=SLOW),
+        pytest.param("shm", 1.0, marks=SLOW),
         pytest.param("tcp", 1.0, marks=SLOW),
         pytest.param("gloo", 1.0, marks=SLOW),
     ],
@@ -102,7 +109,7 @@ def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> 
         rules,
         chaos=True,
         losses=True,  # so many hand-offs fail that clients may see it; what they got must be right
-        step_seconds=0.0,
+        variables={STEP_SECONDS: 0.0},
         engine=memory,
         transfer={**TRANSFER, "transport": transport},
     ) as it:

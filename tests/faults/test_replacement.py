@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support import hash_worker
 from support.faults import scene
 from support.processes import wait_until
 
@@ -14,7 +15,7 @@ NEWS_SECONDS = 0.5
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_requests_wait_for_the_news_of_a_new_worker(tmp_path: Path, name: str) -> None:
-    with scene(tmp_path, prefill=1, decode=1, losses=True, news_seconds=NEWS_SECONDS) as it:
+    with scene(tmp_path, prefill=1, decode=1, losses=True, variables={hash_worker.NEWS_SECONDS: NEWS_SECONDS}) as it:
         wait_until(lambda: it.ask(f"first at {time.monotonic()}"), "serves")
         it.signal(name, signal.SIGKILL)
         it.cluster.replace(name)
@@ -26,7 +27,7 @@ def test_requests_wait_for_the_news_of_a_new_worker(tmp_path: Path, name: str) -
 
 
 def test_a_peer_that_never_comes_is_refused_in_time(tmp_path: Path) -> None:
-    with scene(tmp_path, prefill=1, decode=1, news_seconds=60.0) as it:
+    with scene(tmp_path, prefill=1, decode=1, variables={hash_worker.NEWS_SECONDS: 60.0}) as it:
         started = time.monotonic()
         it.may_fail.add("stranger")
         with pytest.raises(Exception, match="unknown_peer"):

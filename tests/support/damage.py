@@ -9,6 +9,7 @@ sent      sender     truncate(n)   the last n bytes are not those that were hash
 sent      sender     duplicate     the frame is announced and sent twice
 sent      sender     lose          the frame is announced, and never sent
 sent      sender     skip          the frame is neither announced nor sent
+sent      sender     kill          the frame is announced, and SIGKILL ends this process before it is sent
 arrived   receiver   corrupt(n)    flips one bit in n of the received bytes, before they are verified
 
 Conditions: `request` (the client's request id), `attempt`, `index` (of the frame), `share` (a probability, drawn by
@@ -18,6 +19,7 @@ Conditions: `request` (the client's request id), `attempt`, `index` (of the fram
 import os
 import random
 import re
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +33,7 @@ from kvrelay.transfer.messages import Key, Push
 from kvrelay.worker.handoff import HandoffRole
 
 VARIABLE = "FRAME_DAMAGE"
+PLACES = ("sent,", "arrived,")
 _RULE = re.compile(r"(sent|arrived)((?:,[a-z]+=[^,:;]+)*):([a-z]+)(?:\(([0-9]+)\))?")
 
 
@@ -143,6 +146,8 @@ class DamagedLink:
         self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
     def send(self, data: Tensor) -> Any:
+        if self._rule.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._rule.action == "lose":
             return Nothing()
         spoil(self._rule, lambda at: flip(data.numpy(), at), self._nbytes)
@@ -169,6 +174,8 @@ class DamagedStream:
         self._sent = bytearray()
 
     def write(self, runs: Sequence[memoryview], deadline: float) -> None:
+        if self._rule.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         data = bytearray(b"".join(runs))
         self._spoil(data, len(data))
         self._sent += data

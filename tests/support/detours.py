@@ -1,8 +1,8 @@
-"""Sends a worker's hand-off traffic through the proxies of `support.chaos`, where the variable CHAOS_DESK says so.
+"""Sends a worker's links through the proxies of `support.chaos`, where the variable CHAOS_DESK names their desk.
 
-The control stream: its peers' addresses are replaced as the membership comes in. The link: what its receiver publishes
-in the rendezvous is replaced where its sender finds it. Over tcp the sender dials in any case; of gloo's ends, the one
-whose address is greater does, so decode workers live at 127.0.0.1, proxies at 127.0.0.2, prefill workers at 127.0.0.3.
+A receiver publishes its address in the link's rendezvous; its sender finds the proxy's instead. Over tcp the sender
+dials in any case; over gloo the end with the greater address does. So decode workers live at 127.0.0.1, proxies at
+127.0.0.2 and prefill workers at 127.0.0.3.
 """
 
 import json
@@ -10,15 +10,12 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub doesn't say that it is public
 
-from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
-from kvrelay.rpc.address import join
 from kvrelay.transfer.endpoint_loop import HandoffSetup
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
@@ -29,25 +26,24 @@ HOSTS = {"prefill": "127.0.0.3", "decode": "127.0.0.1"}
 ASK_SECONDS = 5.0
 
 _SOCKADDR = re.compile(re.escape(struct.pack("=H", socket.AF_INET)) + rb"(..)(\x7f\x00\x00.)", re.DOTALL)
-"""A sockaddr_in on loopback, within what gloo publishes: family, port, host."""
+"""A sockaddr_in on loopback within what gloo publishes: family, port, host."""
 _TEXT = re.compile(rb"(127\.[0-9.]+):([0-9]+)")
 """All that tcp publishes: host, port."""
 
 
 @cache
-def ask(kind: str, worker: str, host: str, port: int, target: str = "") -> tuple[str, int]:
-    """Asks the desk for the way to an address, or (kind "name") tells it whose that is."""
+def ask(kind: str, worker: str, host: str, port: int) -> tuple[str, int]:
+    """Asks the desk where to dial instead of an address (kind "way"), or tells it whose address that is ("name")."""
     desk, _, desk_port = os.environ[DESK].rpartition(":")
-    question = {"kind": kind, "worker": worker, "host": host, "port": port, "target": target}
+    question = {"kind": kind, "worker": worker, "host": host, "port": port}
     with socket.create_connection((desk, int(desk_port)), ASK_SECONDS) as connection:
-        connection.sendall(json.dumps(question).encode())
-        answer = connection.recv(4096)
-    there, its_port = json.loads(answer)
-    return there, its_port
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        proxy_host, proxy_port = json.loads(connection.recv(4096))
+    return proxy_host, proxy_port
 
 
 class DetouredStore(Store):
-    """A link's rendezvous, in which a sender finds the proxy in the receiver's place."""
+    """A link's rendezvous in which the sender finds a proxy in the receiver's place."""
 
     def __init__(self, meeting: Rendezvous, rank: int, worker: str) -> None:
         super().__init__()
@@ -69,11 +65,11 @@ class DetouredStore(Store):
         address = _address(value)
         if self._rank != SENDER or key in self._own or address is None:
             return value
-        host, port = ask("link", self._worker, *address)
+        host, port = ask("way", self._worker, *address)
         if _TEXT.fullmatch(value):
             return f"{host}:{port}".encode()
-        there = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
-        return _SOCKADDR.sub(lambda _: there, value, count=1)
+        proxy = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
+        return _SOCKADDR.sub(lambda _: proxy, value, count=1)
 
     def check(self, keys: list[str]) -> bool:
         return self._meeting.check(keys)
@@ -83,7 +79,7 @@ class DetouredStore(Store):
 
 
 class DetouredTransport:
-    """Another transport, by way of the proxies."""
+    """Another transport, through the proxies."""
 
     def __init__(self, inner: Transport, worker: str) -> None:
         self.name, self.scope = inner.name, inner.scope
@@ -96,26 +92,18 @@ class DetouredTransport:
 
 
 def detoured(role: type[HandoffRole]) -> type[HandoffRole]:
-    """`role`, with all of its hand-off traffic through the proxies."""
+    """`role` with its links through the proxies."""
 
     class Detoured(role):  # type: ignore[misc, valid-type]  # a mixin over a value
         def make_setup(self) -> HandoffSetup:
             name, setup = self.worker.config.name, super().make_setup()
             return replace(setup, transports={k: DetouredTransport(v, name) for k, v in setup.transports.items()})
 
-        def members_changed(self, members: Sequence[Member]) -> None:
-            for member in members:
-                if member.role == self.peer_role == ROLE_DECODE and member.address:
-                    host, _, port = member.address.rpartition(":")
-                    there = ask("control", self.worker.config.name, host, int(port), member.name)
-                    member.address = join(*there)
-            super().members_changed(members)
-
     return Detoured
 
 
 def _address(value: bytes) -> tuple[str, int] | None:
-    """The address that an entry of the rendezvous holds, if it holds one."""
+    """The address in an entry of the rendezvous, if it has one."""
     text = _TEXT.fullmatch(value)
     if text is not None:
         return text[1].decode(), int(text[2])

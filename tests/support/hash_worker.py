@@ -2,7 +2,7 @@
 
 Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
 HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
-CHAOS_DESK routes the hand-offs through proxies (`support.detours`).
+CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
 
 Whenever the worker has no request left, it checks the block pool's integrity; a violation ends the process.
 """
@@ -77,7 +77,7 @@ def hash_server(config: WorkerConfig) -> WorkerServer:
     role = ROLES[config.role]
     if DESK in os.environ:
         role = detoured(role)
-    if damage.VARIABLE in os.environ:
+    if os.environ.get(damage.VARIABLE):
         role = damage.damaged(role)
     if NEWS_SECONDS in os.environ:
         role = late(role, float(os.environ[NEWS_SECONDS]))

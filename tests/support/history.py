@@ -1,17 +1,15 @@
 """What clients saw of their requests, and a judge of it that knows nothing of how it came about.
 
-    invoke --> token 0, token 1, ... --> finish | error | cancel        each request once; retries in between
-    pools                                                               what the workers hold, once all is quiet
+    invoke -> token 0, token 1, ... -> finish | error | cancel        each request once, with retries in between
 
-Recorders append, from any thread; `violations` is given the whole record and an oracle of the tokens.
+Recorders append from any thread; `violations` reads the whole record beside an oracle of the tokens.
 """
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["invoke", "token", "retry", "finish", "error", "cancel"]
 ENDS = ("finish", "error", "cancel")
@@ -21,42 +19,32 @@ Oracle = Callable[[Sequence[int], int], Sequence[int]]
 MAX_RETRIES = 3
 """Of one request: the router's `max_attempts` less one."""
 RETRY_SHARE, RETRIES_AT_LEAST = 0.2, 3
-"""The router's budget: so many retries to one request of the last ten seconds, or so many in any case."""
+"""The router's budget: retries for each request of the last ten seconds, and retries that are always allowed."""
 WINDOW_SECONDS = 10.0
 CANCEL_SECONDS = 0.5
-"""How long a router may not know yet that a client has gone away; until then an attempt that fails is a retry."""
+"""How long a cancel may take to reach the router, which meanwhile retries an attempt that fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a request. `count` and `prompt` are an invocation's, or a finish's own `count`."""
+    """Something that happened to a request."""
 
-    at: float
     request: str
     kind: Kind
-    index: int = -1
-    token: int = -1
-    count: int = 0
-    retries: int = 0
+    at: float
+    """On the monotonic clock."""
     prompt: tuple[int, ...] = ()
+    """invoke"""
+    count: int = 0
+    """invoke: tokens asked for. finish: tokens that the stream says it had."""
+    index: int = -1
+    """token"""
+    token: int = -1
+    """token"""
+    retries: int = 0
+    """finish: retries that the stream says it took."""
     text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What a worker says of its blocks and requests."""
-
-    worker: str
-    total: int
-    free: int
-    cached: int
-    held: int
-    requests: int
-
-    @property
-    def whole(self) -> bool:
-        """Nothing is held, and no block is missing."""
-        return self.requests == 0 and self.held == 0 and self.free + self.cached == self.total > 0
+    """error, retry"""
 
 
 @dataclass
@@ -64,51 +52,19 @@ class History:
     """The record."""
 
     events: list[Event] = field(default_factory=list)
-    pools: list[Pool] | None = None
-    """As they were once all requests had ended; None while nobody has looked."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def invoke(self, request: str, prompt: Sequence[int], count: int) -> None:
-        """A client asks for `count` tokens."""
-        self._add(Event(time.monotonic(), request, "invoke", count=count, prompt=tuple(prompt)))
-
-    def token(self, request: str, index: int, token: int) -> None:
-        """A client got its token number `index`."""
-        self._add(Event(time.monotonic(), request, "token", index, token))
-
-    def retry(self, request: str, text: str = "", at: float | None = None) -> None:
-        """An attempt has failed, and the request goes on; `at` where that was learnt later."""
-        self._add(Event(time.monotonic() if at is None else at, request, "retry", text=text))
-
-    def finish(self, request: str, count: int, retries: int) -> None:
-        """The stream has ended well; it says that it had `count` tokens, and took `retries` more attempts."""
-        self._add(Event(time.monotonic(), request, "finish", count=count, retries=retries))
-
-    def error(self, request: str, text: str) -> None:
-        """The client was told that the request has failed."""
-        self._add(Event(time.monotonic(), request, "error", text=text))
-
-    def cancel(self, request: str) -> None:
-        """The client has ended the request."""
-        self._add(Event(time.monotonic(), request, "cancel"))
-
-    def quiet(self, pools: Sequence[Pool]) -> None:
-        """All requests have ended: what the workers hold now."""
-        self.pools = list(pools)
-
-    def _add(self, event: Event) -> None:
-        with self._lock:
-            self.events.append(event)
-            self.pools = None
+    def add(self, request: str, kind: Kind, at: float | None = None, **fields: Any) -> None:
+        """Records an event of now; `at` if it was learnt of later."""
+        self.events.append(Event(request, kind, time.monotonic() if at is None else at, **fields))
 
 
 def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = (), budget: bool = True) -> list[str]:
-    """Everything in the record that must not be, in words; empty where there is nothing.
+    """Everything in the record that must not be, in words.
 
     Args:
-        may_fail: requests that may end with an error. What they got before must be right all the same.
-        budget: whether all retries were within the router's budget; those of requests that lost a worker are not
-            asked of it, so not where workers were killed.
+        may_fail: requests that may end with an error. Their tokens before it must be right all the same.
+        budget: whether the router's retry budget bounds all retries. It doesn't count those of requests that lost a
+            worker, so False where workers are killed.
     """
     by_request: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(history.events, key=lambda event: event.at):
@@ -118,13 +74,7 @@ def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = 
         for request, events in by_request.items()
         for what in _of_one(events, oracle, request in may_fail)
     ]
-    if budget:
-        found += _over_budget(history.events)
-    if history.pools is None:
-        found.append("nobody looked at the pools after the last event")
-    elif not history.pools:
-        found.append("no worker said what it holds")
-    return found + [f"{pool.worker}: not whole: {pool}" for pool in history.pools or () if not pool.whole]
+    return found + (_over_budget(history.events) if budget else [])
 
 
 def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str]:
@@ -164,18 +114,16 @@ def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str
 
 
 def _unaware(end: Event, later: Event) -> bool:
-    """Whether the router may well have tried again because the word of the cancel was still under way."""
+    """Whether the router may have retried because it didn't know of the cancel yet."""
     return end.kind == "cancel" and later.kind == "retry" and later.at - end.at < CANCEL_SECONDS
 
 
 def _over_budget(events: Sequence[Event]) -> list[str]:
-    """Retries beyond the budget, by a window that is a second kinder at both ends than the router's."""
+    """Retries beyond the budget, by a window that is a second more generous at both ends than the router's."""
     invoked = [event.at for event in events if event.kind == "invoke"]
-    retried = [event.at for event in events if event.kind == "retry"]
-    found = []
-    for at in retried:
+    for at in (event.at for event in events if event.kind == "retry"):
         requests = sum(at - WINDOW_SECONDS - 1 < other <= at + 1 for other in invoked)
-        retries = sum(at - WINDOW_SECONDS + 1 < other <= at for other in retried)
+        retries = sum(at - WINDOW_SECONDS + 1 < event.at <= at for event in events if event.kind == "retry")
         if retries > max(RETRIES_AT_LEAST, int(RETRY_SHARE * requests)):
-            found.append(f"{retries} retries to {requests} requests within {WINDOW_SECONDS:g} s")
-    return found[:1]
+            return [f"{retries} retries to {requests} requests within {WINDOW_SECONDS:g} s"]
+    return []

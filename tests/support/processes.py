@@ -1,6 +1,6 @@
 """A cluster of plain processes on loopback: supervisor, workers, router, each `python -m kvrelay.<part>`; no Ray.
 
-Used by the end-to-end tests: what is tested is the same servers that the Ray actors run.
+These are the same servers that the Ray actors run.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,18 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 
-START_SECONDS = 60.0
-STOP_SECONDS = 15.0
+START_SECONDS = 90.0
+STOP_SECONDS = 30.0
+MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
-def wait_until(
-    condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0, every: float = 0.01
-) -> Any:
-    """Polls until `condition()` is true and returns what it returned; fails naming `what` after `seconds`."""
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0) -> Any:
+    """Polls until `condition()` is true and returns its value; fails naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
-        time.sleep(every)
+        time.sleep(0.005)
     return value
 
 
@@ -77,11 +76,15 @@ class Process:
             raise AssertionError(f"exit {self.popen.wait(STOP_SECONDS)}: {self.log.read_text()[-4000:]}")
         return str(json.loads(line)["address"])
 
-    def stop(self) -> int:
-        """SIGTERM, then SIGKILL; the exit status."""
+    def terminate(self) -> None:
+        """Asks it to stop, frozen or not."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.terminate()
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL; returns the exit status."""
+        self.terminate()
         try:
             return self.popen.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -93,40 +96,40 @@ class Process:
                 self.popen.stdout.close()
 
 
-@dataclass
 class ProcessCluster:
-    """A running cluster."""
+    """A running cluster; use `process_cluster`."""
 
-    folder: Path
-    supervisor: str = ""
-    router: str = ""
-    processes: dict[str, Process] = field(default_factory=dict)
-    started: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """What each process was started with."""
+    def __init__(self, folder: Path) -> None:
+        self.processes: dict[str, Process] = {}
+        self.supervisor = self.router = ""
+        self._folder = folder
+        self._started: dict[str, tuple[Any, ...]] = {}
+        """What each process was started with."""
+
+    @property
+    def workers(self) -> dict[str, Process]:
+        return {name: process for name, process in self.processes.items() if name.partition("-")[0] in MODULES}
 
     def start(
         self, name: str, module: str, config: dict[str, Any], variables: Mapping[str, str] | None = None
     ) -> Process:
-        path = self.folder / f"{name}.json"
+        """Starts a process without waiting for it."""
+        path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        process = Process(module, ["--config", str(path)], self.folder / f"{name}.log", variables or {})
-        self.processes[name] = process
-        self.started[name] = module, config, variables
-        return process
+        self.processes[name] = Process(module, ["--config", str(path)], self._folder / f"{name}.log", variables)
+        self._started[name] = module, config, variables
+        return self.processes[name]
 
     def replace(self, name: str) -> None:
         """Starts a new incarnation of a worker that has ended; waits until it is ready and the router reaches it."""
-        old = self.processes[name]
-        old.popen.communicate(timeout=STOP_SECONDS)
-        self.start(name, *self.started[name]).address()
-        wait_until(
-            lambda: (
-                self.member(name).member.state == MEMBER_STATE_READY
-                and self.member(name).member.pid == self.processes[name].pid
-            ),
-            f"{name} ready again",
-            START_SECONDS,
-        )
+        self.processes[name].popen.communicate(timeout=STOP_SECONDS)
+        self.start(name, *self._started[name]).address()
+
+        def ready() -> bool:
+            member = self.member(name).member
+            return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
+
+        wait_until(ready, f"{name} ready again", START_SECONDS)
         wait_until(self.serving, "the router can place requests", START_SECONDS)
 
     def serving(self) -> bool:
@@ -135,36 +138,39 @@ class ProcessCluster:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
         return bool(answer.status == HealthCheckResponse.SERVING)
 
+    @cached_property
+    def _supervisor_channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.supervisor)
+
     def status(self) -> GetStatusResponse:
-        with grpc.insecure_channel(self.supervisor) as channel:
-            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5)
+        return SupervisorServiceStub(self._supervisor_channel).GetStatus(GetStatusRequest(), timeout=5)
 
     def member(self, name: str) -> MemberStatus:
         return next(status for status in self.status().members if status.member.name == name)
 
     def wait_idle(self, seconds: float = 5.0, but: Collection[str] = ()) -> None:
-        """Waits until no live worker, `but` those, holds a block or a request."""
+        """Waits until no live worker, except `but`, has a request or holds or misses a block."""
 
-        def idle() -> bool:
-            members = [status for status in self.status().members if status.member.name not in but]
-            live = [status for status in members if status.member.state != MEMBER_STATE_DEAD]
-            loads = [status.load for status in live if status.load.blocks.total]
-            return bool(loads) and all(
-                load.blocks.held == 0
-                and load.requests.running == 0
-                and load.requests.waiting == 0
-                and load.blocks.free + load.blocks.cached == load.blocks.total
-                for load in loads
+        def idle(status: MemberStatus) -> bool:
+            blocks, requests = status.load.blocks, status.load.requests
+            return not (blocks.held or requests.running or requests.waiting) and (
+                blocks.free + blocks.cached == blocks.total > 0
             )
 
-        wait_until(idle, lambda: f"no block held on any worker: {self.status()}", seconds)
+        def all_idle() -> bool:
+            live = [status for status in self.status().members if status.member.state != MEMBER_STATE_DEAD]
+            names = self.workers.keys() - set(but)
+            workers = [status for status in live if status.member.name in names]
+            return bool(workers) and all(map(idle, workers))
+
+        wait_until(all_idle, lambda: f"no block held on any worker: {self.status()}", seconds)
 
     def stop(self) -> None:
-        failures = []
+        self._supervisor_channel.close()
         for name, process in self.processes.items():
-            if name != "supervisor" and process.popen.poll() is None:
-                process.popen.send_signal(signal.SIGCONT)
-                process.popen.terminate()
+            if name != "supervisor":
+                process.terminate()
+        failures = []
         for process in reversed(self.processes.values()):
             try:
                 process.stop()
@@ -172,9 +178,6 @@ class ProcessCluster:
                 failures.append(str(failure))
         if failures:
             raise AssertionError("\n".join(failures))
-
-
-MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
 @contextmanager
@@ -193,25 +196,26 @@ def process_cluster(
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
-    `worker` and `router` are further options, `roles` those of one role's workers only; `variables` the workers'
-    further environment.
+    Args:
+        worker: further options of every worker.
+        roles: further options of one role's workers.
+        router: further options of the router.
+        variables: further environment of the workers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder)
     try:
         cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", {}).address()
-        counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
-        for role, count in counts.items():
+        common = {"model": str(model), "supervisor": cluster.supervisor}
+        for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():
             for index in range(count):
-                name = f"{role}-{index}"
-                options = {"name": name, "role": role, "model": str(model), "supervisor": cluster.supervisor}
-                options |= {"dtype": "float32", **(worker or {}), **(roles or {}).get(role, {})}
-                cluster.start(name, modules[role], options, variables)
-        options = {"name": "router-0", "model": str(model), "grpc_port": 0, "supervisor": cluster.supervisor}
-        cluster.start("router-0", "kvrelay.router", {**options, **(router or {})})
-        cluster.router = cluster.processes["router-0"].address()
-        for name in list(cluster.processes)[1:-1]:
-            cluster.processes[name].address()
+                options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
+                options |= {**(worker or {}), **(roles or {}).get(role, {})}
+                cluster.start(f"{role}-{index}", modules[role], options, variables)
+        options = {"name": "router-0", "grpc_port": 0, **common, **(router or {})}
+        cluster.router = cluster.start("router-0", "kvrelay.router", options).address()
+        for process in cluster.workers.values():
+            process.address()
         wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
         yield cluster
     finally:
