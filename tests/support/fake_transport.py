@@ -18,8 +18,9 @@ from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 class Fault:
     """What happens to one frame."""
 
-    kind: Literal["drop", "corrupt", "delay", "fail"]
-    """drop: it never arrives; corrupt: one bit flips; delay: it arrives late; fail: the link breaks at both ends."""
+    kind: Literal["corrupt", "truncate", "replay", "drop", "delay", "fail"]
+    """corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in its place;
+    drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
     seconds: float = 0.0
     """Of a delay."""
 
@@ -101,6 +102,7 @@ class FakeLink:
         self._wire = wire
         self._rank = rank
         self._sent = self._received = 0
+        self._before = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -109,11 +111,17 @@ class FakeLink:
         fault = self._transport.fault() if self._sent and self._rank == SENDER else None
         number, self._sent = self._sent, self._sent + 1
         data = data.clone()
+        before, self._before = self._before, data
         match fault:
             case Fault("fail"):
                 self._wire.break_("scripted failure")
             case Fault("corrupt"):
+                data = data.clone()
                 data[len(data) // 2] ^= 1
+            case Fault("truncate"):
+                data = data[: len(data) // 2]
+            case Fault("replay"):
+                data = before
         arrives = time.monotonic() + (fault.seconds if fault is not None and fault.kind == "delay" else 0.0)
         with self._wire.changed:
             if fault is None or fault.kind != "drop":

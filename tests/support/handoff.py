@@ -26,11 +26,30 @@ from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
+from support.fake_transport import FakeTransport
 
 HOST = "127.0.0.1"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
 SENDER, RECEIVER = WorkerId("prefill-0", "p-incarnation"), WorkerId("decode-0", "d-incarnation")
 FIRST_TOKEN = 7
+
+
+def prompt(count: int) -> list[int]:
+    """Token ids."""
+    return [token * 7 % 1000 for token in range(count)]
+
+
+def blocks_of(tokens: int, start: int = 0) -> list[int]:
+    """Block table of a prompt whose blocks follow each other in the source pool."""
+    return list(range(start, start + LAYOUT.blocks_for(tokens)))
+
+
+def links_of(kind: str) -> tuple[Mapping[str, Transport], Mapping[str, Transport]]:
+    """The transports of the two ends, if both offer only `kind`."""
+    if kind == "fake":
+        fake = {kind: FakeTransport()}
+        return fake, fake
+    return available_transports(HOST, kind), available_transports(HOST, kind)
 
 
 def raw(pool: KVPool) -> torch.Tensor:
@@ -193,6 +212,21 @@ class Pair:
         for start in range(0, len(blocks) - 1, chunk_blocks):
             self.sender.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
         self.sender.finished(key, FIRST_TOKEN, self.sending.hold(blocks))
+
+    async def settled(self, *keys: Key) -> None:
+        """Waits until both ends have reported how these hand-offs ended, and nothing is held any more."""
+        ends = self.ends
+        for key in keys:
+            await ends.until(lambda key=key: key in ends.exported or key in ends.export_failed)
+            await ends.until(lambda key=key: key in ends.imported or key in ends.import_failed)
+        await ends.until(lambda: not self.sending.leaked and not self.receiving.leaked)
+
+    def check_equal(self, key: Key, blocks: Sequence[int], count: int) -> None:
+        """The committed KV of `count` tokens is that of `blocks` in the source pool."""
+        reservation, first_token, stats = self.ends.imported[key]
+        assert first_token == FIRST_TOKEN
+        assert torch.equal(content(self.source, blocks, count), content(self.target, reservation.hold.blocks, count))
+        assert self.ends.exported[key].nbytes == stats.nbytes
 
     def reuse(self, key: Key) -> None:
         """Frees the blocks of a committed hand-off."""
