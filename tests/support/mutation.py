@@ -3,7 +3,8 @@
 import importlib.util
 import inspect
 import sys
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,7 @@ def mutant(module: ModuleType, line: str, instead: str) -> ModuleType:
     """
     source = inspect.getsource(module)
     if source.count(line) != 1:
-        raise LookupError(
-            f"{line!r} is {source.count(line)} times in {module.__name__}; adapt the test to today's source"
-        )
+        raise LookupError(f"{line!r} is {source.count(line)} times in {module.__name__}; adapt it to today's source")
     spec = importlib.util.spec_from_loader(f"{module.__name__}__mutant", loader=None, origin=module.__file__)
     if spec is None:
         raise LookupError(module.__name__)
@@ -34,7 +33,20 @@ def mutant(module: ModuleType, line: str, instead: str) -> ModuleType:
 
 def weaken(patch: pytest.MonkeyPatch, kind: type, line: str, instead: str) -> None:
     """Replaces `line` by `instead` in the methods of `kind`, until `patch` is undone."""
-    weak = vars(getattr(mutant(sys.modules[kind.__module__], line, instead), kind.__name__))
+    module = sys.modules[kind.__module__]
+    weak = vars(getattr(mutant(module, line, instead), kind.__name__))
+
+    def moved(method: Any) -> Any:
+        """The method with the globals of the real module, and with `kind` as the class that `super()` refers to."""
+        if isinstance(method, property):
+            return property(moved(method.fget))
+        code = method.__code__
+        cells = zip(code.co_freevars, method.__closure__ or (), strict=True)
+        closure = tuple(CellType(kind) if name == "__class__" else cell for name, cell in cells)
+        function = FunctionType(code, vars(module), method.__name__, method.__defaults__, closure)
+        function.__kwdefaults__ = method.__kwdefaults__
+        return function
+
     for name, method in weak.items():
         if isinstance(method, FunctionType | property):
-            patch.setattr(kind, name, method)
+            patch.setattr(kind, name, moved(method))

@@ -205,7 +205,12 @@ class World:
                 continue
             self.now = self.observer.clock = at
             self.events += 1
-            what(*arguments)
+            try:
+                what(*arguments)
+            except Violation:
+                raise
+            except Exception as error:
+                raise Violation("crash", f"{process}: {what}: {error!r}") from error
             if process is not self.router:
                 process.watch()
 
