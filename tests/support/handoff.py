@@ -166,6 +166,8 @@ class Pair:
     receiving: ImportSide
     server: grpc.aio.Server
     port: int
+    peers: PeerTable
+    """The sender's."""
 
     @property
     def sender(self) -> KVSender:
@@ -222,7 +224,7 @@ async def pair(
     client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
     await server.start()
     try:
-        yield Pair(client, service, source, target, ends, sending, receiving, server, port)
+        yield Pair(client, service, source, target, ends, sending, receiving, server, port, peers)
     finally:
         await client.close()
         await service.close()
