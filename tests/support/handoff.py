@@ -188,6 +188,8 @@ class Pair:
     receiving: ReceivingHost
     server: grpc.aio.Server
     port: int
+    peers: PeerTable
+    """The sender's."""
 
     @property
     def sender(self) -> KVSender:
@@ -291,6 +293,6 @@ async def pair(
         peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)))])
         client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
         try:
-            yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port)
+            yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port, peers)
         finally:
             await client.close()
