@@ -1,7 +1,7 @@
-"""Both machines of the hand-off protocol, joined by a bus that loses, doubles and reorders, and by links that fail.
+"""Both state machines of one attempt, joined by lossy message queues and by links that fail.
 
-`Model` is one attempt: it offers every step that the world could take next and checks the guarantees after each. For
-Hypothesis, which looks for the shortest way to break one; `support.simulation` is the larger world.
+`Model.steps` lists what can happen next, and `Model.check` checks the guarantees. Hypothesis looks for the shortest
+sequence of steps that breaks one; `support.simulation` covers the coordinators and whole clusters.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ from kvrelay.transfer.events import (
     Finished,
     Frame,
     FrameEnded,
-    LayersComputed,
     LinkLost,
     LinkUp,
     Manifest,
@@ -44,7 +43,7 @@ from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 KEY = ("request", 2)
 TIMEOUTS = Timeouts(lease=5, grant=30, prefill=120, transfer=60)
 BLOCK = 4
-LAYERS = 3
+TOKEN_BYTES = 6
 
 
 @dataclass(eq=False)
@@ -56,28 +55,20 @@ class Held:
     given_away: int = 0
 
 
-@dataclass(eq=False)
-class Wire:
-    """A frame in some link: what the sender announced, and whether its bytes arrive as they were."""
-
-    frame: Frame
-    intact: bool = True
-
-
 @dataclass
 class Side:
-    """What one end has, as the transport sees it."""
+    """The holds and frames of one end."""
 
     holds: list[Held] = field(default_factory=list)
     waiting: dict[Frame, None] = field(default_factory=dict)
     """Frames whose blocks nobody has touched yet."""
     touching: dict[Frame, list[Held]] = field(default_factory=dict)
-    """Frames whose blocks are being read or written now, and the holds that kept these blocks when that began."""
+    """Frames whose blocks the link reads or writes now, and the holds on these blocks when it began."""
     failed: list[Failed] = field(default_factory=list)
 
     def release(self, hold: Held) -> None:
         for frame, needed in self.touching.items():
-            assert hold not in needed, f"{hold.name} was released while the link is at {frame}"
+            assert hold not in needed, f"{hold.name} was released while the link touches {frame}"
         hold.released += 1
 
     def touch(self, frame: Frame) -> None:
@@ -90,7 +81,7 @@ class Model:
 
     def __init__(self, tokens: int = 11, have: int = 0, frame_blocks: int = 1) -> None:
         self.now = 100.0
-        self.shape = Manifest(tokens, b"d" * 16, 2 * LAYERS, BLOCK, frame_blocks * BLOCK, LAYERS)
+        self.shape = Manifest(tokens, b"d" * 16, TOKEN_BYTES, BLOCK, frame_blocks * BLOCK)
         self.have = have
         self.sender = SendAttempt(KEY, self.shape, TIMEOUTS, self.now)
         self.receiver = ReceiveAttempt(KEY, TIMEOUTS, self.now)
@@ -99,11 +90,12 @@ class Model:
         self.to_sender: list[Message] = []
         self.link_epoch = 1
         self.last: Finish | None = None
-        """What is to be said after the frames that the link has yet to announce."""
-        self.announced: dict[Frame, Wire] = {}
-        self.written: set[tuple[int, int]] = set()
-        """Tokens and layers whose slots have what the sender has there."""
-        self.computed = self.layers = 0
+        """Waits for the announcements of the frames before it."""
+        self.sent: set[Frame] = set()
+        self.corrupted: set[Frame] = set()
+        self.written: set[int] = set()
+        """Tokens whose KV has arrived intact."""
+        self.computed = 0
         self.finished = False
         self.asked = 0
         self.committed = 0
@@ -127,21 +119,21 @@ class Model:
                     self.left.waiting[frame] = None
                 case SendFinish(message):
                     self.last = message
-                    self._say_last()
+                    self._send_last()
                 case StopFrames(frames):
                     self._stop(self.left, frames, lambda frame: self._sender_on(FrameEnded(frame)))
                 case ReleaseHold(hold):
                     self.left.release(hold)
                 case Committed():
                     self.acknowledged += 1
-                    assert self.committed, "the sender believes in a commit that did not happen"
+                    assert self.committed, "the sender accepts an acknowledgement without a commit"
                 case Failed():
                     self.left.failed.append(action)
                 case _:
                     raise AssertionError(action)
 
-    def _say_last(self) -> None:
-        """Tells the finish once every frame of its link was announced."""
+    def _send_last(self) -> None:
+        """Sends Finish once every frame before it is announced."""
         if self.last is not None and not self.left.waiting and not self.left.touching:
             self.to_receiver.append(self.last)
             self.last = None
@@ -179,8 +171,7 @@ class Model:
         self.committed += 1
         assert first_token == 77
         assert not self.right.touching
-        wanted = {(token, layer) for token in range(self.have, self.shape.tokens) for layer in range(LAYERS)}
-        missing = sorted(wanted - self.written)
+        missing = sorted(set(range(self.have, self.shape.tokens)) - self.written)
         assert not missing, f"committed with tokens {missing} not verified"
 
     def _hold(self, side: Side, name: str) -> Held:
@@ -193,16 +184,12 @@ class Model:
     def steps(self) -> dict[str, Callable[[], None]]:
         """What may happen next."""
         every: dict[str, tuple[bool, Callable[[], None]]] = {
-            "compute": (
-                self.computed + BLOCK < self.shape.tokens and not self.layers and not self.finished,
-                self.compute,
-            ),
-            "layers": (self.layers + 1 < LAYERS and not self.finished, self.compute_layer),
+            "compute": (self.computed + BLOCK < self.shape.tokens and not self.finished, self.compute),
             "finish": (not self.finished, self.finish),
             "expect": (True, lambda: self._receiver_on(Expected(self.shape))),
             "reserve": (self.asked > 0, lambda: self.reserve(True)),
-            "no room": (self.asked > 0, lambda: self.reserve(False)),
-            "room changed": (True, lambda: self._receiver_on(BlocksFreed())),
+            "no blocks": (self.asked > 0, lambda: self.reserve(False)),
+            "blocks freed": (True, lambda: self._receiver_on(BlocksFreed())),
             "read": (bool(self.left.waiting), self.begin_read),
             "was read": (bool(self.left.touching), self.end_read),
             "write": (self._arrived() is not None, self.begin_write),
@@ -221,37 +208,28 @@ class Model:
         self.computed += BLOCK
         self._sender_on(Computed(self.computed, self._hold(self.left, f"chunk to {self.computed}")))
 
-    def compute_layer(self) -> None:
-        """The next layer of all tokens that are left."""
-        hold = None if self.layers else self._hold(self.left, "the last chunk")
-        self.layers += 1
-        self._sender_on(LayersComputed(self.layers, hold))
-
     def finish(self) -> None:
         self.finished = True
         self._sender_on(Finished(77, self._hold(self.left, "all")))
 
-    def reserve(self, room: bool) -> None:
+    def reserve(self, free: bool) -> None:
         self.asked -= 1
-        self._receiver_on(Reserved(self._hold(self.right, "reservation") if room else None, self.have))
+        self._receiver_on(Reserved(self._hold(self.right, "reservation") if free else None, self.have))
 
     def begin_read(self) -> None:
         self.left.touch(next(iter(self.left.waiting)))
 
     def end_read(self) -> None:
-        """The frame was copied from the blocks: it is announced and on its way."""
+        """The frame was copied from the blocks; it is announced and sent."""
         frame = next(iter(self.left.touching))
         del self.left.touching[frame]
-        self.announced[frame] = Wire(frame)
-        self.to_receiver.append(
-            Push(*KEY, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, frame.layer, frame.layers)
-        )
-        self._say_last()
+        self.sent.add(frame)
+        self.to_receiver.append(Push(*KEY, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
+        self._send_last()
         self._sender_on(FrameEnded(frame))
 
     def corrupt(self) -> None:
-        for wire in self.announced.values():
-            wire.intact = False
+        self.corrupted |= self.sent
 
     def _arrived(self) -> Frame | None:
         return next((frame for frame in self.right.waiting if frame.epoch == self.link_epoch), None)
@@ -259,17 +237,16 @@ class Model:
     def begin_write(self) -> None:
         frame = self._arrived()
         assert frame is not None
-        if self.announced[frame].intact:
-            self.right.touch(frame)
-        else:
+        if frame in self.corrupted:
             del self.right.waiting[frame]
             self._receiver_on(FrameEnded(frame, Outcome.CORRUPT))
+        else:
+            self.right.touch(frame)
 
     def end_write(self, outcome: Outcome) -> None:
         frame = next(iter(self.right.touching))
         del self.right.touching[frame]
-        for token in range(frame.first, frame.first + frame.tokens):
-            self.written |= {(token, layer) for layer in range(frame.layer, frame.layer + frame.layers)}
+        self.written |= set(range(frame.first, frame.first + frame.tokens))
         self._receiver_on(FrameEnded(frame, outcome))
 
     def lose_receive(self) -> None:
@@ -300,7 +277,7 @@ class Model:
         self._receiver_do(self.receiver.poll(self.now))
 
     def deliver(self, forward: bool, index: int, keep: bool = False) -> None:
-        """Delivers one queued message, not always the oldest; with `keep` it stays queued, to come again."""
+        """Delivers one queued message, perhaps out of order; with `keep` it stays queued and may come again."""
         queue = self.to_receiver if forward else self.to_sender
         if not queue:
             return
@@ -322,18 +299,18 @@ class Model:
     def check(self) -> None:
         for side, machine in ((self.left, self.sender), (self.right, self.receiver)):
             for hold in side.holds:
-                assert hold.released + hold.given_away <= 1, f"{hold.name} has lost its one owner"
+                assert hold.released + hold.given_away <= 1, f"{hold.name} is released twice"
                 if machine.over:
                     assert hold.released + hold.given_away == 1, f"{hold.name} leaked in {machine.state}"
             assert len(side.failed) <= 1
-            assert machine.state.over == (machine.deadline == float("inf")), f"{machine.state} may last for ever"
-            assert machine.deadline > self.now, "a deadline has passed unseen"
+            assert machine.state.over == (machine.deadline == float("inf")), f"{machine.state} has the wrong deadline"
+            assert machine.deadline > self.now, "a deadline has passed without effect"
         assert self.committed <= 1
         assert self.acknowledged <= 1
         assert (self.receiver.state is State.COMMITTED) == (self.committed == 1)
 
     def settle(self) -> None:
-        """Time passes and the transport ends what it has: both ends must come to an end, with nothing left."""
+        """Lets every deadline pass and every frame end: then both machines must be over and hold nothing."""
         self.advance(TIMEOUTS.prefill + TIMEOUTS.grant + TIMEOUTS.transfer)
         while self.left.touching:
             self.end_read()

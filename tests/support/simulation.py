@@ -12,11 +12,12 @@ the guarantees are checked: `Violation` names the one that broke.
 
 import gc
 import heapq
+import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -180,6 +181,7 @@ class World:
         """To the end: until nothing is under way any more."""
         Observer.current = self.observer
         with ExitStack() as patched:
+            patched.enter_context(_silent())
             patched.enter_context(mock.patch.object(kv_sender, "SendAttempt", ObservedSendAttempt))
             patched.enter_context(mock.patch.object(kv_receiver, "ReceiveAttempt", ObservedReceiveAttempt))
             self._run_events()
@@ -203,7 +205,12 @@ class World:
                 continue
             self.now = self.observer.clock = at
             self.events += 1
-            what(*arguments)
+            try:
+                what(*arguments)
+            except Violation:
+                raise
+            except Exception as error:
+                raise Violation("crash", f"{process}: {what}: {error!r}") from error
             if process is not self.router:
                 process.watch()
 
@@ -311,6 +318,17 @@ class World:
         request = self.pick(sorted(self.tokens))
         self.say(f"the client cancels {request}")
         self.router.client_cancels(request)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without log lines: in these worlds almost everything fails."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def run_world(seed: int, checksums: bool = True) -> World:
