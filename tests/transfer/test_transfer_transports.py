@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvrelay.transfer import transports
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.ports import RECEIVER, SENDER, NoTransportError
+from kvrelay.transfer.transports import registry
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.transfer.transports.same_host import SameHostTransport
@@ -39,13 +39,13 @@ def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
 def test_no_common_transport_is_an_error_that_says_what_either_can_do(
     wanted: str, here: list[str], there: list[str], says: str
 ) -> None:
-    with pytest.raises(LinkError, match=says):
+    with pytest.raises(NoTransportError, match=says):
         choose(wanted, here, there)
 
 
 @no_gpu
 def test_a_refusal_says_why_this_end_can_do_no_more() -> None:
-    with pytest.raises(LinkError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
+    with pytest.raises(NoTransportError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
         choose("auto", ["gloo"], ["nccl"])
 
 
@@ -57,14 +57,14 @@ def test_asking_for_what_this_worker_cannot_do_says_why_and_what_it_can(name: st
 
 
 def test_a_pool_in_host_memory_is_offered_no_transport_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transports._MISSING, "nccl", lambda: None)
+    monkeypatch.setitem(registry._MISSING, "nccl", lambda: None)
     assert "nccl" not in available_transports(HOST)
     with pytest.raises(ValueError, match="the KV pool is not on a GPU"):
         available_transports(HOST, wanted="nccl")
 
 
 def test_what_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transports._MISSING, "shm", lambda: "not today")
+    monkeypatch.setitem(registry._MISSING, "shm", lambda: "not today")
     assert "shm" not in available_transports(HOST)
     with pytest.raises(ValueError, match="can't do: not today"):
         available_transports(HOST, wanted="shm")
