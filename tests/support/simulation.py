@@ -97,8 +97,8 @@ class Router:
 class World:
     """One seed's."""
 
-    def __init__(self, seed: int, checksums: bool = True, trace: list[str] | None = None):
-        rng = random.Random(seed)
+    def __init__(self, rng: random.Random, checksums: bool = True, trace: list[str] | None = None):
+        """`rng` makes every decision; Hypothesis has generators whose decisions it can shrink."""
         self.random = random_ = rng.random
         self.checksums = checksums
         self.trace = trace
@@ -338,7 +338,7 @@ def run_world(seed: int, checksums: bool = True) -> World:
         Violation: naming the guarantee that broke, the seed, and the world's last events.
     """
     try:
-        return World(seed, checksums).run()
+        return World(random.Random(seed), checksums).run()
     except Violation as violation:
         violation.add_note(f"seed {seed}, its last events:\n" + "\n".join(trace(seed, checksums)[-60:]))
         raise
@@ -348,7 +348,7 @@ def trace(seed: int, checksums: bool = True) -> list[str]:
     """All events of one seed's world, up to the violation if there is one."""
     lines: list[str] = []
     with suppress(Violation):
-        World(seed, checksums, lines).run()
+        World(random.Random(seed), checksums, lines).run()
     return lines
 
 

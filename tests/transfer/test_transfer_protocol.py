@@ -1,11 +1,8 @@
-"""The ownership protocol: no interleaving of events breaks a guarantee, and each row of the table holds."""
+"""The ownership protocol, row by row; `test_transfer_simulation` has its interleavings."""
 
-import random
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrelay.transfer.events import (
     BlocksFreed,
@@ -33,83 +30,26 @@ from kvrelay.transfer.events import (
     State,
     StopFrames,
     Tell,
+    Timeouts,
 )
 from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Nack, Offer, Push, Wait
 from kvrelay.transfer.protocol import MAX_LINK_LOSSES, ReceiveAttempt, SendAttempt
-from support.handoff_model import BLOCK, KEY, TIMEOUTS, Held, Model
+
+KEY = ("request", 2)
+TIMEOUTS = Timeouts(lease=5, grant=30, prefill=120, transfer=60)
+BLOCK = 4
+
+
+@dataclass(eq=False)
+class Held:
+    """Stands for a hold or a reservation."""
+
+    name: str
+
 
 SHAPE = Manifest(tokens=10, digest=b"d" * 16, token_bytes=3, block_size=BLOCK, frame_tokens=BLOCK)
 OFFER = Offer(*KEY, 10, b"d" * 16)
 FRAMES = [Frame(1, 0, 0, 4, 12), Frame(1, 1, 4, 4, 12), Frame(1, 2, 8, 2, 6)]
-
-
-class Interleavings(RuleBasedStateMachine):
-    """Hypothesis looks for the shortest interleaving that breaks an invariant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model(tokens=11, frame_blocks=1)
-
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        steps = self.model.steps()
-        steps[data.draw(st.sampled_from(sorted(steps)))]()
-
-    @rule(forward=st.booleans(), index=st.integers(0, 7), keep=st.booleans())
-    def deliver(self, forward: bool, index: int, keep: bool) -> None:
-        self.model.deliver(forward, index, keep)
-
-    @rule(forward=st.booleans())
-    def deliver_next(self, forward: bool) -> None:
-        self.model.deliver(forward, 0)
-
-    @rule(forward=st.booleans(), index=st.integers(0, 7))
-    def drop(self, forward: bool, index: int) -> None:
-        self.model.drop(forward, index)
-
-    @rule(seconds=st.sampled_from((0.0, 1.0, 4.9, 5.0, 29.0, 61.0, 121.0)))
-    def advance(self, seconds: float) -> None:
-        self.model.advance(seconds)
-
-    @rule()
-    def corrupt(self) -> None:
-        self.model.corrupt()
-
-    @invariant()
-    def guarantees(self) -> None:
-        self.model.check()
-
-    def teardown(self) -> None:
-        self.model.settle()
-
-
-TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_without_faults_every_order_of_steps_commits(seed: int) -> None:
-    rng = random.Random(seed)
-    model = Model(tokens=rng.choice((1, 3, 4, 5, 8, 23)), frame_blocks=rng.choice((1, 3)))
-    model.have = rng.choice((0, min(model.shape.tokens, 4)))
-    wanted = ["compute", "finish", "expect", "reserve", "read", "was read", "write", "was written"]
-    for _ in range(2000):
-        if model.sender.state is State.COMMITTED and model.sender.over:
-            break
-        if rng.random() < 0.1 and model.link_epoch <= MAX_LINK_LOSSES:
-            model.lose_link()
-        if rng.random() < 0.5:
-            model.deliver(rng.random() < 0.5, 0)
-        else:
-            possible = model.steps()
-            names = [name for name in wanted if name in possible]
-            if names:
-                possible[rng.choice(names)]()
-        model.check()
-    assert model.committed == 1
-    assert model.acknowledged == 1
-    assert not model.left.failed + model.right.failed
-    model.settle()
 
 
 # The sender's rows.

@@ -6,12 +6,15 @@ prints all of its events.
 
 import multiprocessing
 import os
+import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from support.simulation import Explored, explore, trace
+from support.simulation import Explored, World, explore, trace
 from support.specification import Transition, specified
 
 SEEDS, MANY_SEEDS = 8000, 100_000
@@ -92,3 +95,9 @@ def test_the_same_seed_is_the_same_world() -> None:
     for seed in (3, 176, 405):
         assert trace(seed) == trace(seed)
         assert trace(seed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_hypothesis_finds_no_shorter_way_to_break_a_guarantee(rng: random.Random) -> None:
+    World(rng).run()
