@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py OUT [--shape 135m]
 
-Its text is noise; it takes as long to compute as the real one.
+It generates noise, at the speed of the real model.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SHAPES = {  # hidden, layers, heads, KV heads, intermediate, vocabulary
     "1b": (2048, 16, 32, 8, 8192, 65536),
 }
 TOKENS = 8192
-"""Of the tokenizer; the rest of the vocabulary has no text."""
+"""In the tokenizer; the other ids of the vocabulary have no text."""
 
 
 def main() -> None:

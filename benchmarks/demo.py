@@ -1,4 +1,4 @@
-"""`make demo`: what a new user would type, typed for them: a local cluster up, three prompts with timelines, down."""
+"""`make demo`: runs a new user's first commands: a local cluster up, three prompts with timelines, down."""
 
 import os
 import shlex
@@ -25,7 +25,7 @@ def kvrelay(*arguments: str) -> int:
 def main() -> int:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvrelay-demo-") as state:
-        # A state of its own: a cluster of the user's may be up.
+        # A state folder of its own, because a cluster of the user's may be up.
         os.environ["KVRELAY_STATE_DIR"] = state
         failed = kvrelay("up", "--detach", "--grpc-port", "0")
         if failed:

@@ -11,18 +11,16 @@ pair takes requests.
 
 import argparse
 import json
-import os
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
+from local_cluster import local_cluster
 from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, summary
 
 HERE = Path(__file__).parent
@@ -33,29 +31,7 @@ CONFIG = """\
 model: {{path: {model}, dtype: bfloat16}}
 prefill: {{replicas: 1, threads: 1}}
 decode: {{replicas: 1, threads: 1}}
-router: {{grpc_port: 0}}
 """
-
-
-@contextmanager
-def cluster(model: Path) -> Iterator[str]:
-    """A running pair; gives its router's address."""
-    with tempfile.TemporaryDirectory(prefix="kvrelay-pair-") as folder:
-        config = Path(folder) / "pair.yaml"
-        config.write_text(CONFIG.format(model=json.dumps(str(model.resolve()))))
-        environment = os.environ | {"KVRELAY_STATE_DIR": folder}
-
-        def kvrelay(*arguments: str) -> str:
-            command = [str(Path(sys.executable).parent / "kvrelay"), *arguments]
-            return subprocess.run(
-                command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=300
-            ).stdout
-
-        kvrelay("up", "--config", str(config), "--detach")
-        try:
-            yield json.loads(kvrelay("status", "--json"))["router"]
-        finally:
-            kvrelay("down")
 
 
 def alone(model: Path) -> None:
@@ -64,7 +40,11 @@ def alone(model: Path) -> None:
 
     random.seed(0)
     start = time.perf_counter()
-    with cluster(model) as target, Client(target) as client:
+    with ExitStack() as stack:
+        config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "pair.yaml"
+        config.write_text(CONFIG.format(model=json.dumps(str(model.resolve()))))
+        cluster = stack.enter_context(local_cluster("--config", str(config)))
+        client = stack.enter_context(Client(cluster.router))
         report("start", time.perf_counter() - start)
 
         def seconds(length: int, out: int) -> tuple[float, float]:

@@ -1,18 +1,18 @@
-"""The KV hand-off: GB/s by size beside a bare Gloo send of the same bytes, and what of it prefill doesn't hide.
+"""The KV hand-off: GB/s by size beside a bare Gloo send of the same bytes, and the part that prefill doesn't hide.
 
     python benchmarks/transfer.py [--sizes 65536 ...] [--transports shm tcp ...] [--pin] [--model FOLDER] [--out FILE]
 
-One JSON line a cell, the limit asked for beside it.
+One JSON line per cell, with its limit.
 
-    throughput   the real KVSender and KVReceiver, two processes on loopback, the offer granted before the clock starts;
-                 all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
-                 Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
-                 hand-off (checksums on, off) and the bare send take turns, repeat by repeat. CPU seconds are both
-                 processes', all of their threads', for each GB. Where nobody else pins threads, which core they run
-                 on is the kernel's whim and the figures swing with it: --pin gives each process a core.
-    exposed      the public road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
-                 from the end of prefill to the decode worker's acknowledged commit. Left out without --model, a
-                 checkpoint in bfloat16.
+    throughput   a real sender and receiver, two processes on loopback. The offer is granted before the clock starts,
+                 and all of the KV is ready at once, so no compute hides anything. The clock stops at the
+                 acknowledgement. Bare Gloo sends the same bytes in one message, and the other end answers with one
+                 byte. Hand-offs with and without checksums and the bare send take turns, repeat by repeat. CPU seconds
+                 per GB are those of both processes. Without --pin the kernel chooses the cores, and the figures vary
+                 with its choice; --pin gives each process its own core.
+    exposed      the whole road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
+                 from the end of prefill to the decode worker's acknowledged commit. Needs --model, a checkpoint in
+                 bfloat16.
 """
 
 import argparse
@@ -20,71 +20,75 @@ import asyncio
 import json
 import multiprocessing
 import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import grpc
 import torch
+from local_cluster import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
+from turns import own_setting, save, spread
 
 from kvrelay.client import Client
-from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.decode_worker.handoff_service import HandoffService
+from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.progress import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
-from kvrelay.prefill_worker.kv_sender import KVSender
+from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.frames import PoolFrames
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
-"""Of a 1B Llama: 32 KiB a token, 512 KiB a block."""
+"""Of a 1B Llama: 32 KiB per token, 512 KiB per block."""
 SIZES = [2**16, 2**20, 2**22, 2**23, 2**25, 2**27, 2**28]
 ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
-PREFILL, DECODE = ("prefill-0", "p"), ("decode-0", "d")
+PREFILL, DECODE = WorkerId("prefill-0", "p"), WorkerId("decode-0", "d")
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
-KVRELAY = Path(sys.executable).parent / "kvrelay"
 
 
-@dataclass(eq=False)
-class Hold:
-    """Blocks; nobody else wants them here."""
+def scattered(pool: KVPool, count: int, seed: int) -> Hold:
+    """Blocks in random order: in a pool that has been in use, a sequence's blocks are no neighbours."""
+    hold = BlockPool(pool.num_blocks).share((), "benchmark")
+    hold.blocks += random.Random(seed).sample(range(pool.num_blocks), count)
+    return hold
 
-    blocks: list[int]
 
-
-@dataclass(eq=False)
-class Reservation:
-    hold: Hold
-    have_tokens: int = 0
+def setup(
+    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
+) -> HandoffSetup:
+    local = LocalWorker(worker, LAYOUT, "-", pool.tensor.is_cuda)
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
 
 
 class Sending:
-    """The exporter's host: one hand-off at a time."""
+    """The sender's host: one hand-off at a time, out of the same blocks."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] | None = None
 
     def release(self, hold: Hold) -> None:
-        pass
+        """The next hand-off sends the same blocks."""
 
     def exported(self, key: Key, stats: TransferStats) -> None:
         if self.ended is not None:
@@ -95,25 +99,27 @@ class Sending:
 
 
 class Receiving:
-    """The importer's host: says when it has granted, and commits to nothing."""
+    """The receiver's host: reports each grant, and writes all hand-offs to the same blocks."""
 
-    def __init__(self, tell: Connection, blocks: int) -> None:
-        self._tell = tell
-        # Neighbours in a sequence are not neighbours in a pool that has been in use.
-        self._blocks = random.Random(1).sample(range(blocks), blocks)
+    def __init__(self, there: Connection, pool: KVPool) -> None:
+        self._there = there
+        self._reservation = Reservation(scattered(pool, pool.num_blocks, seed=1), have_tokens=0)
 
-    async def reserve(self, key: Key) -> Reservation:
-        self._tell.send("granted")
-        return Reservation(Hold(self._blocks))
+    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
+        def grant() -> None:
+            self._there.send("granted")
+            answer(self._reservation)
+
+        asyncio.get_running_loop().call_soon(grant)
 
     def release(self, reservation: Reservation) -> None:
-        pass
+        """The next hand-off uses the same blocks."""
 
     def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
-        pass
+        """The sender's end stops the clock."""
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        pass  # the exporter's end says it
+        """The sender's end reports it."""
 
 
 def bare_group(store: str, rank: int) -> ProcessGroupGloo:
@@ -135,21 +141,17 @@ def receiver(
 
 
 async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
-    gpu = device != "cpu"
     pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
-    peers = PeerTable([Peer(*PREFILL, address="")])
-    local = LocalWorker(*DECODE, LAYOUT, "-", gpu)
-    host = Receiving(there, pool.num_blocks)
-    importers, servers, ports = [], [], []
+    host = Receiving(there, pool)
+    services, servers, ports = [], [], []
     for config in configs:
-        importers.append(
-            KVReceiver(local, pool, peers, config, available_transports(HOST, config.transport, gpu), host)
-        )
+        transports = available_transports(HOST, config.transport, pool.tensor.is_cuda)
+        members = PeerTable([Peer(PREFILL, address="")])
+        services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
         servers.append(grpc.aio.server(options=server_options()))
-        add_HandoffServiceServicer_to_server(importers[-1], servers[-1])
+        add_HandoffServiceServicer_to_server(services[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
         await servers[-1].start()
-        importers[-1].start()
     there.send(ports)
     group = await asyncio.to_thread(bare_group, store, 1)
     into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -160,13 +162,13 @@ async def _receive(there: Connection, store: str, largest: int, configs: Sequenc
             there.send("granted")
             await asyncio.to_thread(lambda w=work: (w.wait(TIMEOUT), group.send([byte], 0, 2).wait(TIMEOUT)))
         else:
-            importers[what].expect(key, PREFILL, range(size // LAYOUT.token_bytes))
-    for importer, server in zip(importers, servers, strict=True):
-        await importer.close()
+            services[what].receiver.expect(key, PREFILL, range(size // LAYOUT.token_bytes))
+    for service, server in zip(services, servers, strict=True):
+        await service.close()
         await server.stop(0)
 
 
-class SendAttempt:
+class PrefillSide:
     """The prefill side, in this process."""
 
     def __init__(
@@ -179,26 +181,21 @@ class SendAttempt:
         device: str,
     ) -> None:
         self._here = here
-        gpu = device != "cpu"
         self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
         self._pool.tensor.view(torch.uint8).random_(0, 256)
-        self._blocks = random.Random(2).sample(range(self._pool.num_blocks), self._pool.num_blocks)
         self._group = bare_group(store, 0)
         self._data = torch.zeros(largest, dtype=torch.uint8).random_(0, 256)
         self._byte = torch.zeros(1, dtype=torch.uint8)
         self._host = Sending()
         self._count = 0
-        self._exporters = []
+        self._clients = []
         for config, port in zip(configs, ports, strict=True):
-            transports = available_transports(HOST, config.transport, gpu)
-            peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
-            self._exporters.append(
-                KVSender(LocalWorker(*PREFILL, LAYOUT, "-", gpu), self._pool, peers, config, transports, self._host)
-            )
-            self._exporters[-1].start()
+            transports = available_transports(HOST, config.transport, self._pool.tensor.is_cuda)
+            peers = PeerTable([Peer(DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
+            self._clients.append(HandoffClient(setup(PREFILL, self._pool, peers, config, transports), self._host))
 
     async def _granted(self) -> None:
-        """The other end is ready, and what told so has been read here: some milliseconds are plenty."""
+        """Waits until the other end has granted; the grant itself may arrive some milliseconds later."""
         await asyncio.to_thread(self._here.recv)
         await asyncio.sleep(0.01)
 
@@ -217,28 +214,23 @@ class SendAttempt:
         return await asyncio.to_thread(send)
 
     async def handoff(self, which: int, size: int) -> float:
-        """Seconds from the news that all of the prompt is computed to the acknowledgement."""
+        """Seconds from the end of the prompt's computation to the acknowledgement."""
         self._count += 1
         key, tokens = (f"r{self._count}", 1), range(size // LAYOUT.token_bytes)
-        exporter = self._exporters[which]
+        sender, hold = self._clients[which].sender, scattered(self._pool, LAYOUT.blocks_for(len(tokens)), seed=2)
         self._host.ended = asyncio.get_running_loop().create_future()
         self._here.send((which, key, size))
-        exporter.begin(key, DECODE, tokens)
+        sender.begin(key, DECODE, tokens)
         await self._granted()
         start = time.perf_counter()
-        exporter.finished(key, 7, Hold(self._blocks[: LAYOUT.blocks_for(len(tokens))]))
+        sender.finished(key, 7, hold)
         await self._host.ended
         return time.perf_counter() - start
 
     async def close(self) -> None:
-        for exporter in self._exporters:
-            await exporter.close()
+        for client in self._clients:
+            await client.close()
         self._here.send(None)
-
-
-def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    cells = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, digits) for name, value in cells.items()} | {"n": len(values)}
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -251,7 +243,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def measure(
-    sender: SendAttempt, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
+    sender: PrefillSide, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
 ) -> list[dict[str, Any]]:
     cells = []
     for size in sizes:
@@ -263,7 +255,7 @@ async def measure(
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         cpu = dict.fromkeys(kinds, 0.0)
         for repeat in range(repeats + 2):
-            # Others use the machine too: each kind goes first in turn, so that none always meets the same neighbour.
+            # Each kind goes first in turn, so that other processes on the machine disturb all kinds alike.
             names = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
             for kind in names:
                 before = cpu_seconds(pids)
@@ -279,7 +271,7 @@ async def measure(
                 cell["transport"] = "gloo, bare"
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
             if size >= ASKED_FROM_BYTES:
-                # The clock of /proc ticks every 10 ms, and the exchange around a send counts too.
+                # /proc counts in ticks of 10 ms, and the exchange around a send counts too.
                 cell["cpu_seconds_per_GB"] = round(cpu[kind] / len(times) / (size / 1e9), 2)
             if kind != "bare":
                 cell["of_bare"] = round(bare / statistics.median(times), 3)
@@ -312,7 +304,7 @@ def throughput(
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = SendAttempt(here, store, max(sizes), configs, here.recv(), device)
+            sender = PrefillSide(here, store, max(sizes), configs, here.recv(), device)
             cells = await measure(sender, transport, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
@@ -327,26 +319,10 @@ def throughput(
             os.sched_setaffinity(0, cores)
 
 
-def kvrelay(*arguments: str) -> str:
-    return subprocess.run([KVRELAY, *arguments], check=True, capture_output=True, text=True, timeout=180).stdout
-
-
-@contextmanager
-def cluster(model: Path) -> Iterator[str]:
-    """One prefill and one decode worker on `model`; the router's address."""
-    with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as state:
-        os.environ["KVRELAY_STATE_DIR"] = state
-        kvrelay("up", "--detach", "--grpc-port", "0", "--model", str(model), "--dtype", "bfloat16")
-        try:
-            yield str(json.loads(kvrelay("status", "--json"))["router"])
-        finally:
-            kvrelay("down")
-
-
 def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     cells = []
     rng = random.Random(0)
-    with cluster(model) as target, Client(target) as client:
+    with local_cluster("--model", str(model), "--dtype", "bfloat16") as cluster, Client(cluster.router) as client:
         for length in lengths:
             timelines = []
             for _ in range(repeats + 1):
@@ -370,7 +346,7 @@ def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str,
 
 
 def gpu_parts(sizes: Sequence[int], repeats: int, frame_bytes: int) -> list[dict[str, Any]]:
-    """The throughput of links between two KV pools on the first GPU; where there is none, or a link can't be, why."""
+    """Throughput between two KV pools on the first GPU, or the reason why a transport can't be measured."""
     cells = []
     for transport in ("cuda_ipc", "nccl"):
         reason = None if torch.cuda.is_available() else "no GPU"
@@ -387,16 +363,11 @@ def gpu_parts(sizes: Sequence[int], repeats: int, frame_bytes: int) -> list[dict
     return cells
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().frame_bytes)
+    parser.add_argument("--frame-bytes", type=int, default=TransferConfig().frame_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")
@@ -412,18 +383,8 @@ def main() -> None:
     cells += exposed(args.model, args.tokens, args.repeats) if args.model is not None else []
     cells += gpu_parts(args.sizes or SIZES, args.repeats, args.frame_bytes)
     if args.out is not None:
-        results = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {cpu_name()}",
-            "load_at_end": round(os.getloadavg()[0], 2),
-            "versions": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "xxhash")}
-            | {"python": platform.python_version()},
-            "frame_bytes": args.frame_bytes,
-            "pinned": args.pin,
-            "cells": cells,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        pinned = {"frame_bytes": args.frame_bytes, "pinned": args.pin, "cells": cells}
+        save(args.out, own_setting("torch", "grpcio", "xxhash") | pinned)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Engines measured in turn on a machine that others may use too: medians, spread, ratios, and on what machine."""
+"""Measures engines in turn, since others may use the machine too: medians, spread, ratios, and the machine itself."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 OWN = "kvrelay"
 FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
-"""Of the CPU: those that engines choose their kernels by."""
+"""CPU features by which engines choose their kernels."""
 
 Runs = dict[str, dict[str, list[float]]]
 """By cell, then by engine: the figure of each repeat."""
@@ -26,14 +26,14 @@ Runs = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class Engine:
-    """One that is measured."""
+    """An engine to measure."""
 
     command: Sequence[str]
     """Prints one JSON object per line, each with `cell` and the measured figure."""
     python: Path
     """Of its environment."""
     distributions: Sequence[str]
-    """Whose versions belong to the figures."""
+    """Packages whose versions are recorded with the figures."""
 
 
 def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Sequence[str], timeout: float) -> Runs:
@@ -60,10 +60,10 @@ def in_turn(engines: Mapping[str, Engine], figure: str, repeats: int, under: Seq
 
 
 def run(command: Sequence[str], timeout: float) -> str:
-    """What a command prints. Its whole process group ends with it: engines start processes of their own.
+    """What a command prints. Its whole process group ends with it, because engines start further processes.
 
     Raises:
-        RuntimeError: it failed or took too long; the text has the end of what it said.
+        RuntimeError: it failed or took too long; the message has the end of its stderr.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
@@ -80,12 +80,12 @@ def run(command: Sequence[str], timeout: float) -> str:
 
 
 def end_on_signal() -> None:
-    """Makes SIGTERM an exit that ends what was started, as Ctrl-C is."""
+    """Makes SIGTERM an ordinary exit, as Ctrl-C is, so that child processes are ended."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a process group, if it still runs: it is asked first, because it may have started others in their own."""
+    """Ends a process group: by SIGTERM first, since the process may have children in other groups to end."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
@@ -122,6 +122,17 @@ def setting(engines: Mapping[str, Engine]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: versions(engine) for name, engine in engines.items()},
     }
+
+
+def own_setting(*distributions: str) -> dict[str, Any]:
+    """As `setting`, where kvrelay alone is measured, by this Python."""
+    return setting({OWN: Engine((), Path(sys.executable), (OWN, *distributions))})
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """The median, the range and the count of figures."""
+    cells = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in cells.items()} | {"n": len(values)}
 
 
 def machine() -> dict[str, Any]:
