@@ -49,6 +49,10 @@ class DecodeRole(HandoffRole):
     def add_services(self, server: grpc.aio.Server) -> None:
         add_HandoffServiceServicer_to_server(self._service, server)
 
+    @property
+    def active(self) -> int:
+        return self._receiver.active
+
     async def stop(self) -> None:
         await self._service.close()
 

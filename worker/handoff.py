@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
@@ -50,11 +51,14 @@ class HandoffRole(Role):
         )
 
     def members_changed(self, members: Sequence[Member]) -> None:
-        self.peers.update(
-            Peer(WorkerId(member.name, member.incarnation), member.address, tuple(member.transports))
-            for member in members
-            if member.role == self.peer_role and member.state in REACHABLE
-        )
+        peers, dead = [], []
+        for member in members:
+            worker = WorkerId(member.name, member.incarnation)
+            if member.state == MEMBER_STATE_DEAD:
+                dead.append(worker)
+            elif member.role == self.peer_role and member.state in REACHABLE:
+                peers.append(Peer(worker, member.address, tuple(member.transports)))
+        self.peers.update(peers, dead)
 
     def take(self, request: Request, submit: Submit) -> None:
         """Begins this role's part of a request."""

@@ -82,6 +82,11 @@ class Role:
         """Requests of this role that will need blocks and have none yet."""
         return Promised()
 
+    @property
+    def active(self) -> int:
+        """Hand-offs that may hold blocks."""
+        return 0
+
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
 
@@ -136,6 +141,8 @@ class Worker:
         self._idle.set()
         self._draining = False
         self._checked = 0.0
+        self._submitted = 0
+        """Requests that have come so far."""
         self._load = self._read_load()
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
@@ -291,12 +298,14 @@ class Worker:
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         self._live[key] = LiveRequest(request, stream, expiry)
+        self._submitted += 1
         self._idle.clear()
         self.role.submit(request, submit)
 
-    def cancel(self, key: Key) -> None:
-        """Ends a request without another event. Unknown keys are allowed."""
-        if key in self._live:
+    def cancel(self, key: Key, stream: RelayStream) -> None:
+        """Ends a request that came on `stream`, without another event. Other keys are ignored."""
+        live = self._live.get(key)
+        if live is not None and live.stream is stream:
             self._release(key)
             self._forget(key)
 
@@ -304,7 +313,7 @@ class Worker:
         """The stream is over: cancels every request that was submitted on it."""
         self._streams.discard(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
-            self.cancel(key)
+            self.cancel(key, stream)
 
     def _refusal(self, submit: Submit) -> Failure | None:
         name, most = self.id.name, self.config.max_waiting
@@ -340,7 +349,12 @@ class Worker:
         self._idle.set()
         if self._loop.time() - self._checked >= CHECK_SECONDS:
             self._checked = self._loop.time()
-            self._thread.post(self._engine.scheduler.check_integrity)
+            # What the engine thread has posted to this loop must arrive first: it may carry holds that end at once.
+            self._thread.post(partial(self.post_to_loop, self._check_blocks, self._submitted))
+
+    def _check_blocks(self, submitted: int) -> None:
+        idle = not self._live and self._submitted == submitted and self.role.active == 0
+        self._thread.post(partial(self._engine.scheduler.check_integrity, idle=idle))
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         """A defect in a task must not pass unnoticed: its request would wait until its deadline."""
