@@ -14,7 +14,6 @@ range don't verify.
 
 import enum
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -252,7 +251,7 @@ class SendJob(FrameJob):
             else:
                 self._stream(stream, runs, deadline)
 
-        return Streamed(send)
+        return Pending.in_wait(send)
 
     def done(self, buffer: Tensor) -> None:
         self._close(Outcome.VERIFIED)
@@ -306,7 +305,7 @@ class ReceiveJob(FrameJob):
         stream = link.stream
         if stream is None:
             return link.recv(buffer[: self._link_bytes])
-        return Streamed(lambda deadline: self._stream(stream, buffer, deadline))
+        return Pending.in_wait(lambda deadline: self._stream(stream, buffer, deadline))
 
     def _stream(self, stream: ByteStream, buffer: Tensor, deadline: float) -> None:
         runs = self._place.runs()
@@ -367,23 +366,13 @@ class DrainJob:
         into, stream = buffer[: self._nbytes], link.stream
         if stream is None:
             return link.recv(into)
-        return Streamed(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
+        return Pending.in_wait(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
 
     def done(self, buffer: Tensor) -> None:
         """The bytes are discarded."""
 
     def fail(self, message: str) -> None:
         """No attempt waits for the frame."""
-
-
-class Streamed:
-    """A frame on a link that carries memory: it is sent or received inside `wait`."""
-
-    def __init__(self, run: Callable[[float], None]) -> None:
-        self._run = run
-
-    def wait(self, timeout: float) -> None:
-        self._run(time.monotonic() + timeout)
 
 
 class PoolFrames:

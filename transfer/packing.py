@@ -1,11 +1,11 @@
 """Strict, bounded msgpack, and the rules that check its values as fields of messages.
 
-msgpack by itself accepts duplicate keys, NaN, extension types and unbounded nesting; all of these are refused here.
-Memory is never allocated by a claimed length: claims are compared with the bytes that are there.
+msgpack itself accepts duplicate keys, NaN, extension types and unbounded nesting; all of these are refused here. A
+length that the bytes claim is compared with the bytes that are there before memory is allocated.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,25 +13,32 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 
 MAX_MAP = 32
 MAX_VALUES = 1024
-"""Values in all maps and lists of one batch: bounds the time that decoding takes, whatever the batch holds."""
+"""Values in all maps and lists of one batch at most; it bounds the time that decoding takes."""
 MAX_REASON = 512
+"""Characters of an error message at most."""
 
 
 class WireError(ValueError):
-    """Bytes, or a value, that no message of this protocol can be. The text names the field and the limit."""
+    """Bytes or a value that no message of this protocol can have. The text names the field and the limit."""
 
 
 class Rule(Protocol):
-    """Accepts a decoded value or raises WireError."""
+    """The form of one field."""
 
-    def check(self, name: str, value: object) -> Any: ...
+    def check(self, name: str, value: object) -> Any:
+        """The decoded value of the field `name`, in its Python type.
+
+        Raises:
+            WireError: the value doesn't follow the rule.
+        """
 
     def plain(self, value: Any) -> object:
         """The value as msgpack's own types."""
+        return self.check("value", value)
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Number(Rule):
     low: int
     high: int
 
@@ -40,12 +47,9 @@ class Number:
             raise WireError(f"{name} is {shown(value)}; allowed: an integer from {self.low} to {self.high}")
         return value
 
-    def plain(self, value: int) -> object:
-        return self.check("value", value)
-
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Rule):
     shortest: int
     longest: int
 
@@ -54,23 +58,17 @@ class Text:
             raise WireError(f"{name} is {shown(value)}; allowed: text of {self.shortest} to {self.longest} characters")
         return value
 
-    def plain(self, value: str) -> object:
-        return self.check("value", value)
-
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(Rule):
     def check(self, name: str, value: object) -> bool:
         if type(value) is not bool:
             raise WireError(f"{name} is {shown(value)}; allowed: true or false")
         return value
 
-    def plain(self, value: bool) -> object:
-        return self.check("value", value)
-
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class Raw(Rule):
     shortest: int
     longest: int
 
@@ -79,12 +77,9 @@ class Raw:
             raise WireError(f"{name} is {shown(value)}; allowed: {self.shortest} to {self.longest} bytes")
         return value
 
-    def plain(self, value: bytes) -> object:
-        return self.check("value", value)
-
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Rule):
     kind: type[enum.Enum]
 
     def check(self, name: str, value: object) -> enum.Enum:
@@ -99,7 +94,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class Many(Rule):
     item: Rule
     most: int
 
@@ -115,16 +110,16 @@ class Many:
 
 
 def clip(text: str) -> str:
-    """`text` as a message may carry it."""
+    """`text`, cut to MAX_REASON characters."""
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 
 def unpack(packed: bytes, max_array: int) -> object:
-    """The value that `packed` is: dicts with text keys, lists, text, bytes, numbers, booleans, None.
+    """The decoded value: dicts with text keys, lists, text, bytes, numbers, booleans, None.
 
     Raises:
-        WireError: it is not exactly one such value, a list in it is longer than `max_array`, or there are more than
-            MAX_VALUES values in its maps and lists.
+        WireError: `packed` is not exactly one such value, a list in it is longer than `max_array`, or its maps and
+            lists have more than MAX_VALUES values.
     """
     left = MAX_VALUES
 
@@ -140,7 +135,12 @@ def unpack(packed: bytes, max_array: int) -> object:
 
     def pairs(found: list[tuple[object, object]]) -> dict[object, object]:
         count(1 + len(found))
-        return _pairs(found)
+        plain: dict[object, object] = {}
+        for key, value in found:
+            if type(key) is not str or key in plain:
+                raise WireError(f"a map's key is {shown(key)}; allowed: text, each key once")
+            plain[key] = value
+        return plain
 
     try:
         return msgpack.unpackb(
@@ -158,8 +158,23 @@ def unpack(packed: bytes, max_array: int) -> object:
         raise WireError(f"not msgpack: {clip(str(error))}") from None
 
 
+def unpack_named(packed: bytes, forms: Mapping[str, Sequence[Rule]]) -> tuple[str, tuple[Any, ...]]:
+    """The name and the values of a message that is a list of both, as the links' own short messages are.
+
+    Args:
+        forms: by name, the rules of the values.
+
+    Raises:
+        WireError: the message has none of these forms.
+    """
+    match unpack(packed, max_array=8):
+        case [str(name), *values] if name in forms and len(values) == len(forms[name]):
+            return name, tuple(rule.check(name, value) for rule, value in zip(forms[name], values, strict=True))
+    raise WireError(f"a message of {len(packed)} bytes; allowed: {', '.join(forms)} with their values")
+
+
 def pack(value: object) -> bytes:
-    """`value`, of the types that `unpack` returns."""
+    """`value` has the types that `unpack` returns."""
     return bytes(msgpack.packb(value))
 
 
@@ -169,7 +184,7 @@ def pack_joined(parts: Sequence[bytes]) -> bytes:
 
 
 def values_in(value: object) -> int:
-    """As `unpack` counts them."""
+    """The number of values in maps and lists, as `unpack` counts them."""
     match value:
         case dict():
             return 1 + len(value) + sum(values_in(item) for item in value.values() if isinstance(item, dict | list))
@@ -178,21 +193,12 @@ def values_in(value: object) -> int:
     return 0
 
 
-def _pairs(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
-    plain: dict[object, object] = {}
-    for key, value in pairs:
-        if type(key) is not str or key in plain:
-            raise WireError(f"a map's key is {shown(key)}; allowed: text, each key once")
-        plain[key] = value
-    return plain
-
-
 def _no_extension(code: int, data: bytes) -> object:
     raise WireError(f"extension type {code}; no extension is allowed")
 
 
 def shown(value: object) -> str:
-    """A value in an error message: never more than a few characters of it."""
+    """A value in an error message: a few of its characters at most."""
     if isinstance(value, str | bytes):
         return repr(value[:40]) + (f"... ({len(value)} long)" if len(value) > 40 else "")
     return repr(value) if isinstance(value, int | float | None) else type(value).__name__

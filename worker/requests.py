@@ -5,10 +5,6 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.internal.v1.worker_pb2 import Cancel, ModelInfo, RequestEvent, Sampling, Submit
 
 
-class InvalidSubmit(ValueError):
-    """A Submit that this worker can't serve; the router should not have sent it."""
-
-
 def model_info(spec: ModelSpec) -> ModelInfo:
     """`spec` on the wire."""
     return ModelInfo(
@@ -38,28 +34,11 @@ def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> Sampl
 
 
 def request_of(submit: Submit, spec: ModelSpec) -> Request:
-    """`submit` for the engine.
-
-    The router has validated the request; this checks what would break the engine if the router were wrong.
-
-    Raises:
-        InvalidSubmit: naming the field, the value and the limit.
-    """
-    tokens = tuple(submit.token_ids)
-    if not 1 <= submit.prompt_tokens <= len(tokens):
-        raise InvalidSubmit(f"prompt_tokens is {submit.prompt_tokens}; allowed: 1 to the {len(tokens)} token_ids")
-    if max(tokens) >= spec.vocab_size:
-        raise InvalidSubmit(f"token_ids holds {max(tokens)}; allowed: 0 to {spec.vocab_size - 1}")
-    generated = len(tokens) - submit.prompt_tokens
-    if submit.sampling.max_tokens <= generated:
-        raise InvalidSubmit(f"sampling.max_tokens is {submit.sampling.max_tokens}; {generated} are generated already")
-    whole = submit.prompt_tokens + submit.sampling.max_tokens
-    if whole > spec.max_context:
-        raise InvalidSubmit(f"prompt_tokens + sampling.max_tokens is {whole}; allowed: up to {spec.max_context}")
+    """`submit` for the engine, which checks it when it takes it."""
     return Request(
         request_id=submit.request_id,
         attempt=submit.attempt,
-        tokens=tokens,
+        tokens=tuple(submit.token_ids),
         prompt_tokens=submit.prompt_tokens,
         sampling=sampling_params(submit.sampling, spec.eos_token_ids),
         tenant=submit.tenant,

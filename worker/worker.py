@@ -39,7 +39,7 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
 from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import InvalidSubmit, key_of, model_info, request_of
+from kvrelay.worker.requests import key_of, model_info, request_of
 
 logger = logging.getLogger(__name__)
 
@@ -206,13 +206,11 @@ class Worker:
     def resume(self, request: Request, first_token: int, reservation: Reservation, done: Callable[[], None]) -> None:
         """Gives the engine a sequence whose prompt is computed in reserved blocks; `done` runs on the engine thread.
 
-        A first token outside the vocabulary, which only a defect of the peer can send, fails the request.
+        A first token that no sound peer sends fails the request.
         """
 
         def add() -> None:
             try:
-                if first_token >= self.spec.vocab_size:
-                    raise ValueError(f"first_token is {first_token}; allowed: 0 to {self.spec.vocab_size - 1}")
                 self._engine.scheduler.resume(request, first_token, reservation.hold)
             except ValueError as error:
                 reservation.release()
@@ -285,15 +283,10 @@ class Worker:
         """Takes a request, or refuses it on the stream that it came on."""
         key = key_of(submit)
         refusal = self._refusal(submit)
-        request: Request | None = None
-        if refusal is None:
-            try:
-                request = request_of(submit, self.spec)
-            except InvalidSubmit as error:
-                refusal = Failure(code=Failure.CODE_INVALID, message=str(error))
-        if request is None:
+        if refusal is not None:
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
+        request = request_of(submit, self.spec)
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)

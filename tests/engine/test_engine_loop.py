@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
-from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduler import Progress, Scheduler
-from support.hash_runner import LAYOUT, HashPool, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
 
@@ -91,9 +89,9 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int,
         end = len(asked.tokens) if last else report.computed // size * size
         start = sent[asked.request_id]
         if end > start:
-            frame = np.empty((end - start) * LAYOUT.token_bytes, np.uint8)
+            frame = torch.empty((end - start) * LAYOUT.token_bytes, dtype=torch.uint8)
             blocks = report.hold.blocks if report.hold is not None else report.sequence.hold.blocks
-            assert prefill.runner.pool.read(blocks, start, end - start, frame) == frame.size
+            assert prefill.runner.pool.read(blocks, start, end - start, frame) == len(frame)
             decode.runner.pool.write(reservation.hold.blocks, start, end - start, frame)
             sent[asked.request_id] = end
 
@@ -190,7 +188,7 @@ def test_one_wrong_bit_changes_the_next_token(data: st.DataObject, length: int) 
     position = data.draw(st.integers(0, length - 1))
     layer, part, head, byte = (data.draw(st.integers(0, most)) for most in (1, 1, 1, 15))
     where = (blocks[position // 8], position % 8, layer, part, head, byte)
-    runner.pool.slots[where] ^= 1 << data.draw(st.integers(0, 7))
+    runner.slots[where] ^= 1 << data.draw(st.integers(0, 7))
     assert runner.run(plan).tokens != (right,)
     runner.fill(blocks, tokens, 0)
     if length >= 16:
@@ -219,23 +217,3 @@ def test_no_two_places_have_the_same_kv() -> None:
     parts = [kv[token, layer, part].tobytes() for token in range(3) for layer in range(2) for part in range(2)]
     assert len(set(parts)) == 12
     assert (kv_bytes([5, 6], 1) == kv[1:]).all()
-
-
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 24, 29])
-def test_its_pool_frames_bytes_as_the_real_one_does(order: str, tokens: int) -> None:
-    layout = KVLayout(layers=2, kv_heads=3, head_dim=4, block_size=8, dtype="bfloat16", order=order)
-    fake, real = HashPool(layout, 6), KVPool(layout, 6)
-    real.tensor.view(torch.uint8).copy_(fake.tensor.view(torch.uint8))
-    blocks = [4, 0, 5, 2]
-    first = 8 if tokens > 8 else 0
-    frames = [torch.zeros((tokens - first) * layout.token_bytes, dtype=torch.uint8) for _ in range(2)]
-    sizes = [pool.read(blocks, first, tokens - first, out) for pool, out in zip((fake, real), frames, strict=True)]
-    assert sizes == [len(frames[0])] * 2
-    assert frames[0].equal(frames[1])
-    other = HashPool(layout, 6)
-    other.array[...] = 0
-    other.write([1, 2, 3, 4], first, tokens - first, frames[0])
-    copy = torch.zeros_like(frames[0])
-    other.read([1, 2, 3, 4], first, tokens - first, copy)
-    assert copy.equal(frames[0])

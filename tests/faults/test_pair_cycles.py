@@ -46,7 +46,7 @@ def size() -> Size:
 
 
 async def cycle(world: Pair, number: int) -> None:
-    """The pair meets, hands one prompt over, and parts for good, as far as both ends know."""
+    """The pair connects, hands one prompt over, and drops all that it knows of each other."""
     key = (f"cycle {number}", 1)
     world.announce(key, TOKENS)
     world.compute(key, BLOCKS)
@@ -55,11 +55,11 @@ async def cycle(world: Pair, number: int) -> None:
     world.receiving.free += reservation.hold.blocks
     del world.ends.exported[key], world.receiving.reservations[key]
     world.sending.holds.clear()
-    peers = list(world.sender_peers)
-    world.sender_peers.update(())
-    world.exporter.peers_changed()
-    await world.ends.until(lambda: world.exporter.epoch(RECEIVER[1]) == 0, CYCLE_SECONDS)
-    world.sender_peers.update(peers)
+    peers = list(world.peers)
+    world.peers.update(())
+    world.sender.peers_changed()
+    await world.ends.until(lambda: world.sender.epoch(RECEIVER.incarnation) == 0, CYCLE_SECONDS)
+    world.peers.update(peers)
 
 
 async def cycles(transport: str, count: int) -> list[Size]:

@@ -1,4 +1,4 @@
-"""Links inside one process, with scripted faults: how everything above transports is tested."""
+"""Links inside one process, with scripted faults, to test everything above the transports."""
 
 import threading
 import time
@@ -18,8 +18,9 @@ from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 class Fault:
     """What happens to one frame."""
 
-    kind: Literal["drop", "corrupt", "delay", "fail"]
-    """drop: it never arrives; corrupt: one bit is flipped; delay: it comes late; fail: the link breaks at both ends."""
+    kind: Literal["corrupt", "truncate", "replay", "drop", "delay", "fail"]
+    """corrupt: one bit flips; truncate: only half of it arrives; replay: the frame before arrives in its place;
+    drop: it never arrives; delay: it arrives late; fail: the link breaks at both ends."""
     seconds: float = 0.0
     """Of a delay."""
 
@@ -31,8 +32,8 @@ Queue = deque[tuple[float, int, torch.Tensor]]
 class FakeTransport:
     """Both ends of every link must use this same object.
 
-    `script` is asked before each frame, with the number of frames sent before it over all links (warm-up bytes don't
-    count), and answers what happens to it; None sends it as it is.
+    `script(number)` gives the fault of each frame, or None. `number` counts the frames sent before it over all links,
+    without warm-up bytes.
     """
 
     name = "fake"
@@ -101,6 +102,7 @@ class FakeLink:
         self._wire = wire
         self._rank = rank
         self._sent = self._received = 0
+        self._before = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -109,11 +111,17 @@ class FakeLink:
         fault = self._transport.fault() if self._sent and self._rank == SENDER else None
         number, self._sent = self._sent, self._sent + 1
         data = data.clone()
+        before, self._before = self._before, data
         match fault:
             case Fault("fail"):
                 self._wire.break_("scripted failure")
             case Fault("corrupt"):
+                data = data.clone()
                 data[len(data) // 2] ^= 1
+            case Fault("truncate"):
+                data = data[: len(data) // 2]
+            case Fault("replay"):
+                data = before
         arrives = time.monotonic() + (fault.seconds if fault is not None and fault.kind == "delay" else 0.0)
         with self._wire.changed:
             if fault is None or fault.kind != "drop":
@@ -148,17 +156,17 @@ class FakePending:
             while data is None and self._queue is not None:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise LinkError(f"fake: nothing came within {timeout} s")
+                    raise LinkError(f"fake: nothing arrived within {timeout} s")
                 self._wire.changed.wait(min(left, 0.005))
                 data = self._next()
         if data is None or self._into is None:
             return
         if data.numel() != self._into.numel():
-            raise LinkError(f"fake: {data.numel()} bytes came; {self._into.numel()} were expected")
+            raise LinkError(f"fake: {data.numel()} bytes arrived; {self._into.numel()} were expected")
         self._into.copy_(data)
 
     def _next(self) -> torch.Tensor | None:
-        """What has come for this receive; a frame that was dropped leaves its place empty."""
+        """The data for this receive, if it has arrived; the number of a dropped frame never arrives."""
         if self._wire.broken is not None:
             raise LinkError(f"fake: {self._wire.broken}")
         if not self._queue or self._queue[0][0] > time.monotonic() or self._queue[0][1] != self._number:

@@ -1,4 +1,4 @@
-"""Two ends of a hand-off in one process: a prefill side and a decode side over real gRPC."""
+"""Two workers' halves of a hand-off in one process, over real gRPC: a sending side and a receiving side."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,20 +25,40 @@ from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
-from kvrelay.transfer.transports.gloo import GlooTransport
-from kvrelay.transfer.transports.registry import entries
+from kvrelay.transfer.transports.registry import available_transports, entries
+from support.fake_transport import FakeTransport
 
+HOST = "127.0.0.1"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=16, dtype="float32")
 SENDER, RECEIVER = WorkerId("prefill-0", "p-incarnation"), WorkerId("decode-0", "d-incarnation")
+FIRST_TOKEN = 7
+
+
+def prompt(count: int) -> list[int]:
+    """Token ids."""
+    return [token * 7 % 1000 for token in range(count)]
+
+
+def blocks_of(tokens: int, start: int = 0) -> list[int]:
+    """Block table of a prompt whose blocks follow each other in the source pool."""
+    return list(range(start, start + LAYOUT.blocks_for(tokens)))
+
+
+def links_of(kind: str) -> tuple[Mapping[str, Transport], Mapping[str, Transport]]:
+    """The transports of the two ends, if both offer only `kind`."""
+    if kind == "fake":
+        fake = {kind: FakeTransport()}
+        return fake, fake
+    return available_transports(HOST, kind), available_transports(HOST, kind)
 
 
 def raw(pool: KVPool) -> torch.Tensor:
-    """The pool's bytes, [blocks, block_bytes], to fill and to look at."""
+    """View of the pool's bytes, [blocks, block_bytes]."""
     return pool.tensor.view(torch.uint8).reshape(pool.num_blocks, -1)
 
 
 def content(pool: KVPool, blocks: Sequence[int], tokens: int, first: int = 0) -> torch.Tensor:
-    """The KV bytes of a sequence's tokens from `first` on."""
+    """Copy of the KV bytes of a sequence's tokens from `first` on."""
     out = torch.empty((tokens - first) * pool.layout.token_bytes, dtype=torch.uint8)
     if tokens > first:
         pool.read(blocks, first, tokens - first, out)
@@ -61,7 +81,7 @@ class StandInReservation:
 
 @dataclass
 class Ends:
-    """What the two hosts were told, by key."""
+    """What was reported to the two hosts, by key."""
 
     exported: dict[Key, TransferStats] = field(default_factory=dict)
     export_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
@@ -75,7 +95,7 @@ class Ends:
                 await asyncio.sleep(0.001)
 
 
-class ExportSide:
+class SendingHost:
     """Stands in for a prefill worker."""
 
     def __init__(self, ends: Ends) -> None:
@@ -83,6 +103,7 @@ class ExportSide:
         self.holds: list[StandInHold] = []
 
     def hold(self, blocks: Sequence[int]) -> StandInHold:
+        """A new hold on `blocks`."""
         hold = StandInHold(list(blocks))
         self.holds.append(hold)
         return hold
@@ -98,10 +119,11 @@ class ExportSide:
 
     @property
     def leaked(self) -> int:
+        """Holds not released exactly once."""
         return sum(hold.releases != 1 for hold in self.holds)
 
 
-class ImportSide:
+class ReceivingHost:
     """Stands in for a decode worker with `free` blocks, handed out in a scrambled order."""
 
     def __init__(self, ends: Ends, blocks: int) -> None:
@@ -162,10 +184,12 @@ class Pair:
     source: KVPool
     target: KVPool
     ends: Ends
-    sending: ExportSide
-    receiving: ImportSide
+    sending: SendingHost
+    receiving: ReceivingHost
     server: grpc.aio.Server
     port: int
+    peers: PeerTable
+    """The sender's."""
 
     @property
     def sender(self) -> KVSender:
@@ -176,7 +200,7 @@ class Pair:
         return self.service.receiver
 
     def announce(self, key: Key, tokens: Sequence[int], have: int = 0) -> None:
-        """What the router's two Submits do: the decode side expects, the prefill side offers."""
+        """What the router's two Submits do: the receiver expects the hand-off, the sender offers it."""
         self.expect(key, tokens, have)
         self.sender.begin(key, RECEIVER, tokens)
 
@@ -185,11 +209,66 @@ class Pair:
         self.receiving.have[key] = have
         self.receiver.expect(key, SENDER, tokens)
 
-    def compute(self, key: Key, blocks: Sequence[int], first_token: int = 7, chunk_blocks: int = 4) -> None:
-        """The prompt's blocks become ready, chunk by chunk, and then the first token."""
+    def compute(self, key: Key, blocks: Sequence[int], chunk_blocks: int = 4) -> None:
+        """The prompt is computed, chunk by chunk, and then the first token is sampled."""
         for start in range(0, len(blocks) - 1, chunk_blocks):
             self.sender.progress(key, self.sending.hold(blocks[start : min(start + chunk_blocks, len(blocks) - 1)]))
-        self.sender.finished(key, first_token, self.sending.hold(blocks))
+        self.sender.finished(key, FIRST_TOKEN, self.sending.hold(blocks))
+
+    async def settled(self, *keys: Key) -> None:
+        """Waits until both ends have reported how these hand-offs ended, and nothing is held any more."""
+        ends = self.ends
+        for key in keys:
+            await ends.until(lambda key=key: key in ends.exported or key in ends.export_failed)
+            await ends.until(lambda key=key: key in ends.imported or key in ends.import_failed)
+        await ends.until(lambda: not self.sending.leaked and not self.receiving.leaked)
+
+    def check_equal(self, key: Key, blocks: Sequence[int], count: int) -> None:
+        """The committed KV of `count` tokens is that of `blocks` in the source pool."""
+        reservation, first_token, stats = self.ends.imported[key]
+        assert first_token == FIRST_TOKEN
+        assert torch.equal(content(self.source, blocks, count), content(self.target, reservation.hold.blocks, count))
+        assert self.ends.exported[key].nbytes == stats.nbytes
+
+    def reuse(self, key: Key) -> None:
+        """Frees the blocks of a committed hand-off."""
+        self.receiving.free += self.ends.imported[key][0].hold.blocks
+        self.receiver.blocks_freed()
+
+
+def setup(
+    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
+) -> HandoffSetup:
+    """What a worker of the model "fingerprint" hands KV over with."""
+    local = LocalWorker(worker, pool.layout, "fingerprint")
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
+
+
+@dataclass
+class Serving:
+    """A running receiving side."""
+
+    service: HandoffService
+    server: grpc.aio.Server
+    port: int
+
+
+@asynccontextmanager
+async def serving(
+    host: "ReceivingHost", pool: KVPool, config: TransferConfig, transports: Mapping[str, Transport]
+) -> AsyncIterator[Serving]:
+    """Starts a receiving side on loopback that knows SENDER as a member, and stops it."""
+    service = HandoffService(setup(RECEIVER, pool, PeerTable([Peer(SENDER, address="")]), config, transports), host)
+    host.on_free = service.receiver.blocks_freed
+    server = grpc.aio.server(options=server_options())
+    add_HandoffServiceServicer_to_server(service, server)
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    try:
+        yield Serving(service, server, port)
+    finally:
+        await service.close()
+        await server.stop(0.5)
 
 
 @asynccontextmanager
@@ -204,34 +283,16 @@ async def pair(
     source: KVPool | None = None,
     target: KVPool | None = None,
 ) -> AsyncIterator[Pair]:
-    """Starts both sides on loopback, and stops them."""
+    """Starts both sides on loopback, and stops them. By default each offers every transport of this machine."""
     config = config or TransferConfig()
     ends = Ends()
-    sending, receiving = ExportSide(ends), ImportSide(ends, blocks)
-    receiver_layout = receiver_layout or layout
-    source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout, blocks)
-    here, there = transports or ({"gloo": GlooTransport("127.0.0.1")}, {"gloo": GlooTransport("127.0.0.1")})
-    service = HandoffService(
-        setup(RECEIVER, target, PeerTable([Peer(SENDER, address="")]), receiver_config or config, there), receiving
-    )
-    receiving.on_free = service.receiver.blocks_freed
-    server = grpc.aio.server(options=server_options())
-    add_HandoffServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    peers = PeerTable([Peer(RECEIVER, f"127.0.0.1:{port}", tuple(entries(there)))])
-    client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
-    await server.start()
-    try:
-        yield Pair(client, service, source, target, ends, sending, receiving, server, port)
-    finally:
-        await client.close()
-        await service.close()
-        await server.stop(0.5)
-
-
-def setup(
-    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
-) -> HandoffSetup:
-    """What a worker of the model "fingerprint" hands KV over with."""
-    local = LocalWorker(worker, pool.layout, "fingerprint")
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
+    sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)
+    source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout or layout, blocks)
+    here, there = transports or (available_transports(HOST), available_transports(HOST))
+    async with serving(receiving, target, receiver_config or config, there) as right:
+        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)))])
+        client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
+        try:
+            yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port, peers)
+        finally:
+            await client.close()

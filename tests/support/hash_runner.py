@@ -2,27 +2,23 @@
 
 The KV of a token is pseudo-random bytes of (token, position, layer), and the next token is a hash of all KV bytes of
 the sequence, read through its block table. So one wrong, stale or swapped byte changes every later token, and
-`expected_tokens` says what an undisturbed run yields. It needs numpy only and takes some ten microseconds a row.
+`expected_tokens` says what an undisturbed run yields. A row takes some ten microseconds.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, memory_runs
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import FinishReason, Request
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
-
-if TYPE_CHECKING:
-    import torch
-
-    Bytes = NDArray[np.uint8] | torch.Tensor
 
 VOCAB_SIZE = 251
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
@@ -78,69 +74,6 @@ def expected_outcome(request: Request, max_context: int) -> tuple[list[int], Fin
     return tokens, FinishReason.LENGTH
 
 
-class HashPool:
-    """KV memory with the contract of `kvrelay.engine.kv.pool.KVPool`, on numpy.
-
-    Attributes:
-        array: uint8 [block, byte]: the blocks as they lie in memory. Starts as noise, as real memory does.
-    """
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
-        noise = np.random.default_rng(num_blocks)
-        self.array = noise.integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
-        *inner, dim = layout.inner
-        shape = num_blocks, layout.layers, 2, *inner, dim * DTYPE_BYTES[layout.dtype]
-        self._blocks = self.array.reshape(shape)
-        self.slots = np.moveaxis(self._blocks, 3 if layout.order == "NHD" else 4, 1)
-        """View [block, slot, layer, k|v, head, bytes of a head]."""
-
-    @property
-    def tensor(self) -> "torch.Tensor":
-        """The same memory as a torch tensor [block, layer, k|v, *inner]."""
-        import torch
-
-        whole = torch.from_numpy(self.array).view(getattr(torch, self.layout.dtype))
-        return whole.view(self.layout.shape(self.num_blocks))
-
-    def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
-        """The whole blocks of a token range where they lie."""
-        start = first_token // self.layout.block_size
-        used = blocks[start : start + num_tokens // self.layout.block_size]
-        memory = memoryview(self.array.reshape(-1).data)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used)]
-
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: "Bytes") -> int:
-        """Copies the KV of a token range of a sequence into the start of `out`; returns the bytes."""
-        target = _flat(out)
-        offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
-            target[offset : offset + piece.size] = piece.reshape(-1)
-            offset += piece.size
-        return offset
-
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: "Bytes") -> None:
-        """Copies what `read` yields into the pool."""
-        source = _flat(data)
-        offset = 0
-        for piece in self._pieces(blocks, first_token, num_tokens):
-            piece[...] = source[offset : offset + piece.size].reshape(piece.shape)
-            offset += piece.size
-
-    def _pieces(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Iterable[NDArray[np.uint8]]:
-        """Views of the whole blocks, then of the used slots of a partial last one."""
-        size = self.layout.block_size
-        if first_token % size:
-            raise ValueError(f"first_token is {first_token}; it must be a multiple of {size}")
-        if not 0 < num_tokens <= len(blocks) * size - first_token:
-            raise ValueError(f"num_tokens is {num_tokens} from {first_token} on; {len(blocks)} blocks are held")
-        for start in range(first_token, first_token + num_tokens, size):
-            used = min(size, first_token + num_tokens - start)
-            block = self._blocks[blocks[start // size]]
-            yield block[:, :, :used] if self.layout.order == "NHD" else block[:, :, :, :used]
-
-
 class HashRunner:
     """A `kvrelay.engine.runner.base.Runner`. `steps` counts what it ran."""
 
@@ -154,7 +87,12 @@ class HashRunner:
         self.lag = lag
         self.spec = hash_spec() if spec is None else spec
         self.layout = layout
-        self.pool = HashPool(layout, num_blocks)
+        self.pool = KVPool(layout, num_blocks)
+        memory = self.pool.tensor.view(torch.uint8).numpy()
+        # Noise, as in memory that others have used.
+        memory[...] = np.random.default_rng(num_blocks).integers(0, 256, memory.shape, np.uint8)
+        self.slots = np.moveaxis(memory, 3 if layout.order == "NHD" else 4, 1)
+        """View [block, slot, layer, k|v, head, bytes of a head] of the pool."""
         self.steps = 0
         self._last: HashStep | None = None
 
@@ -186,12 +124,12 @@ class HashRunner:
         positions = np.arange(first_position, first_position + len(tokens))
         size = self.layout.block_size
         where = np.asarray(blocks)[positions // size]
-        self.pool.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
+        self.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
         used = np.asarray(blocks, np.int64)[: -(-num_tokens // self.layout.block_size)]
-        slots = self.pool.slots[used]
+        slots = self.slots[used]
         return slots.reshape(-1, *slots.shape[2:])[:num_tokens]
 
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
@@ -259,10 +197,3 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _flat(data: Any) -> NDArray[np.uint8]:
-    """A flat view of uint8 bytes that lie in a numpy array or a torch tensor."""
-    array = data if isinstance(data, np.ndarray) else data.numpy()
-    assert array.dtype == np.uint8
-    return array.reshape(-1)

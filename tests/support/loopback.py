@@ -1,4 +1,7 @@
-"""A whole hand-off in one thread: the real machines, jobs and pools, and between them a list that a test may damage."""
+"""A whole hand-off in one thread: real machines, jobs and pools, and a list in the place of the link.
+
+A test may damage what is in that list.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.transfer.claim import BlockClaim
+from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import (
     Commit,
     Computed,
@@ -30,26 +35,29 @@ from kvrelay.transfer.events import (
     Tell,
     Timeouts,
 )
-from kvrelay.transfer.frames import BlockClaim, ChecksumKind, DrainJob, PoolFrame, ReceiveJob, SendJob
+from kvrelay.transfer.frames import DrainJob, PoolFrames, ReceiveJob, SendJob
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Finish, Key, Push
 from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
 from kvrelay.transfer.transports.base import LinkError
+from support.handoff import FIRST_TOKEN, RECEIVER, SENDER
 
 DIGEST = b"d" * 16
-FIRST_TOKEN = 7
 ROUNDS = 6
+"""Links that one hand-off may use."""
+WAIT = 60.0
 
 
 @dataclass
 class Crossing:
-    """One frame as it crosses: what is announced, and the bytes on the link. A test may change either, or the order."""
+    """One frame: its announcement, and its bytes on the link. A test may change either, or the order of frames."""
 
     push: Push | None
     data: bytes | None
 
 
 class Memory:
-    """Both ends of a link that is a list. With `streams` it carries memory as it lies."""
+    """Both ends of a link. With `streams` it carries memory."""
 
     def __init__(self, streams: bool) -> None:
         self.sent: list[bytes] = []
@@ -64,7 +72,7 @@ class Memory:
     def recv(self, into: torch.Tensor) -> "Done":
         data = self._next()
         if len(data) != into.numel():
-            raise LinkError(f"{len(data)} bytes came; {into.numel()} were expected")
+            raise LinkError(f"{len(data)} bytes arrived; {into.numel()} were expected")
         into.numpy().data[:] = data
         return Done()
 
@@ -72,7 +80,7 @@ class Memory:
         self._rest += b"".join(runs)
 
     def flush(self) -> None:
-        """What was written as a stream since the last time is one frame."""
+        """Takes the bytes written since the last call as one frame."""
         if self._rest:
             self.sent.append(self._rest)
             self._rest = b""
@@ -85,7 +93,7 @@ class Memory:
 
     def _next(self) -> bytes:
         if not self.arrived:
-            raise LinkError("nothing comes any more")
+            raise LinkError("no bytes are left")
         return self.arrived.popleft()
 
 
@@ -107,30 +115,28 @@ class Handed:
 
 
 Damage = Callable[[int, list[Crossing]], None]
-"""Told the epoch and what crosses the link in it; changes it in place."""
+"""Called with the epoch and the frames on its link; changes them in place."""
 
 
 class Loopback:
     """Hand-offs from `source` to `target`, one at a time; of whole prompts, all computed before the first frame."""
 
     def __init__(self, source: KVPool, target: KVPool, frame_blocks: int, streams: bool = False) -> None:
-        self.source = source
-        self.target = target
         self.layout = source.layout
+        self.left, self.right = PoolFrames(source, checksum=True), PoolFrames(target, checksum=True)
+        self.hello = LocalWorker(SENDER, self.layout, "").hello(RECEIVER, TransferConfig())
         self.frame_tokens = frame_blocks * self.layout.block_size
         self.streams = streams
         self.buffer = torch.empty(self.frame_tokens * self.layout.token_bytes + 64, dtype=torch.uint8)
 
     def hand_over(self, key: Key, blocks: Sequence[int], into: Sequence[int], tokens: int, damage: Damage) -> Handed:
-        """Sends the blocks' KV; `damage` is done to each epoch's frames."""
-        shape = Manifest(
-            tokens, DIGEST, self.layout.token_bytes, self.layout.block_size, self.frame_tokens, self.layout.layers
-        )
+        """Sends the blocks' KV; `damage` changes the frames of each epoch on their way."""
+        shape = Manifest(tokens, DIGEST, self.layout.token_bytes, self.layout.block_size, self.frame_tokens)
         self.handed = Handed(holds=2)
         self.key, self.blocks, self.into, self.damage = key, blocks, into, damage
         self.sender = SendAttempt(key, shape, Timeouts(), 0.0)
         self.receiver = ReceiveAttempt(key, Timeouts(), 0.0)
-        self.guards: dict[tuple[bool, Any], BlockClaim] = {}
+        self.claims: dict[tuple[bool, Any], BlockClaim] = {}
         self.jobs: list[SendJob | Finish] = []
         self.to_sender: deque[Any] = deque()
         self._receive(LinkUp(1))
@@ -161,15 +167,15 @@ class Loopback:
         for action in self.sender.on(event, 0.0):
             match action:
                 case SendFrame(frame):
-                    guard = self.guards[True, frame] = BlockClaim()
-                    place = PoolFrame(self.source, self.blocks, frame)
+                    claim = self.claims[True, frame] = BlockClaim()
                     ended = partial(self.to_sender.append, FrameEnded(frame))
-                    self.jobs.append(SendJob(self.key, frame, guard, place, ChecksumKind.XXH3, self._announce, ended))
+                    job = self.left.send(self.key, frame, claim, self.blocks, self.hello, self._announce, ended)
+                    self.jobs.append(job)
                 case SendFinish(message):
                     self.jobs.append(message)
                 case StopFrames(frames):
                     for frame in frames:
-                        if self.guards[True, frame].close():
+                        if self.claims[True, frame].close():
                             self.to_sender.append(FrameEnded(frame))
                 case ReleaseHold():
                     self.handed.released += 1
@@ -184,7 +190,7 @@ class Loopback:
     # The link.
 
     def _cross(self, epoch: int) -> bool:
-        """What the sender has queued crosses the link; False if that breaks."""
+        """Sends the queued frames over a link; False if that ends on the way."""
         link = Memory(self.streams)
         self.pushes: list[Push] = []
         finish: Finish | None = None
@@ -195,7 +201,7 @@ class Loopback:
                 continue
             pending = job.begin(link, self.buffer)  # type: ignore[arg-type]  # the parts of a link that a job uses
             if pending is not None:
-                pending.wait(60)
+                pending.wait(WAIT)
                 link.flush()
                 job.done(self.buffer)
         crossings = [Crossing(push, data) for push, data in zip(self.pushes, link.sent, strict=True)]
@@ -214,22 +220,21 @@ class Loopback:
     def _receive(self, event: Any, link: Memory | None = None) -> None:
         actions = self.receiver.on(event, 0.0)
         if isinstance(event, Push) and not any(isinstance(action, ReceiveFrame) for action in actions):
-            self._run(DrainJob(event.nbytes, True), link)
+            self._run(self.right.drain(event.nbytes, self.hello), link)
         for action in actions:
             match action:
                 case ReceiveFrame(frame):
-                    guard = self.guards[False, frame] = BlockClaim()
-                    place = PoolFrame(self.target, self.into, frame)
+                    claim = self.claims[False, frame] = BlockClaim()
                     ended: list[Outcome] = []
-                    self._run(ReceiveJob(self.key, frame, guard, place, ChecksumKind.XXH3, ended.append), link)
-                    # A checksum that fails ends the link, as the importer does.
+                    self._run(self.right.receive(self.key, frame, claim, self.into, 0, self.hello, ended.append), link)
+                    # A frame that fails its checksum ends the link, as in `KVReceiver`.
                     self.whole = self.whole and ended[0] is not Outcome.CORRUPT
                     self._receive(FrameEnded(frame, ended[0]))
                 case Reserve():
                     self._receive(Reserved("reservation"))
                 case StopFrames(frames):
                     for frame in frames:
-                        if self.guards[False, frame].close():
+                        if self.claims[False, frame].close():
                             self._receive(FrameEnded(frame, Outcome.LOST))
                 case ReleaseHold():
                     self.handed.released += 1
@@ -248,7 +253,7 @@ class Loopback:
         try:
             pending = job.begin(link, self.buffer)  # type: ignore[arg-type]  # the parts of a link that a job uses
             assert pending is not None
-            pending.wait(60)
+            pending.wait(WAIT)
             job.done(self.buffer)
         except LinkError as error:
             self.whole = False

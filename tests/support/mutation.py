@@ -1,22 +1,23 @@
-"""Production code with one line of its protection taken out, to show that a test would notice."""
+"""Product code without one line of its protection, to show that a test would notice."""
 
 import importlib.util
 import inspect
 import sys
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
 
 def mutant(module: ModuleType, line: str, instead: str) -> ModuleType:
-    """Another copy of `module` in which `instead` stands for `line`; the module itself stays as it is.
+    """A copy of `module` with `instead` in the place of `line`; the module itself stays unchanged.
 
     Raises:
-        LookupError: `line` isn't there exactly once, so that nobody knows what would be taken out.
+        LookupError: `line` doesn't occur exactly once.
     """
     source = inspect.getsource(module)
     if source.count(line) != 1:
-        raise LookupError(f"{line!r} is {source.count(line)} times in {module.__name__}; say which line is meant now")
+        raise LookupError(f"{line!r} is {source.count(line)} times in {module.__name__}; adapt it to today's source")
     spec = importlib.util.spec_from_loader(f"{module.__name__}__mutant", loader=None, origin=module.__file__)
     if spec is None:
         raise LookupError(module.__name__)
@@ -31,8 +32,21 @@ def mutant(module: ModuleType, line: str, instead: str) -> ModuleType:
 
 
 def weaken(patch: pytest.MonkeyPatch, kind: type, line: str, instead: str) -> None:
-    """Takes `line` out of the module of `kind`, as far as the methods of `kind` go, until `patch` is undone."""
-    weak = vars(getattr(mutant(sys.modules[kind.__module__], line, instead), kind.__name__))
+    """Replaces `line` by `instead` in the methods of `kind`, until `patch` is undone."""
+    module = sys.modules[kind.__module__]
+    weak = vars(getattr(mutant(module, line, instead), kind.__name__))
+
+    def moved(method: Any) -> Any:
+        """The method with the globals of the real module, and with `kind` as the class that `super()` refers to."""
+        if isinstance(method, property):
+            return property(moved(method.fget))
+        code = method.__code__
+        cells = zip(code.co_freevars, method.__closure__ or (), strict=True)
+        closure = tuple(CellType(kind) if name == "__class__" else cell for name, cell in cells)
+        function = FunctionType(code, vars(module), method.__name__, method.__defaults__, closure)
+        function.__kwdefaults__ = method.__kwdefaults__
+        return function
+
     for name, method in weak.items():
         if isinstance(method, FunctionType | property):
-            patch.setattr(kind, name, method)
+            patch.setattr(kind, name, moved(method))

@@ -1,4 +1,4 @@
-"""A peer of a real importer whose every byte the test writes."""
+"""A peer of a real `HandoffService` whose every byte the test writes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,14 +9,14 @@ import grpc
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import LocalWorker
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Message, decode, encode
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
 
 CONFIG = TransferConfig(frame_timeout_seconds=0.5)
 PATIENCE_SECONDS = 10.0
-HELLO = LocalWorker(*SENDER, LAYOUT, "fingerprint").hello(RECEIVER[1], CONFIG)
+HELLO = LocalWorker(SENDER, LAYOUT, "fingerprint").hello(RECEIVER, CONFIG)
 Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
 
 
@@ -27,13 +27,13 @@ class RawPeer:
         self.call = call
 
     async def say(self, *messages: Message) -> None:
-        await self.call.write(ControlRequest(frame=encode(messages)))
+        await self.call.write(ControlRequest(batch=encode(messages)))
 
     async def hear(self, kind: type[Message]) -> Message:
         """The next message of this kind; AssertionError if the stream ends first."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (response := await self.call.read()) is not grpc.aio.EOF:
-                for message in decode(response.frame):
+                for message in decode(response.batch):
                     if isinstance(message, kind):
                         return message
         raise AssertionError(f"the stream ended without {kind.__name__}")
@@ -55,7 +55,7 @@ async def fake_pair() -> AsyncIterator[Pair]:
 
 
 async def still_works(world: Pair) -> None:
-    """A hand-off arrives, in its second attempt if this peer has used up an epoch."""
+    """Checks that a hand-off still arrives; it takes a second attempt if the raw peer has dialled epoch 1."""
     ends = world.ends
     for attempt in (1, 2):
         key = ("still works", attempt)

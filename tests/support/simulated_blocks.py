@@ -10,7 +10,8 @@ Stamp = tuple[object, ...]
 
 
 class Violation(AssertionError):
-    """A guarantee is broken. `kind`: owner, leak, deadline, token, commit, credit, fence, report, lost or protocol."""
+    """A guarantee is broken. `kind`: owner, leak, deadline, token, commit, credit, fence, report, lost,
+    protocol or crash."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")

@@ -18,7 +18,7 @@ def _words(cell: str) -> set[str]:
 
 
 def specified() -> dict[Transition, set[str]]:
-    """What each transition may ask for. Transitions that aren't here change nothing and ask for nothing."""
+    """The actions that each transition may return. Any other transition changes nothing and returns no action."""
     transitions: dict[Transition, set[str]] = {}
     machine = ""
     states: list[State] = []
@@ -40,6 +40,6 @@ def specified() -> dict[Transition, set[str]]:
         for state in states:
             after = state if becomes.strip() == "same" else State[becomes.strip()]
             for name in EVENTS & _words(event):
-                asked = transitions.setdefault((machine, state.value, name, after.value), set())
-                asked |= ACTIONS & _words(actions)
+                allowed = transitions.setdefault((machine, state.value, name, after.value), set())
+                allowed |= ACTIONS & _words(actions)
     return transitions

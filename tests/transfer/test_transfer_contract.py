@@ -1,4 +1,4 @@
-"""What every transport promises: bytes arrive as they were, in order, and whatever goes wrong is an error, in time."""
+"""The contract of every transport: bytes arrive unchanged and in order, and each failure is an error in time."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ without_nixl = pytest.mark.skipif(nixl_missing() is not None, reason=f"nixl: {ni
 PROCESSES = ["gloo", "shm", "tcp", pytest.param("nixl", marks=without_nixl)]
 HERE = [*PROCESSES, "cuda_ipc", "fake"]
 SEES_DEATH = ["gloo", "shm", "tcp"]
-"""Those that notice a killed peer at once; the others do at their timeout."""
+"""Transports that notice a killed peer at once; the others do at their timeout."""
 
 
 @cache
@@ -45,7 +45,7 @@ def transport(name: str) -> Transport:
 def joined(name: str, send: Callable[[Link], None], receive: Callable[[Link], None], timeout: float = WAIT) -> None:
     """Both ends of a link in this process, each on a thread of its own; closed in the end."""
     meeting = meetings(timeout)
-    # A sender is done when its buffer is free again, which may be before the other end has its bytes.
+    # A send is done when its buffer may be reused, perhaps before the other end has the bytes.
     done = threading.Event(), threading.Event()
 
     def end(rank: int, work: Callable[[Link], None]) -> None:
@@ -65,8 +65,8 @@ def joined(name: str, send: Callable[[Link], None], receive: Callable[[Link], No
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_frames_arrive_in_order_both_ways_with_two_under_way(name: str) -> None:
-    """As a link's thread does it: a byte there and back, then frames, the next one begun before the last has ended."""
+def test_frames_arrive_in_order_both_ways_with_two_in_transit(name: str) -> None:
+    """Like a link's thread: a byte there and back, then frames, each begun before the one before it has ended."""
 
     def send(link: Link) -> None:
         link.send(link.buffer(1)).wait(WAIT)
@@ -104,7 +104,7 @@ def test_frames_arrive_in_order_both_ways_with_two_under_way(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_frame_longer_than_the_receive_ends_no_process(name: str) -> None:
-    """As where the two ends have got out of step. What comes may be an error, or bytes that a checksum refuses."""
+    """As after a frame that one end missed. The result may be an error, or bytes that no checksum accepts."""
 
     def send(link: Link) -> None:
         with suppress(LinkError):
@@ -135,7 +135,7 @@ def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
 def test_a_frame_of_another_size_is_an_error(name: str) -> None:
     """At the receiver or at the sender."""
     if name in ("gloo", "shm", "tcp"):
-        pytest.skip("carries bytes; the frames on it are told apart by their announcements and checksums")
+        pytest.skip("carries bytes; announcements and checksums separate the frames on it")
     errors: list[str] = []
 
     def attempt(work: Callable[[Link], None]) -> Callable[[Link], None]:
@@ -197,7 +197,7 @@ def test_an_end_that_closes_fails_the_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HERE if name != "gloo"])
 def test_abort_from_another_thread_ends_a_wait(name: str) -> None:
-    """Gloo's can't be ended but by its timeout."""
+    """Only its timeout ends a wait of gloo."""
     waits = threading.Event()
 
     def receive(link: Link) -> None:
@@ -223,7 +223,7 @@ def test_a_peer_that_never_comes_is_an_error_at_the_timeout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_dial_can_be_called_off(name: str) -> None:
+def test_opening_a_link_can_be_cancelled(name: str) -> None:
     for rank in (SENDER, RECEIVER):
         meeting = Rendezvous(lambda entry, value: None, 30)
         timer = threading.Timer(0.1, meeting.close)
@@ -237,7 +237,7 @@ def test_a_dial_can_be_called_off(name: str) -> None:
 
 @pytest.mark.parametrize("name", HERE)
 def test_links_up_and_down_leave_no_thread_no_descriptor_and_no_memory(name: str) -> None:
-    """A pair that dials again and again, every other link given up with a receive under way."""
+    """A pair opens link after link, and abandons every other one with a receive in progress."""
 
     def one_link(given_up: bool) -> None:
         def receive(link: Link) -> None:

@@ -1,4 +1,4 @@
-"""Frames: blocks are touched by one thread at most, and never once they were said to be free."""
+"""Frames: at most one thread touches blocks, and never after their release; other frames' bytes are refused."""
 
 import asyncio
 import threading
@@ -10,20 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import Layers
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.frames import (
-    BlockClaim,
-    ChecksumKind,
-    FrameBuffer,
-    ReceiveJob,
-    SendJob,
-    checksum,
-    identity,
-    tokens_digest,
-)
+from kvrelay.transfer.frames import ChecksumKind, FrameBuffer, ReceiveJob, SendJob, checksum, identity
 from kvrelay.transfer.messages import Code, Key, Push
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, Pair, content, pair, raw
@@ -32,13 +22,13 @@ WAIT = 10.0
 KEY = ("r", 1)
 FRAME = Frame(1, 0, 0, 4, 16)
 PLACE = [field for field in fields(Frame) if field.name != "nbytes"]
-"""What says which frame it is."""
+"""The fields that identify a frame."""
 COUNT = 3 * LAYOUT.block_size
 BLOCKS = [0, 1, 2]
 
 
 class SlowPool(KVPool):
-    """Stops inside every read and write until it is let go."""
+    """Blocks every read and write until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, 8)
@@ -48,32 +38,28 @@ class SlowPool(KVPool):
     def _stop(self) -> None:
         self.inside.set()
         if not self.go.wait(WAIT):
-            raise TimeoutError("nobody let the pool go")
+            raise TimeoutError("`go` was never set")
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor, layers: Layers | None = None
-    ) -> int:
+    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
         self._stop()
-        return super().read(blocks, first_token, num_tokens, out, layers)
+        return super().read(blocks, first_token, num_tokens, out)
 
-    def write(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor, layers: Layers | None = None
-    ) -> None:
+    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
         self._stop()
-        super().write(blocks, first_token, num_tokens, data, layers)
+        super().write(blocks, first_token, num_tokens, data)
 
 
-def test_a_guard_lets_one_in_or_is_closed_first() -> None:
+def test_a_claim_lets_one_thread_in_or_is_closed_first() -> None:
     for _ in range(300):
-        guard = BlockClaim()
+        claim = BlockClaim()
         wins: list[str] = []
         start = threading.Barrier(4)
 
         def attempt(
-            name: str, guard: BlockClaim = guard, wins: list[str] = wins, start: threading.Barrier = start
+            name: str, claim: BlockClaim = claim, wins: list[str] = wins, start: threading.Barrier = start
         ) -> None:
             start.wait(WAIT)
-            if guard.enter() if name == "enter" else guard.close():
+            if claim.enter() if name == "enter" else claim.close():
                 wins.append(name)
 
         threads = [threading.Thread(target=attempt, args=(name,)) for name in ("enter", "enter", "close", "close")]
@@ -85,7 +71,7 @@ def test_a_guard_lets_one_in_or_is_closed_first() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.lists(st.integers(0, 2**32 - 1), max_size=20))
-def test_digests_tell_token_lists_apart(one: list[int], other: list[int]) -> None:
+def test_equal_digests_are_of_equal_tokens(one: list[int], other: list[int]) -> None:
     assert (tokens_digest(one) == tokens_digest(other)) == (one == other)
     assert len(tokens_digest(one)) == 16
 
@@ -101,7 +87,7 @@ def test_every_flipped_bit_changes_the_checksum() -> None:
 
 
 class NoLink:
-    """A link that takes everything and sends nothing."""
+    """A link that records what is sent, and receives threes."""
 
     stream = None
 
@@ -116,10 +102,10 @@ class NoLink:
 
 
 class Threes:
-    """Where a frame of threes is, and where frames are said to be written."""
+    """A frame buffer that is read as threes, and reports what is written to it."""
 
-    def __init__(self, said: list[object]) -> None:
-        self._said = said
+    def __init__(self, calls: list[object]) -> None:
+        self._calls = calls
 
     def nbytes(self) -> int:
         return FRAME.nbytes
@@ -134,52 +120,52 @@ class Threes:
         out.fill_(3)
 
     def write(self, data: torch.Tensor) -> None:
-        self._said.append(data.tolist())
+        self._calls.append(data.tolist())
 
 
-def send_job(guard: BlockClaim, said: list[object]) -> SendJob:
-    return SendJob(KEY, FRAME, guard, Threes(said), ChecksumKind.XXH3, said.append, lambda: said.append("read"))
+def send_job(claim: BlockClaim, calls: list[object]) -> SendJob:
+    return SendJob(KEY, FRAME, claim, Threes(calls), ChecksumKind.XXH3, calls.append, lambda: calls.append("read"))
 
 
-def receive_job(guard: BlockClaim, said: list[object], seal: ChecksumKind = ChecksumKind.OFF) -> ReceiveJob:
-    return ReceiveJob(KEY, FRAME, guard, Threes(said), seal, said.append)
+def receive_job(claim: BlockClaim, calls: list[object], kind: ChecksumKind = ChecksumKind.OFF) -> ReceiveJob:
+    return ReceiveJob(KEY, FRAME, claim, Threes(calls), kind, calls.append)
 
 
 def on_link(key: Key = KEY, frame: Frame = FRAME) -> torch.Tensor:
-    """A frame of threes as it is on a link."""
+    """A frame of threes with its trailer, as on a link."""
     data = torch.full((16,), 3, dtype=torch.uint8)
-    seal = (checksum(data) ^ identity(key, frame)).to_bytes(8, "little")
-    return torch.cat([data, torch.frombuffer(bytearray(seal), dtype=torch.uint8)])
+    kind = (checksum(data) ^ identity(key, frame)).to_bytes(8, "little")
+    return torch.cat([data, torch.frombuffer(bytearray(kind), dtype=torch.uint8)])
 
 
-def test_a_frame_is_announced_and_sent_with_the_checksum_of_what_it_is() -> None:
-    link, said, buffer = NoLink(), [], torch.zeros(32, dtype=torch.uint8)
-    send_job(BlockClaim(), said).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
-    assert said == ["read", Push("r", 1, 1, 0, 0, 4, 16, 0, 1)]
+def test_a_frame_is_announced_and_sent_with_the_checksum_of_bytes_and_announcement() -> None:
+    link, calls, buffer = NoLink(), [], torch.zeros(32, dtype=torch.uint8)
+    send_job(BlockClaim(), calls).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+    assert calls == ["read", Push("r", 1, 1, 0, 0, 4, 16)]
     assert link.sent == [on_link().numpy().tobytes()]
 
 
 def test_a_stopped_frame_is_neither_read_nor_announced_nor_reported_again() -> None:
-    link, said, guard = NoLink(), [], BlockClaim()
-    job = send_job(guard, said)
-    assert guard.close()
+    link, calls, claim = NoLink(), [], BlockClaim()
+    job = send_job(claim, calls)
+    assert claim.close()
     assert job.begin(link, torch.zeros(32, dtype=torch.uint8)) is None  # type: ignore[arg-type]  # as above
     job.fail("the link has ended")
-    assert said == []
+    assert calls == []
     assert link.sent == []
 
 
 def test_a_failed_link_reports_each_frame_once() -> None:
-    said: list[object] = []
-    job = send_job(BlockClaim(), said)
+    calls: list[object] = []
+    job = send_job(BlockClaim(), calls)
     job.fail("lost")
     job.fail("lost")
-    assert said == ["read"]
-    said.clear()
-    receive = receive_job(BlockClaim(), said)
+    assert calls == ["read"]
+    calls.clear()
+    receive = receive_job(BlockClaim(), calls)
     receive.fail("lost")
     receive.fail("lost")
-    assert said == [Outcome.LOST]
+    assert calls == [Outcome.LOST]
 
 
 @pytest.mark.parametrize(
@@ -192,25 +178,25 @@ def test_a_failed_link_reports_each_frame_once() -> None:
     ],
 )
 def test_only_bytes_of_this_very_frame_are_written(key: Key, frame: Frame) -> None:
-    said: list[object] = []
-    receive_job(BlockClaim(), said, seal=ChecksumKind.XXH3).done(on_link(key, frame))
+    calls: list[object] = []
+    receive_job(BlockClaim(), calls, kind=ChecksumKind.XXH3).done(on_link(key, frame))
     intact = (key, frame) == (KEY, FRAME)
-    assert said == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
+    assert calls == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
 
 
 def test_without_checksums_a_frame_is_taken_as_it_comes() -> None:
-    said: list[object] = []
-    receive_job(BlockClaim(), said).done(torch.full((32,), 3, dtype=torch.uint8))
-    assert said == [[3] * 16, Outcome.VERIFIED]
+    calls: list[object] = []
+    receive_job(BlockClaim(), calls).done(torch.full((32,), 3, dtype=torch.uint8))
+    assert calls == [[3] * 16, Outcome.VERIFIED]
 
 
 def test_a_stopped_frame_is_received_and_dropped() -> None:
-    said: list[object] = []
-    guard = BlockClaim()
-    job = receive_job(guard, said)
-    assert guard.close()
+    calls: list[object] = []
+    claim = BlockClaim()
+    job = receive_job(claim, calls)
+    assert claim.close()
     job.done(torch.full((32,), 3, dtype=torch.uint8))
-    assert said == []
+    assert calls == []
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -219,11 +205,11 @@ def test_blocks_under_a_copy_are_released_after_it_and_not_before(side: str) -> 
         slow = SlowPool()
         fake = {"fake": FakeTransport()}
         pools = {"source": slow} if side == "sender" else {"target": slow}
-        async with pair(TransferConfig(), blocks=8, transports=(fake, fake), **pools) as world:
+        async with pair(blocks=8, transports=(fake, fake), **pools) as world:
             world.announce(("r", 1), list(range(COUNT)))
             world.compute(("r", 1), BLOCKS)
             await world.ends.until(slow.inside.is_set)
-            world.exporter.cancel(("r", 1))
+            world.sender.cancel(("r", 1))
             await world.ends.until(lambda: ("r", 1) in world.ends.import_failed)
             await asyncio.sleep(0.05)
             held(world, side)
@@ -242,22 +228,15 @@ def test_a_pool_that_raises_fails_the_hand_off_and_the_next_one_works() -> None:
     class Broken(KVPool):
         broken = True
 
-        def write(
-            self,
-            blocks: Sequence[int],
-            first_token: int,
-            num_tokens: int,
-            data: torch.Tensor,
-            layers: Layers | None = None,
-        ) -> None:
+        def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
             if self.broken:
                 raise ValueError("no such block")
-            super().write(blocks, first_token, num_tokens, data, layers)
+            super().write(blocks, first_token, num_tokens, data)
 
     async def test() -> None:
         pool = Broken(LAYOUT, 8)
         fake = {"fake": FakeTransport()}
-        async with pair(TransferConfig(), blocks=8, transports=(fake, fake), target=pool) as world:
+        async with pair(blocks=8, transports=(fake, fake), target=pool) as world:
             raw(world.source).random_(0, 256)
             world.announce(("r", 1), list(range(COUNT)))
             world.compute(("r", 1), BLOCKS)

@@ -1,4 +1,4 @@
-"""Links between GPUs, between two processes; the same contracts without a GPU are in `test_transfer_contract.py`."""
+"""Links between the GPU buffers of two processes; `test_transfer_contract.py` tests the contract without a GPU."""
 
 import time
 
@@ -17,7 +17,7 @@ WAIT = 30.0
 def missing_nccl() -> str | None:
     reason = nccl_missing()
     if reason is None and torch.cuda.nccl.version() < OLDEST_SHARED_GPU:
-        return "this NCCL lets no two ranks share a GPU"
+        return "this NCCL does not let two ranks share a GPU"
     return reason
 
 

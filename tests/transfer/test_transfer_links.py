@@ -1,4 +1,4 @@
-"""Links: made on demand, capped, thrown away on the first error, and never a thread or a job left behind."""
+"""Links: opened on demand, capped, discarded on the first error, without a thread or a job left behind."""
 
 import asyncio
 import threading
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvrelay.transfer import links
-from kvrelay.transfer.links import LinkEnd, LinkManager, LinkSpec
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.links import LinkManager
+from kvrelay.transfer.messages import Key
+from kvrelay.transfer.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous
 from support.fake_transport import FakeLink, FakeTransport, Fault
 
@@ -29,49 +30,54 @@ class Sending:
     """Sends one number."""
 
     value: int
-    news: list[str]
+    reports: list[str]
+    key: Key | None = None
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         buffer[:1].fill_(self.value)
         return link.send(buffer[:1])
 
     def done(self, buffer: torch.Tensor) -> None:
-        self.news.append(f"sent {self.value}")
+        self.reports.append(f"sent {self.value}")
 
     def fail(self, message: str) -> None:
-        self.news.append(f"not sent {self.value}")
+        self.reports.append(f"not sent {self.value}")
 
 
 @dataclass
 class Receiving:
     """Receives one number."""
 
-    news: list[str]
+    reports: list[str]
+    key: Key | None = None
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         return link.recv(buffer[:1])
 
     def done(self, buffer: torch.Tensor) -> None:
-        self.news.append(f"received {int(buffer[0])}")
+        self.reports.append(f"received {int(buffer[0])}")
 
     def fail(self, message: str) -> None:
-        self.news.append("not received")
+        self.reports.append("not received")
 
 
 @dataclass
 class Ends:
-    """A sending and a receiving manager, and what they say."""
+    """A sending and a receiving manager, and what they report."""
 
     transport: FakeTransport = field(default_factory=FakeTransport)
     max_links: int = 4
     timeout: float = 2.0
     busy: set[str] = field(default_factory=set)
     ended: list[tuple[str, int]] = field(default_factory=list)
-    news: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sender, self.receiver = LinkManager(self.max_links), LinkManager(64)
-        self.loop = asyncio.get_running_loop()
+        self.runtime = LoopRuntime()
+        self.sender, self.receiver = self._manager(self.max_links), self._manager(64)
+
+    def _manager(self, max_links: int) -> LinkManager:
+        return LinkManager({"fake": self.transport}, max_links, self.timeout, "auto", self.runtime)
 
     def open(self, peer: str, epoch: int) -> bool:
         """Opens both ends of the link to `peer`."""
@@ -79,18 +85,14 @@ class Ends:
         return opened and self.receiver.open(self._spec(peer, epoch, RECEIVER, self.sender))
 
     def _spec(self, peer: str, epoch: int, rank: int, other: LinkManager) -> LinkSpec:
-        manager = self.sender if rank == SENDER else self.receiver
-
         def tell(entry: str, value: bytes) -> None:
-            self.loop.call_soon_threadsafe(other.meet, peer, epoch, entry, value)
+            self.runtime.post(other.meet, peer, epoch, entry, value)
 
         def on_end(end: LinkEnd) -> None:
-            manager.ended(peer, end.epoch)
             if rank == SENDER:
                 self.ended.append((peer, end.epoch))
 
-        idle = lambda: peer not in self.busy  # noqa: E731  # one of the spec's callables
-        return LinkSpec(peer, epoch, self.transport, rank, 64, self.timeout, tell, on_end, idle)
+        return LinkSpec(peer, epoch, "fake", rank, 64, tell, on_end, idle=lambda: peer not in self.busy)
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(WAIT):
@@ -98,8 +100,8 @@ class Ends:
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:
-        await self.sender.shut_down(WAIT)
-        await self.receiver.shut_down(WAIT)
+        await self.sender.shut_down()
+        await self.receiver.shut_down()
 
 
 def test_jobs_pass_in_order() -> None:
@@ -107,26 +109,28 @@ def test_jobs_pass_in_order() -> None:
         ends = Ends()
         assert ends.open("a", 1)
         for value in range(20):
-            ends.sender.submit("a", 1, Sending(value, ends.news))
-            ends.receiver.submit("a", 1, Receiving(ends.news))
-        await ends.until(lambda: len(ends.news) == 40)
-        assert [news for news in ends.news if news.startswith("rec")] == [f"received {value}" for value in range(20)]
+            ends.sender.submit("a", 1, Sending(value, ends.reports))
+            ends.receiver.submit("a", 1, Receiving(ends.reports))
+        await ends.until(lambda: len(ends.reports) == 40)
+        assert [report for report in ends.reports if report.startswith("rec")] == [
+            f"received {value}" for value in range(20)
+        ]
         await ends.close()
 
     run(test)
 
 
-def test_every_job_of_a_lost_link_fails_once_and_its_end_is_told() -> None:
+def test_every_job_of_a_lost_link_fails_once_and_its_end_is_reported() -> None:
     async def test() -> None:
         ends = Ends(FakeTransport(lambda number: Fault("fail") if number == 3 else None))
         ends.open("a", 1)
         for value in range(10):
-            ends.sender.submit("a", 1, Sending(value, ends.news))
+            ends.sender.submit("a", 1, Sending(value, ends.reports))
         await ends.until(lambda: ends.ended == [("a", 1)])
-        ends.sender.submit("a", 1, Sending(10, ends.news))
-        values = [int(news.split()[-1]) for news in ends.news]
+        ends.sender.submit("a", 1, Sending(10, ends.reports))
+        values = [int(report.split()[-1]) for report in ends.reports]
         assert sorted(values) == list(range(11))
-        assert "not sent 10" in ends.news
+        assert "not sent 10" in ends.reports
         assert ends.sender.epoch("a") == 0
         await ends.close()
 
@@ -139,28 +143,28 @@ def test_a_later_epoch_takes_the_place_of_the_older() -> None:
         ends.open("a", 1)
         ends.open("a", 2)
         await ends.until(lambda: ("a", 1) in ends.ended)
-        ends.sender.submit("a", 1, Sending(1, ends.news))
-        assert ends.news == ["not sent 1"]
-        ends.sender.submit("a", 2, Sending(2, ends.news))
-        ends.receiver.submit("a", 2, Receiving(ends.news))
-        await ends.until(lambda: "received 2" in ends.news)
+        ends.sender.submit("a", 1, Sending(1, ends.reports))
+        assert ends.reports == ["not sent 1"]
+        ends.sender.submit("a", 2, Sending(2, ends.reports))
+        ends.receiver.submit("a", 2, Receiving(ends.reports))
+        await ends.until(lambda: "received 2" in ends.reports)
         assert len(ends.sender) == 1
         await ends.close()
 
     run(test)
 
 
-def test_the_link_unused_for_longest_makes_room_unless_it_is_needed() -> None:
+def test_the_least_recently_used_link_is_closed_unless_it_is_needed() -> None:
     async def test() -> None:
         ends = Ends(max_links=3)
         for number, peer in enumerate("abc"):
             assert ends.open(peer, 1)
-            ends.sender.submit(peer, 1, Sending(number, ends.news))
-            ends.receiver.submit(peer, 1, Receiving(ends.news))
-        await ends.until(lambda: len(ends.news) == 6)
-        ends.sender.submit("a", 1, Sending(7, ends.news))
-        ends.receiver.submit("a", 1, Receiving(ends.news))
-        await ends.until(lambda: "received 7" in ends.news)
+            ends.sender.submit(peer, 1, Sending(number, ends.reports))
+            ends.receiver.submit(peer, 1, Receiving(ends.reports))
+        await ends.until(lambda: len(ends.reports) == 6)
+        ends.sender.submit("a", 1, Sending(7, ends.reports))
+        ends.receiver.submit("a", 1, Receiving(ends.reports))
+        await ends.until(lambda: "received 7" in ends.reports)
         ends.busy = {"b"}
         assert ends.open("d", 1)
         await ends.until(lambda: ends.ended == [("c", 1)])
@@ -172,13 +176,13 @@ def test_the_link_unused_for_longest_makes_room_unless_it_is_needed() -> None:
     run(test)
 
 
-def test_a_dial_without_an_answer_ends_by_itself() -> None:
+def test_a_link_whose_other_end_never_opens_ends_by_itself() -> None:
     async def test() -> None:
         ends = Ends(timeout=0.2)
         assert ends.sender.open(ends._spec("a", 1, SENDER, ends.receiver))
-        ends.sender.submit("a", 1, Sending(1, ends.news))
+        ends.sender.submit("a", 1, Sending(1, ends.reports))
         await ends.until(lambda: ends.ended == [("a", 1)])
-        assert ends.news == ["not sent 1"]
+        assert ends.reports == ["not sent 1"]
         await ends.close()
 
     run(test)
@@ -189,9 +193,9 @@ def test_two_hundred_links_up_and_down_leave_no_thread() -> None:
         ends = Ends()
         for epoch in range(1, 201):
             ends.open("a", epoch)
-            ends.sender.submit("a", epoch, Sending(epoch % 256, ends.news))
-            ends.receiver.submit("a", epoch, Receiving(ends.news))
-            await ends.until(lambda epoch=epoch: ends.news.count(f"received {epoch % 256}") == 1 + (epoch > 255))
+            ends.sender.submit("a", epoch, Sending(epoch % 256, ends.reports))
+            ends.receiver.submit("a", epoch, Receiving(ends.reports))
+            await ends.until(lambda epoch=epoch: ends.reports.count(f"received {epoch % 256}") == 1 + (epoch > 255))
         await ends.close()
         assert len(ends.sender._ending) <= 2
 
@@ -199,7 +203,7 @@ def test_two_hundred_links_up_and_down_leave_no_thread() -> None:
 
 
 class StuckTransport(FakeTransport):
-    """Links whose close never ends by itself, as a group's destructor that waits for a lost peer."""
+    """Links whose close blocks, like a group's destructor that waits for a lost peer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +221,7 @@ class StuckTransport(FakeTransport):
         self.let_go.wait(WAIT)
 
 
-def test_a_close_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_blocks_delays_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "CLOSE_SECONDS", 0.3)
     transport = StuckTransport()
     before = threading.active_count()
@@ -226,13 +230,13 @@ def test_a_close_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
         ends = Ends(transport)
         for epoch in (1, 2):
             ends.open("a", epoch)
-            ends.sender.submit("a", epoch, Sending(epoch, ends.news))
-            ends.receiver.submit("a", epoch, Receiving(ends.news))
-            await ends.until(lambda epoch=epoch: f"received {epoch}" in ends.news)
+            ends.sender.submit("a", epoch, Sending(epoch, ends.reports))
+            ends.receiver.submit("a", epoch, Receiving(ends.reports))
+            await ends.until(lambda epoch=epoch: f"received {epoch}" in ends.reports)
         started = time.monotonic()
         await ends.close()
         assert time.monotonic() - started < 3
-        # Two ends of two links, each left to a thread of its own that the process's end doesn't wait for.
+        # Two ends of two links, each on a daemon thread, for which the exit of the process doesn't wait.
         await ends.until(lambda: transport.closing == 4)
         left = [thread for thread in threading.enumerate() if thread.name.startswith("reaper")]
         assert len(left) == 4
@@ -244,7 +248,7 @@ def test_a_close_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(test())
 
 
-def test_a_close_that_fails_is_told_and_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_close_that_fails_is_logged_and_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     class FailingTransport(StuckTransport):
         def _close(self) -> None:
             raise RuntimeError("no")

@@ -1,6 +1,6 @@
-"""Wrong manifests: a typed error, at once, before anything is allocated; and both workers go on serving.
+"""Invalid batches and manifests: refused at once, before anything is allocated, and both workers go on serving.
 
-`KVRELAY_SEED=n` runs the one mutation n.
+`KVRELAY_SEED=n` runs only mutation n.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import msgpack
 import psutil
 import pytest
 import test_transfer_processes as processes
+from test_transfer_processes import KEY, SendingSide
 
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import (
@@ -24,11 +25,11 @@ from kvrelay.internal.v1.handoff_pb2_grpc import (
     HandoffServiceStub,
     add_HandoffServiceServicer_to_server,
 )
+from kvrelay.transfer.claim import tokens_digest
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import LocalWorker
-from kvrelay.transfer.frames import tokens_digest
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import (
-    MAX_CONTROL_BYTES,
+    MAX_BATCH_BYTES,
     MAX_KEYS,
     MAX_MESSAGES,
     Abort,
@@ -46,13 +47,13 @@ from kvrelay.transfer.messages import (
     Refuse,
     Renew,
     Wait,
-    WireError,
     decode,
     encode,
 )
-from support.decode_process import decode_process, digest
+from kvrelay.transfer.packing import WireError
 from support.fake_transport import FakeTransport
-from support.handoff import LAYOUT, RECEIVER, SENDER, content, pair
+from support.handoff import LAYOUT, RECEIVER, SENDER, pair
+from support.handoff_process import ReceivingProcess, receiving_process
 from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, still_works, stranger
 
 MUTATIONS = 12_000
@@ -61,7 +62,7 @@ SEED = os.environ.get("KVRELAY_SEED")
 TOKENS = list(range(20))
 CPU_SECONDS = 1e-3
 PEAK_BYTES = 2 * 2**20
-"""Of memory, to refuse a frame: a small multiple of the longest there can be, whatever lengths it claims."""
+"""Of memory, to refuse a batch: a small multiple of the longest batch, whatever lengths it claims."""
 
 OFFER = {"type": "Offer", "request": "r", "attempt": 1, "tokens": 20, "digest": b"0123456789abcdef"}
 PLAIN_HELLO = msgpack.unpackb(encode([HELLO]))[0]
@@ -81,12 +82,12 @@ def hello(**layout: object) -> bytes:
 
 
 def spliced(value: bytes) -> bytes:
-    """An offer whose last value is these bytes."""
+    """An offer with these bytes as its last value."""
     whole = packed({key: OFFER[key] for key in OFFER if key != "digest"} | {"digest": 0})
     return whole[:-1] + value
 
 
-WRONG: dict[str, bytes] = {
+INVALID: dict[str, bytes] = {
     "empty": b"",
     "tokens: text": offer(tokens="20"),
     "tokens: negative": offer(tokens=-1),
@@ -125,17 +126,17 @@ WRONG: dict[str, bytes] = {
     "a list of 1 G": spliced(b"\xdd" + GIGABYTE),
     "a map of 1 G": spliced(b"\xdf" + GIGABYTE),
     "an extension of 1 GB": spliced(b"\xc9" + GIGABYTE + b"\x04"),
-    "a frame of 1 G messages": b"\xdd" + GIGABYTE,
+    "a batch of 1 G messages": b"\xdd" + GIGABYTE,
     "nesting": b"\x91" * 5000,
-    "nesting to the end": b"\x91" * MAX_CONTROL_BYTES,
+    "nesting to the end": b"\x91" * MAX_BATCH_BYTES,
     "nested maps": b"\x91" + b"\x81\xa1a" * 5000,
     "trailing": offer() + b"\x00",
-    "another frame behind": offer() * 2,
+    "another batch behind": offer() * 2,
     "no array": bytes(msgpack.packb(OFFER)),
     "no messages": packed(),
     "too many messages": packed(*[{"type": "Ack"}] * (MAX_MESSAGES + 1)),
-    "the longest of nothing": b"\xc0" * MAX_CONTROL_BYTES,
-    "too long": b"\x90" * (MAX_CONTROL_BYTES + 1),
+    "the longest of nothing": b"\xc0" * MAX_BATCH_BYTES,
+    "too long": b"\x90" * (MAX_BATCH_BYTES + 1),
     "many small lists": packed(*[[[]] * MAX_KEYS] * MAX_MESSAGES),
     "many small maps": packed(*[{"type": "Renew", "keys": [{"a": 1}] * MAX_KEYS}] * MAX_MESSAGES),
     "many keys, the last one wrong": packed(*[{"type": "Renew", "keys": [["r", 1]] * MAX_KEYS}] * MAX_MESSAGES, 0),
@@ -144,35 +145,35 @@ WRONG: dict[str, bytes] = {
 } | {f"truncated to {length}": offer()[:length] for length in range(1, len(offer()))}
 
 
-def cpu_seconds(frame: bytes) -> float:
-    """Of this thread, to refuse `frame`; the median of a few times."""
+def cpu_seconds(batch: bytes) -> float:
+    """Of this thread, to refuse `batch`; the median of a few times."""
     times = []
     for _ in range(9):
         started = time.thread_time()
         with pytest.raises(WireError):
-            decode(frame)
+            decode(batch)
         times.append(time.thread_time() - started)
     return statistics.median(times)
 
 
-def test_every_wrong_frame_is_a_wire_error_in_no_time() -> None:
-    costs = {name: cpu_seconds(frame) for name, frame in WRONG.items()}
+def test_every_invalid_batch_is_refused_in_little_time() -> None:
+    costs = {name: cpu_seconds(batch) for name, batch in INVALID.items()}
     worst = max(costs, key=costs.__getitem__)
     print(
-        f"{len(costs)} frames: median {statistics.median(costs.values()) * 1e6:.0f} us of CPU, at most"
+        f"{len(costs)} batches: median {statistics.median(costs.values()) * 1e6:.0f} us of CPU, at most"
         f" {costs[worst] * 1e6:.0f} us ({worst})"
     )
     assert costs[worst] < CPU_SECONDS, worst
 
 
-def test_nothing_is_allocated_for_what_a_frame_claims() -> None:
+def test_nothing_is_allocated_by_a_claimed_length() -> None:
     tracemalloc.start()
     try:
-        for name, frame in WRONG.items():
+        for name, batch in INVALID.items():
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
             with pytest.raises(WireError):
-                decode(frame)
+                decode(batch)
             peak = tracemalloc.get_traced_memory()[1] - before
             assert peak < PEAK_BYTES, f"{name}: {peak} bytes"
     finally:
@@ -182,51 +183,51 @@ def test_nothing_is_allocated_for_what_a_frame_claims() -> None:
 VALID: list[list[Message]] = [
     [HELLO],
     [Dial(1, "fake"), Meet(1, "wire", b"0123"), Offer("r", 1, 20, b"0123456789abcdef")],
-    [Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers)] * 3 + [Finish("r", 1, 1, 7, 3, 20)],
+    [Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes)] * 3 + [Finish("r", 1, 1, 7, 3, 20)],
     [Renew((("r", 1), ("s", 2)))],
     [Abort("r", 1, Code.CANCELLED, "cancelled by the sender"), CloseLink(1, "")],
-    [Wait("r", 1), Grant("r", 1, 1, 0, 20), Ack("r", 1, 1), Nack("r", 1, Code.NO_CAPACITY, "full")],
+    [Wait("r", 1), Grant("r", 1, 1, 0), Ack("r", 1, 1), Nack("r", 1, Code.NO_CAPACITY, "full")],
     [Refuse(Code.INCOMPATIBLE, "layout.layers: 4 here, 3 there")],
 ]
 
 
 def mutated(number: int) -> bytes:
-    """A valid frame with a few bytes changed, left out, doubled or moved."""
+    """A valid batch with a few bytes changed, left out, doubled or inserted."""
     rng = random.Random(number)
-    frame = bytearray(encode(VALID[number % len(VALID)]))
+    batch = bytearray(encode(VALID[number % len(VALID)]))
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        at = rng.randrange(len(frame))
+        at = rng.randrange(len(batch))
         match rng.randrange(6):
             case 0:
-                frame[at] = rng.randrange(256)
+                batch[at] = rng.randrange(256)
             case 1:
-                frame[at] ^= 1 << rng.randrange(8)
+                batch[at] ^= 1 << rng.randrange(8)
             case 2:
-                del frame[at : at + rng.randrange(1, 9)]
+                del batch[at : at + rng.randrange(1, 9)]
             case 3:
-                frame[at:at] = frame[at : at + rng.randrange(1, 9)]
+                batch[at:at] = batch[at : at + rng.randrange(1, 9)]
             case 4:
-                frame[at:at] = rng.randbytes(rng.randrange(1, 6))
+                batch[at:at] = rng.randbytes(rng.randrange(1, 6))
             case 5:
-                frame[at:at] = rng.choice((b"\xdd", b"\xc6", b"\xdb", b"\xdf")) + GIGABYTE
-        if not frame:
+                batch[at:at] = rng.choice((b"\xdd", b"\xc6", b"\xdb", b"\xdf")) + GIGABYTE
+        if not batch:
             break
-    return bytes(frame)
+    return bytes(batch)
 
 
-def test_mutated_frames_are_messages_or_wire_errors_in_no_time() -> None:
+def test_mutated_batches_are_messages_or_wire_errors_in_little_time() -> None:
     times, refused = [], 0
     for number in range(MUTATIONS) if SEED is None else [int(SEED)]:
-        frame = mutated(number)
+        batch = mutated(number)
         started = time.thread_time()
         try:
-            messages = decode(frame)
+            messages = decode(batch)
         except WireError:
             times.append(time.thread_time() - started)
             refused += 1
             continue
         except BaseException as error:
-            error.add_note(f"KVRELAY_SEED={number}: {frame!r}")
+            error.add_note(f"KVRELAY_SEED={number}: {batch!r}")
             raise
         assert decode(encode(messages)) == messages, f"KVRELAY_SEED={number}"
     if SEED is None:
@@ -234,30 +235,30 @@ def test_mutated_frames_are_messages_or_wire_errors_in_no_time() -> None:
         print(f"{refused} refused: median {median * 1e6:.0f} us of CPU, at most {most * 1e6:.0f} us")
         assert refused > MUTATIONS // 2
         assert median < CPU_SECONDS / 4
-        # One of thousands may meet a collection of garbage.
+        # One of thousands may include a garbage collection.
         assert statistics.quantiles(times, n=1000)[-1] < CPU_SECONDS
 
 
 # To a decode worker.
 
 
-async def refused_by(peer: RawPeer, *frames: bytes) -> Refuse:
-    """What a decode worker answers to these frames."""
-    for frame in frames:
-        await peer.call.write(ControlRequest(frame=frame))
+async def refused_by(peer: RawPeer, *batches: bytes) -> Refuse:
+    """The refusal with which a decode worker answers these batches."""
+    for batch in batches:
+        await peer.call.write(ControlRequest(batch=batch))
     refusal = await peer.hear(Refuse)
     assert isinstance(refusal, Refuse)
     return refusal
 
 
-def test_a_decode_worker_refuses_each_wrong_frame_and_goes_on() -> None:
+def test_a_decode_worker_refuses_each_invalid_batch_and_goes_on() -> None:
     async def test() -> None:
         async with fake_pair() as world:
             key = ("r", 1)
             world.expect(key, TOKENS)
-            for name, frame in WRONG.items():
+            for name, batch in INVALID.items():
                 async with stranger(world) as peer:
-                    refusal = await refused_by(peer, encode([HELLO]), frame)
+                    refusal = await refused_by(peer, encode([HELLO]), batch)
                     assert refusal.code is Code.PROTOCOL, name
                 assert not world.receiving.reservations, name
             await still_works(world)
@@ -298,17 +299,13 @@ MANIFESTS: dict[str, tuple[list[Message], str]] = {
 }
 BLOCK = LAYOUT.block_size
 PUSHES: dict[str, Push] = {
-    "past the end": Push("r", 1, 1, 0, 16, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
-    "2 G of tokens": Push("r", 1, 1, 0, 0, 2**31, LAYOUT.block_bytes, 0, LAYOUT.layers),
-    "from token 2 G on": Push("r", 1, 1, 0, 2**31, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
-    "half a block": Push("r", 1, 1, 0, 0, 7, 7 * LAYOUT.token_bytes, 0, LAYOUT.layers),
-    "other bytes than tokens": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes + 1, 0, LAYOUT.layers),
-    "a layer too many": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers + 1),
-    "a layer past the last": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3, LAYOUT.layers, 1),
-    "2 G layers on": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3, 2**31, 1),
-    "2**20 layers": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, 2**20),
-    "the second frame first": Push("r", 1, 1, 1, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
-    "frame 2 G": Push("r", 1, 1, 2**31, 0, 16, LAYOUT.block_bytes, 0, LAYOUT.layers),
+    "past the end": Push("r", 1, 1, 0, 16, 16, LAYOUT.block_bytes),
+    "2 G of tokens": Push("r", 1, 1, 0, 0, 2**31, LAYOUT.block_bytes),
+    "from token 2 G on": Push("r", 1, 1, 0, 2**31, 16, LAYOUT.block_bytes),
+    "half a block": Push("r", 1, 1, 0, 0, 7, 7 * LAYOUT.token_bytes),
+    "other bytes than tokens": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes + 1),
+    "the second frame first": Push("r", 1, 1, 1, 0, 16, LAYOUT.block_bytes),
+    "frame 2 G": Push("r", 1, 1, 2**31, 0, 16, LAYOUT.block_bytes),
 }
 FINISHES: dict[str, Finish] = {
     "no frames": Finish("r", 1, 1, 7, 0, 20 * LAYOUT.token_bytes),
@@ -338,14 +335,14 @@ def test_a_manifest_that_was_not_announced_is_refused_before_any_allocation(name
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("said", [*PUSHES.values(), *FINISHES.values()], ids=[*PUSHES, *FINISHES])
-def test_a_frame_that_cannot_be_is_refused_and_the_room_given_back(said: Push | Finish) -> None:
+@pytest.mark.parametrize("message", [*PUSHES.values(), *FINISHES.values()], ids=[*PUSHES, *FINISHES])
+def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(message: Push | Finish) -> None:
     async def test() -> None:
         async with fake_pair() as world, stranger(world) as peer:
             world.expect(("r", 1), TOKENS)
             await peer.say(HELLO, Dial(1, "fake"), Offer("r", 1, 20, tokens_digest(TOKENS)))
             await peer.hear(Grant)
-            await peer.say(said)
+            await peer.say(message)
             nack = await peer.hear(Nack)
             assert isinstance(nack, Nack)
             assert nack.code is Code.PROTOCOL
@@ -357,8 +354,8 @@ def test_a_frame_that_cannot_be_is_refused_and_the_room_given_back(said: Push | 
     asyncio.run(test())
 
 
-def test_mutated_frames_end_no_decode_process() -> None:
-    """A process of its own: nothing that it is told ends it, and afterwards it takes what is right."""
+def test_mutated_batches_end_no_decode_process() -> None:
+    """No batch ends the process, and afterwards it takes a valid hand-off."""
 
     async def say_all(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -367,7 +364,7 @@ def test_mutated_frames_end_no_decode_process() -> None:
                 call = HandoffServiceStub(channel).Control()
                 peer = RawPeer(call)
                 await peer.say(HELLO)
-                await call.write(ControlRequest(frame=mutated(number)))
+                await call.write(ControlRequest(batch=mutated(number)))
                 await call.done_writing()
                 async with asyncio.timeout(20):
                     try:
@@ -377,30 +374,28 @@ def test_mutated_frames_end_no_decode_process() -> None:
                         refused.add(error.code())
             assert refused <= {grpc.StatusCode.INVALID_ARGUMENT}
 
-    async def test(decode: processes.DecodeProcess) -> None:
+    async def test(decode: ReceivingProcess) -> None:
         memory = psutil.Process(decode.process.pid).memory_info
         before = memory().rss
         await say_all(decode.peer.address)
         assert memory().rss - before < 64 * 2**20
-        prefill = processes.Prefill(decode)
-        prefill.begin(processes.KEY)
-        prefill.exporter.finished(processes.KEY, 7, prefill.side.hold(processes.BLOCKS))
-        await prefill.ends.until(lambda: processes.KEY in prefill.news())
-        assert decode.news[processes.KEY] == digest(content(prefill.pool, processes.BLOCKS, processes.COUNT))
-        await prefill.exporter.close()
+        prefill = SendingSide(decode)
+        await prefill.hand_over(KEY)
+        assert decode.reported()[KEY] == prefill.digest
+        await prefill.client.close()
 
-    with decode_process(processes.CONFIG) as decode:
+    with receiving_process(processes.CONFIG) as decode:
         asyncio.run(test(decode))
 
 
 # To a prefill worker.
 
 
-class Liar(HandoffServiceServicer):
-    """A decode worker that answers an offer with bytes that aren't a message."""
+class BrokenService(HandoffServiceServicer):
+    """A decode worker that sends an invalid batch after its hello."""
 
-    def __init__(self, frame: bytes) -> None:
-        self.frame = frame
+    def __init__(self, batch: bytes) -> None:
+        self.batch = batch
 
     async def Control(
         self,
@@ -408,36 +403,36 @@ class Liar(HandoffServiceServicer):
         context: "grpc.aio.ServicerContext[ControlRequest, ControlResponse]",
     ) -> None:
         await context.write(
-            ControlResponse(frame=encode([LocalWorker(*RECEIVER, LAYOUT, "fingerprint").hello(SENDER[1], CONFIG)]))
+            ControlResponse(batch=encode([LocalWorker(RECEIVER, LAYOUT, "fingerprint").hello(SENDER, CONFIG)]))
         )
-        await context.write(ControlResponse(frame=self.frame))
+        await context.write(ControlResponse(batch=self.batch))
         async for _ in request_iterator:
             pass
 
 
-def test_a_prefill_worker_gives_up_who_answers_nonsense_and_goes_on() -> None:
+def test_a_prefill_worker_fails_hand_offs_to_a_broken_peer_and_goes_on() -> None:
     async def test() -> None:
         fake = {"fake": FakeTransport()}
         patient = TransferConfig(frame_timeout_seconds=10.0)
         async with pair(patient, transports=(fake, fake)) as world:
             server = grpc.aio.server()
-            liar = Liar(b"")
-            add_HandoffServiceServicer_to_server(liar, server)
+            broken = BrokenService(b"")
+            add_HandoffServiceServicer_to_server(broken, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
-            honest = list(world.sender_peers)
-            frames = {name: frame for name, frame in WRONG.items() if not name.startswith("truncated")}
-            for number, (name, frame) in enumerate(frames.items()):
-                liar.frame = frame
-                world.sender_peers.update([replace(honest[0], address=f"127.0.0.1:{port}")])
+            honest = list(world.sender.peers)
+            batches = {name: batch for name, batch in INVALID.items() if not name.startswith("truncated")}
+            for number, (name, batch) in enumerate(batches.items()):
+                broken.batch = batch
+                world.sender.peers.update([replace(honest[0], address=f"127.0.0.1:{port}")])
                 key = (f"r{number}", 1)
-                world.exporter.begin(key, RECEIVER, TOKENS)
+                world.sender.begin(key, RECEIVER, TOKENS)
                 world.compute(key, [0, 1])
                 await world.ends.until(lambda key=key: key in world.ends.export_failed)
                 assert world.ends.export_failed[key][0] is Code.PROTOCOL, name
                 await world.ends.until(lambda: not world.sending.leaked)
             await server.stop(None)
-            world.sender_peers.update(honest)
+            world.sender.peers.update(honest)
             await still_works(world)
 
     asyncio.run(test())

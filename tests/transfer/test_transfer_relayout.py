@@ -1,4 +1,4 @@
-"""Pairs of workers whose KV lies differently: what arrives is what was computed, token by token."""
+"""Pairs of workers with different KV layouts: each token's KV arrives with the values that were computed."""
 
 import asyncio
 import random
@@ -13,12 +13,10 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import PoolFrame
+from kvrelay.transfer.frames import ConvertedFrame, PoolFrame
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Key
-from kvrelay.transfer.relayout import ConvertedFrame
-from kvrelay.transfer.transports.gloo import GlooTransport
-from kvrelay.transfer.transports.tcp import TcpTransport
-from support.handoff import Pair, pair
+from support.handoff import RECEIVER, SENDER, Pair, links_of, pair
 
 LAYERS, HEADS, DIM = 3, 2, 4
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,10 +36,10 @@ def filled(layout: KVLayout, blocks: int, seed: int) -> KVPool:
     return pool
 
 
-def token(pool: KVPool, table: list[int], position: int) -> torch.Tensor:
-    """One token's KV: [layer, k|v, head, dim]."""
+def token(pool: KVPool, table: list[int], position: int, tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """One token's KV [layer, k|v, head, dim], in the pool or in `tensor`, an earlier copy of it."""
     size = pool.layout.block_size
-    block = pool.tensor[table[position // size]]
+    block = (pool.tensor if tensor is None else tensor)[table[position // size]]
     return block[:, :, position % size] if pool.layout.order == "NHD" else block[:, :, :, position % size]
 
 
@@ -56,41 +54,32 @@ def test_every_number_lands_where_it_belongs_and_nothing_else_moves(
     before = target.tensor.clone()
     keep = data.draw(st.integers(0, count // mine.block_size)) * mine.block_size
     first = keep // theirs.block_size * theirs.block_size
-    split = rng.randrange(1, LAYERS + 1)
+    hello = LocalWorker(SENDER, theirs, "").hello(RECEIVER, TransferConfig())
     written = []
     while first < count:
         frame_tokens = min(count - first, rng.randrange(1, 4) * theirs.block_size)
-        for layer, layers in ((0, split), (split, LAYERS - split)):
-            if layers:
-                nbytes = frame_tokens * layers * theirs.layer_bytes
-                frame = Frame(1, 0, first, frame_tokens, nbytes, layer, layers)
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-                PoolFrame(source, table, frame).read(buffer)
-                ConvertedFrame(target, theirs, there, frame, keep).write(buffer)
+        frame = Frame(1, 0, first, frame_tokens, frame_tokens * theirs.token_bytes)
+        buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
+        PoolFrame(source, table, frame).read(buffer)
+        ConvertedFrame(target, hello, there, frame, keep).write(buffer)
         written.append((first, frame_tokens))
         first += frame_tokens
     for position in range(keep, count):
         wanted = token(source, table, position).to(target.tensor.dtype)
         assert torch.equal(token(target, there, position), wanted), f"token {position} of frames {written}"
     for position in range(keep):
-        assert torch.equal(token(target, there, position), token_of(before, target, there, position)), position
+        assert torch.equal(token(target, there, position), token(target, there, position, before)), position
     others = [block for block in range(48) if block not in there]
     assert torch.equal(target.tensor[others], before[others])
     if keep < count:
         for position in range(count, len(there) * mine.block_size):
-            assert not token(target, there, position).any(), "what follows the last token is not zero"
-
-
-def token_of(tensor: torch.Tensor, pool: KVPool, table: list[int], position: int) -> torch.Tensor:
-    size = pool.layout.block_size
-    block = tensor[table[position // size]]
-    return block[:, :, position % size] if pool.layout.order == "NHD" else block[:, :, :, position % size]
+            assert not token(target, there, position).any(), "slots behind the last token are not zero"
 
 
 BASE = KVLayout(LAYERS, HEADS, DIM, 16, "float32", "NHD")
 
 
-@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,13 +94,11 @@ BASE = KVLayout(LAYERS, HEADS, DIM, 16, "float32", "NHD")
 )
 def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], transport: str) -> None:
     mine = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the parameters
-    make = {"tcp": TcpTransport, "gloo": GlooTransport}[transport]
-    transports = {transport: make("127.0.0.1")}, {transport: make("127.0.0.1")}
     config = TransferConfig(frame_bytes=65536)
     count = 1203
 
     async def test() -> None:
-        async with pair(config, layout=BASE, receiver_layout=mine, transports=transports, blocks=320) as world:
+        async with pair(config, layout=BASE, receiver_layout=mine, transports=links_of(transport), blocks=320) as world:
             values = torch.rand(world.source.tensor.shape, generator=torch.Generator().manual_seed(1))
             world.source.tensor.copy_(values)
             await hand_over(world, ("r", 1), have=0)
@@ -130,7 +117,7 @@ def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], trans
             wanted = token(world.source, table, position).to(world.target.tensor.dtype)
             assert torch.equal(token(world.target, there, position), wanted), position
         kept = [token(world.target, there, position) for position in range(have)]
-        assert not kept or not torch.stack(kept).any(), "what was here already was written to"
+        assert not kept or not torch.stack(kept).any(), "tokens that were there already were overwritten"
         assert stats.nbytes == world.ends.exported[key].nbytes
         world.target.tensor.zero_()
         world.receiving.free += there
@@ -138,7 +125,7 @@ def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], trans
     asyncio.run(test())
 
 
-def test_what_cannot_be_converted_is_named() -> None:
+def test_the_field_that_cannot_be_converted_is_named() -> None:
     for change in ({"layers": 4}, {"head_dim": 8}, {"kv_heads": 4}, {"tp_size": 2}):
         other = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the loop
         assert str(BASE.mismatch(other)).startswith(next(iter(change)))

@@ -64,7 +64,7 @@ def test_a_stranger_who_finds_the_socket_gets_no_link() -> None:
     meeting = Rendezvous(tell, WAIT)
 
     def listen() -> None:
-        with pytest.raises(LinkError, match="a stranger dialled"):
+        with pytest.raises(LinkError, match="does not know the token"):
             shm().connect(meeting, SENDER, WAIT)
 
     listener = beside(listen)
@@ -78,8 +78,8 @@ def test_a_stranger_who_finds_the_socket_gets_no_link() -> None:
 
 def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
     with memory_file(4096) as descriptor:
-        assert "another size, or may still change it" in refusal("buffer", 0, 4096, b"", descriptor=descriptor)
-    assert "without the file" in refusal("buffer", 0, 4096, b"")
+        assert "another size, or an unsealed one" in refusal("buffer", 0, 4096, b"", descriptor=descriptor)
+    assert "without its memory file" in refusal("buffer", 0, 4096, b"")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
         (("frame", 1, 0, 0), "allowed: token, buffer, frame, taken"),
         (("frame", -1, 0, 0, 64), "allowed: an integer from 1"),
         (("buffer", 0, 2**40, b""), "allowed: an integer from 1 to"),
-        (("token", bytes(16)), "token is not for now"),
+        (("token", bytes(16)), "token is not allowed"),
         (("anything",), "allowed: token, buffer, frame, taken"),
     ],
 )

@@ -1,10 +1,10 @@
-"""Which transport a pair uses: the best that both can do, and where there is none, a refusal that one can act on."""
+"""Which transport a pair uses: the best that both have; without one, the error says what each has and why."""
 
 import pytest
 import torch
 
-from kvrelay.transfer import transports
-from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.ports import RECEIVER, SENDER, NoTransportError
+from kvrelay.transfer.transports import registry
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.transfer.transports.same_host import SameHostTransport
@@ -36,35 +36,35 @@ def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
         ("auto", ["shm@a"], ["shm@b"], "shm not between these two: they don't share a machine"),
     ],
 )
-def test_no_common_transport_is_an_error_that_says_what_either_can_do(
+def test_without_a_common_transport_the_error_names_those_of_both(
     wanted: str, here: list[str], there: list[str], says: str
 ) -> None:
-    with pytest.raises(LinkError, match=says):
+    with pytest.raises(NoTransportError, match=says):
         choose(wanted, here, there)
 
 
 @no_gpu
-def test_a_refusal_says_why_this_end_can_do_no_more() -> None:
-    with pytest.raises(LinkError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
+def test_the_error_says_why_this_worker_lacks_a_transport() -> None:
+    with pytest.raises(NoTransportError, match=r"cuda_ipc not here: no CUDA device.*nccl not here: no CUDA device"):
         choose("auto", ["gloo"], ["nccl"])
 
 
 @no_gpu
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
-def test_asking_for_what_this_worker_cannot_do_says_why_and_what_it_can(name: str) -> None:
+def test_a_configured_transport_that_is_missing_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=rf"transfer\.transport is '{name}'.*no CUDA device; allowed: auto, .*gloo"):
         available_transports(HOST, wanted=name)
 
 
 def test_a_pool_in_host_memory_is_offered_no_transport_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transports._MISSING, "nccl", lambda: None)
+    monkeypatch.setitem(registry._MISSING, "nccl", lambda: None)
     assert "nccl" not in available_transports(HOST)
     with pytest.raises(ValueError, match="the KV pool is not on a GPU"):
         available_transports(HOST, wanted="nccl")
 
 
-def test_what_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transports._MISSING, "shm", lambda: "not today")
+def test_a_missing_transport_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._MISSING, "shm", lambda: "not today")
     assert "shm" not in available_transports(HOST)
     with pytest.raises(ValueError, match="can't do: not today"):
         available_transports(HOST, wanted="shm")
@@ -94,7 +94,7 @@ def test_a_host_that_cannot_be_bound_is_named() -> None:
 
 
 def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
-    """Whatever the membership said: both ends say which scopes they are of."""
+    """Whatever the membership says: both ends name their scopes."""
     here, there = (SameHostTransport("shm", scope, SharedMemory()) for scope in ("machine-a", "machine-b"))
     meeting = meetings(5.0)
 

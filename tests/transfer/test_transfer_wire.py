@@ -1,4 +1,4 @@
-"""Control messages: what is said arrives, and nothing else is ever taken for a message."""
+"""Control messages: they are decoded as they were encoded, and nothing else is taken for a message."""
 
 import dataclasses
 import time
@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.transfer import wire
+from kvrelay.transfer import messages as wire
+from kvrelay.transfer import packing
 from kvrelay.transfer.messages import (
-    MAX_CONTROL_BYTES,
+    MAX_BATCH_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
     Ack,
@@ -25,11 +26,11 @@ from kvrelay.transfer.messages import (
     Offer,
     Push,
     Renew,
-    WireError,
+    batches,
     decode,
     encode,
-    in_frames,
 )
+from kvrelay.transfer.packing import WireError
 
 REQUESTS = st.text(min_size=1, max_size=128)
 ATTEMPTS = st.integers(1, 2**32 - 1)
@@ -44,21 +45,21 @@ LAYOUTS = st.builds(
 )
 
 
-def _values(rule: wire.Rule) -> st.SearchStrategy[Any]:
+def _values(rule: packing.Rule) -> st.SearchStrategy[Any]:
     match rule:
-        case wire.Number(low, high):
+        case packing.Number(low, high):
             return st.integers(low, high)
-        case wire.Text(shortest, longest):
+        case packing.Text(shortest, longest):
             return st.text(min_size=shortest, max_size=longest)
-        case wire.Raw(shortest, longest):
+        case packing.Raw(shortest, longest):
             return st.binary(min_size=shortest, max_size=longest)
-        case wire.Flag():
+        case packing.Flag():
             return st.booleans()
-        case wire.Choice(kind):
+        case packing.Choice(kind):
             return st.sampled_from(list(kind))
         case wire.LayoutRule():
             return LAYOUTS
-        case wire.Many():
+        case packing.Many():
             return st.lists(st.tuples(REQUESTS, ATTEMPTS), max_size=20).map(tuple)
     raise AssertionError(rule)
 
@@ -73,14 +74,14 @@ OFFER = Offer("request", 1, 10, b"0123456789abcdef")
 
 
 def packed(**changes: object) -> bytes:
-    """A frame of one Offer, with some of its fields changed."""
+    """A batch of one Offer, with some of its fields changed."""
     plain = {"type": "Offer", "request": "request", "attempt": 1, "tokens": 10, "digest": b"0123456789abcdef"}
     return bytes(msgpack.packb([plain | changes]))
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=8))
 @settings(max_examples=200, deadline=None)
-def test_what_is_said_arrives(messages: list[Message]) -> None:
+def test_messages_arrive_as_they_were_sent(messages: list[Message]) -> None:
     assert decode(encode(messages)) == messages
 
 
@@ -92,20 +93,20 @@ def test_every_message_is_covered() -> None:
 
 @given(st.binary(max_size=300))
 @settings(max_examples=500, deadline=None)
-def test_random_bytes_are_wire_errors(frame: bytes) -> None:
+def test_random_bytes_are_wire_errors(batch: bytes) -> None:
     with pytest.raises(WireError):
-        decode(frame)
+        decode(batch)
 
 
 @given(MESSAGES, st.data())
 @settings(max_examples=300, deadline=None)
-def test_damaged_frames_are_messages_or_wire_errors(message: Message, data: st.DataObject) -> None:
-    frame = bytearray(encode([message]))
+def test_damaged_batches_are_messages_or_wire_errors(message: Message, data: st.DataObject) -> None:
+    batch = bytearray(encode([message]))
     for _ in range(data.draw(st.integers(1, 3))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    frame = frame[: data.draw(st.integers(0, len(frame)))] if data.draw(st.booleans()) else frame
+        batch[data.draw(st.integers(0, len(batch) - 1))] = data.draw(st.integers(0, 255))
+    batch = batch[: data.draw(st.integers(0, len(batch)))] if data.draw(st.booleans()) else batch
     try:
-        decoded = decode(bytes(frame))
+        decoded = decode(bytes(batch))
     except WireError:
         return
     assert decode(encode(decoded)) == decoded
@@ -134,7 +135,7 @@ def test_other_msgpack_is_a_wire_error(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "reason"),
+    ("batch", "reason"),
     [
         (b"", "not msgpack"),
         (packed(tokens="10"), "Offer.tokens"),
@@ -170,66 +171,66 @@ def test_other_msgpack_is_a_wire_error(value: object) -> None:
         (b"\xc6\x40\x00\x00\x00", "not msgpack"),
         (b"\xdf\x40\x00\x00\x00", "not msgpack"),
         (b"\xdb\x40\x00\x00\x00", "not msgpack"),
-        (b"\x90" * (MAX_CONTROL_BYTES + 1), "allowed: up to"),
+        (b"\x90" * (MAX_BATCH_BYTES + 1), "allowed: up to"),
         (bytes(msgpack.packb([{"type": "Ack"}] * (MAX_MESSAGES + 1))), "array of 1 to|fields"),
     ],
 )
-def test_strictness(frame: bytes, reason: str) -> None:
+def test_strictness(batch: bytes, reason: str) -> None:
     with pytest.raises(WireError, match=reason):
-        decode(frame)
+        decode(batch)
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
         (Offer("", 1, 10, b"0" * 16), "Offer.request"),
-        (Push("r", 1, 1, 0, 0, 16, MAX_FRAME_BYTES + 1, 0, 1), "Push.nbytes"),
-        (Grant("r", 1, 0, 0, 0), "Grant.epoch"),
+        (Push("r", 1, 1, 0, 0, 16, MAX_FRAME_BYTES + 1), "Push.nbytes"),
+        (Grant("r", 1, 0, 0), "Grant.epoch"),
         (Renew((("r", 1),) * 1025), "Renew.keys"),
         (Nack("r", 1, Code.CORRUPT, "x" * 513), "Nack.message"),
         (Ack("r", True, 1), "Ack.attempt"),
     ],
 )
-def test_what_could_not_be_read_is_not_written(message: Message, field: str) -> None:
+def test_a_message_that_could_not_be_decoded_is_not_encoded(message: Message, field: str) -> None:
     with pytest.raises(WireError, match=field):
         encode([message])
 
 
-def test_a_layout_that_cannot_be_is_refused() -> None:
+def test_an_impossible_layout_is_refused() -> None:
     layout = KVLayout(2, 2, 8, 16, "float32")
-    frame = encode([Hello(1, "p", "i", "j", "f", layout, True, False, 65536)])
-    plain = msgpack.unpackb(frame)
+    batch = encode([Hello(1, "p", "i", "j", "f", layout, True, False, 65536)])
+    plain = msgpack.unpackb(batch)
     for field, value in (("layers", 0), ("dtype", "int8"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
         changed = [plain[0] | {"layout": plain[0]["layout"] | {field: value}}]
         with pytest.raises(WireError, match="layout"):
             decode(msgpack.packb(changed))
 
 
-def test_a_bad_frame_costs_less_than_a_millisecond() -> None:
-    frames = [
-        b"\x91" * MAX_CONTROL_BYTES,
-        packed(request=b"x" * (MAX_CONTROL_BYTES - 200)),
+def test_an_invalid_batch_costs_less_than_a_millisecond() -> None:
+    invalid = [
+        b"\x91" * MAX_BATCH_BYTES,
+        packed(request=b"x" * (MAX_BATCH_BYTES - 200)),
         b"\xdd\x40\x00\x00\x00" * 9,
     ]
-    frames.append(bytes(msgpack.packb([{"type": "Renew", "keys": [[1]] * 1024}])))
-    for frame in frames:
+    invalid.append(bytes(msgpack.packb([{"type": "Renew", "keys": [[1]] * 1024}])))
+    for batch in invalid:
         best = float("inf")
         for _ in range(5):
             started = time.process_time()
             with pytest.raises(WireError):
-                decode(frame)
+                decode(batch)
             best = min(best, time.process_time() - started)
         assert best < 1e-3
 
 
-def test_what_does_not_fit_into_one_frame_leaves_in_as_many_as_it_takes() -> None:
+def test_messages_are_split_into_batches_of_bounded_size() -> None:
     key = ("r" * 128, 1)
     meets = [Meet(1, "entry", bytes([number]) * 4096) for number in range(wire.MAX_MESSAGES)] * 2
     renewals = [Renew((key,) * wire.MAX_KEYS) for _ in range(9)]
     short = [Ack("r", number, 1) for number in range(1, 3 * wire.MAX_MESSAGES)]
     messages: list[Message] = [*meets, *renewals, *short]
-    frames = list(in_frames(messages))
-    assert [message for frame in frames for message in decode(frame)] == messages
-    assert len(frames) < 20
-    with pytest.raises(WireError, match="one frame"):
+    split = list(batches(messages))
+    assert [message for batch in split for message in decode(batch)] == messages
+    assert len(split) < 20
+    with pytest.raises(WireError, match="one batch"):
         encode(renewals)

@@ -106,12 +106,12 @@ async def free_again(server: WorkerServer) -> None:
 
 def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"token_ids": [1, VOCAB_SIZE, 2]}, f"token_ids holds {VOCAB_SIZE}; allowed: 0 to {VOCAB_SIZE - 1}"),
+        ({"token_ids": [1, VOCAB_SIZE, 2]}, f"tokens has the id {VOCAB_SIZE}; allowed: 0 to {VOCAB_SIZE - 1}"),
         ({"prompt_tokens": 4}, "prompt_tokens is 4"),
         ({"prompt_tokens": 0}, "prompt_tokens is 0"),
         ({"token_ids": [], "prompt_tokens": 0}, "prompt_tokens is 0"),
-        ({"token_ids": [1] * 9, "prompt_tokens": 3}, "sampling.max_tokens is 4; 6 are generated already"),
-        ({"sampling": Sampling(max_tokens=10**6, top_p=1.0)}, "prompt_tokens + sampling.max_tokens"),
+        ({"token_ids": [1] * 9, "prompt_tokens": 3}, "max_tokens is 4; 6 completion tokens are there already"),
+        ({"sampling": Sampling(max_tokens=10**6, top_p=1.0)}, "prompt_tokens plus max_tokens"),
     ]
 
     async def test() -> None:

@@ -1,11 +1,14 @@
-"""What carries the bulk bytes: links of two ranks, behind one interface.
+"""Links: what carries the bulk bytes between the two workers of a pair, behind one interface.
 
-A link is disposable: after any error or timeout it is of no more use, and the pair dials another one under the next
-epoch. One thread owns it; only `abort` may be called from others.
+A link has two ends, SENDER and RECEIVER. It is disposable: after any error or timeout it can't be used any more, and
+the pair opens another link under the next epoch. One thread owns an end; other threads may call only `abort`.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -14,35 +17,72 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stub do
 
 
 class LinkError(RuntimeError):
-    """A link could not be made, or carries nothing any more."""
+    """A link could not be opened, or can't be used any more."""
 
 
-class Pending(Protocol):
-    """A send or receive that was begun."""
+@contextmanager
+def link_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turns an error of `kinds`, or the timeout of a socket, into a `LinkError` whose text begins with `what`."""
+    try:
+        yield
+    except LinkError:
+        raise
+    except (TimeoutError, BlockingIOError) as error:
+        raise LinkError(f"{what}: timed out") from error
+    except kinds as error:
+        raise LinkError(f"{what}: {str(error) or type(error).__name__}") from error
 
-    def wait(self, timeout: float) -> None:
-        """Returns when the tensor may be reused (sent) or read (received).
 
-        Raises:
-            LinkError: it failed, or did not end within `timeout` seconds; the link is of no more use.
-        """
+def seconds_left(deadline: float) -> float:
+    """Seconds until `deadline` (monotonic); raises TimeoutError if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def poll(done: Callable[[], bool], timeout: float, interval: float) -> bool:
+    """Calls `done` every `interval` seconds until it returns true; returns false after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A send or receive in progress."""
+
+    wait: Callable[[float], None]
+    """Returns when the tensor may be reused (sent) or read (received); takes a timeout in seconds.
+
+    Raises:
+        LinkError: it failed, or did not end in time; the link can't be used any more.
+    """
+
+    @classmethod
+    def in_wait(cls, move: Callable[[float], None]) -> "Pending":
+        """For bytes that move only while they are waited for: `wait` calls `move` with the deadline (monotonic)."""
+        return cls(lambda timeout: move(time.monotonic() + timeout))
 
 
 class ByteStream(Protocol):
-    """What a link that carries memory as it lies adds: bytes in, the same bytes out. The link's thread calls it.
+    """For links that carry host memory in place: what one end writes, the other reads. Only the link's thread calls it.
 
-    After either has returned or raised, the link touches that memory no more.
+    After a call has returned or raised, the link no longer touches that memory.
     """
 
     def write(self, runs: Sequence[memoryview], deadline: float) -> None:
-        """Sends the bytes of `runs`, one after the other; returns when their memory may be reused.
+        """Sends the bytes of `runs` in order; returns when their memory may be reused.
 
         Raises:
-            LinkError: it failed, or did not end before `deadline` (monotonic); the link is of no more use.
+            LinkError: it failed, or did not end before `deadline` (monotonic); the link can't be used any more.
         """
 
     def read(self, runs: Sequence[memoryview], deadline: float) -> None:
-        """Fills `runs`, one after the other, with what the other end wrote.
+        """Fills `runs` in order with what the other end wrote.
 
         Raises:
             LinkError: as `write`.
@@ -54,41 +94,42 @@ class Link(Protocol):
 
     @property
     def stream(self) -> ByteStream | None:
-        """For frames straight out of and into a pool in host memory; None where the link carries its buffers only."""
+        """Moves frames directly out of and into a KV pool in host memory; None if the link carries only `buffer`s."""
 
     def send(self, data: torch.Tensor) -> Pending:
-        """Begins to send `data` (uint8, contiguous, from `buffer`); it must stay as it is until `wait` returns.
+        """Begins to send `data` (uint8, contiguous, part of a `buffer`); it must not change until `wait` returns.
 
         Raises:
             LinkError
         """
 
     def recv(self, into: torch.Tensor) -> Pending:
-        """Begins to fill `into` (uint8, contiguous, from `buffer`) with what the other end sends next.
+        """Begins to fill `into` (uint8, contiguous, part of a `buffer`) with what the other end sends next.
 
         Raises:
             LinkError
         """
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor [nbytes] where this transport can send from and receive into."""
+        """A uint8 tensor [nbytes] that this transport can send from and receive into."""
 
     def abort(self) -> None:
-        """Makes the other end fail as soon as can be. Never blocks; any thread; idempotent."""
+        """Makes the other end fail as soon as possible. Never blocks; any thread; idempotent."""
 
     def close(self) -> None:
-        """Frees what the link has. May block, so a thread that can wait calls it."""
+        """Frees what the link holds. May block, so a thread that can wait calls it."""
 
 
 class Rendezvous(Store):
-    """Where the two ends of one link meet: a store of which each end has a copy.
+    """Where the two ends of one link exchange addresses: a key-value store of which each end has a copy.
 
-    What this end sets is told to the other end over the control stream, and what that one set is `put` here. So a link
-    needs no store server: no further port, nothing left behind, and none of the reverse name look-ups by which c10d's
-    TCPStore stalls for seconds where a name server is slow.
+    The control stream carries what this end sets to the other end, and `put` takes what the other end has set. So a
+    link needs no store server: no further port, nothing to clean up, and none of the reverse name look-ups that make
+    c10d's TCPStore stall for seconds where a name server is slow.
     """
 
     def __init__(self, tell: Callable[[str, bytes], None], timeout: float) -> None:
+        """`tell` sends an entry to the other end; a wait takes at most `timeout` seconds."""
         super().__init__()
         self._tell = tell
         self._timeout = timeout
@@ -97,13 +138,13 @@ class Rendezvous(Store):
         self._changed = threading.Condition()
 
     def put(self, entry: str, value: bytes) -> None:
-        """Takes an entry that the other end set. Any thread."""
+        """Takes an entry that the other end has set. Any thread."""
         with self._changed:
             self._entries[entry] = value
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Fails whoever waits here, now and later. Any thread."""
+        """Fails all waits, present and future. Any thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -123,33 +164,28 @@ class Rendezvous(Store):
             return all(key in self._entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Returns when all `keys` are there; the rendezvous's own timeout counts, whatever the group's is."""
+        """Returns when all `keys` are set. The rendezvous's own timeout counts, not `timeout`."""
         with self._changed:
-            there = self._changed.wait_for(
-                lambda: self._closed or all(key in self._entries for key in keys), self._timeout
-            )
-            if self._closed or not there:
+            found = self._changed.wait_for(lambda: self._closed or self._entries.keys() >= set(keys), self._timeout)
+            if self._closed or not found:
                 raise RuntimeError("closed" if self._closed else f"the other end did not come within {self._timeout} s")
 
 
 class Transport(Protocol):
-    """Makes links of one kind."""
+    """Opens links of one kind."""
 
-    @property
-    def name(self) -> str:
-        """As in `transfer.transport` and in `Dial`."""
+    name: str
+    """As in `transfer.transport` and in `Dial`."""
+    scope: str
+    """What two ends must have in common, such as a machine's id; empty if any two ends can be linked."""
 
-    @property
-    def scope(self) -> str:
-        """What two ends must have in common to be linked, such as a machine's id; empty where any two can be."""
-
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
-        """Makes one end of a link; returns when the other end is there too. Blocks.
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
+        """Opens one end of a link; returns when the other end is there too. Blocks.
 
         Args:
-            meeting: of this link only.
+            rendezvous: used for this link only.
             rank: SENDER or RECEIVER.
-            timeout: seconds, to be made and for every later operation.
+            timeout: seconds, to open the link and for each later operation.
 
         Raises:
             LinkError: the other end did not come, or can't be reached.

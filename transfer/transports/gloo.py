@@ -1,35 +1,33 @@
-"""Links over TCP between CPU buffers: torch's ProcessGroupGloo, made directly, without the global process group.
+"""Links over TCP between host buffers: torch's ProcessGroupGloo, made directly, without the global process group.
 
-What is known of it, and kept to here: a killed peer shows as an error within 0.1 s, a frozen one when the wait times
-out; one wait that timed out breaks the pair; nothing is sent before the other end has posted its receive; nothing ends
-a blocked wait or connect but its timeout.
+Gloo reports a killed peer within about 0.1 s, and a frozen one when the wait times out. One wait that times out breaks
+the pair. Nothing is sent before the other end has posted its receive. Only the timeout ends a blocked wait or connect.
 """
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from kvrelay.transfer.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors
 
 _CONNECT_TRIES = 5
-"""Gloo tries to connect this often, each time for the group's timeout."""
+"""How often gloo tries to connect; each try lasts as long as the group's timeout."""
 
 
 class GlooTransport:
-    """Makes gloo links. Each has a device of its own: a listening socket on `host`, and the thread that serves it.
+    """Opens gloo links. Each has a gloo device of its own: a listening socket on `host`, and the thread that serves it.
 
-    One device for all would do, and cost less, but for this: where a connection comes to it after its dial was given
-    up, gloo touches what it has freed, and the process ends with SIGSEGV (torch 2.13). A device that goes with its dial
-    has nobody listening by then.
+    A shared device would be cheaper, but is not safe: if a connection arrives after its link was given up, gloo uses
+    freed memory and the process ends with SIGSEGV (torch 2.13). A device per link stops listening with its link.
     """
 
     name = "gloo"
     scope = ""
 
     def __init__(self, host: str) -> None:
-        """Binds to `host`, by which the other end must be able to reach this one.
+        """Binds to `host`, an address by which the other end can reach this one.
 
         Raises:
             OSError: it can't be bound.
@@ -40,16 +38,14 @@ class GlooTransport:
         except RuntimeError as error:
             raise OSError(f"host {host}: gloo can't bind to it: {error}") from error
 
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
         options._threads = 1
         options._timeout = timedelta(seconds=timeout / _CONNECT_TRIES)
-        try:
+        with link_errors("gloo", RuntimeError):
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            return GlooLink(ProcessGroupGloo(meeting, rank, 2, options), rank)
-        except RuntimeError as error:
-            raise LinkError(f"gloo: {error}") from error
+            return GlooLink(ProcessGroupGloo(rendezvous, rank, 2, options), peer=1 - rank)
 
 
 class GlooLink:
@@ -57,49 +53,41 @@ class GlooLink:
 
     stream = None
 
-    def __init__(self, group: ProcessGroupGloo, rank: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
+        """`peer` is the rank of the other end."""
         self._group: ProcessGroupGloo | None = group
-        self._peer = RECEIVER if rank == SENDER else SENDER
+        self._peer = peer
         self._sent = self._received = 0
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def send(self, data: torch.Tensor) -> "GlooPending":
+    def send(self, data: torch.Tensor) -> Pending:
         self._sent += 1
         return self._begin("send", data, self._sent)
 
-    def recv(self, into: torch.Tensor) -> "GlooPending":
-        # As much as its buffer holds: gloo ends the process where a message is longer than its receive, as it is where
-        # the two ends have got out of step. A shorter one is none of its concern, and fails its checksum.
+    def recv(self, into: torch.Tensor) -> Pending:
+        # Receive as much as the buffer holds: gloo ends the process if a message is longer than its receive, which
+        # happens when the two ends are out of step. Gloo accepts a shorter message, and the frame's checksum fails.
         whole = torch.empty(0, dtype=torch.uint8).set_(into.untyped_storage())
         self._received += 1
         return self._begin("recv", whole[into.storage_offset() :], self._received)
 
-    def _begin(self, what: str, tensor: torch.Tensor, tag: int) -> "GlooPending":
-        # The count of operations is the tag: ends that disagree about what comes next fail instead of mixing frames up.
+    def _begin(self, operation: str, tensor: torch.Tensor, count: int) -> Pending:
+        # The count of operations is the tag, so ends that are out of step fail instead of mixing up their frames.
         if self._group is None:
-            raise LinkError("gloo link is closed")
-        try:
-            return GlooPending(getattr(self._group, what)([tensor], self._peer, tag & 0x7FFFFFFF))
-        except RuntimeError as error:
-            raise LinkError(f"gloo {what}: {error}") from error
+            raise LinkError("gloo: the link is closed")
+        with link_errors(f"gloo {operation}", RuntimeError):
+            work = getattr(self._group, operation)([tensor], self._peer, count & 0x7FFFFFFF)
+        return Pending(partial(_wait, work))
 
     def abort(self) -> None:
-        """Nothing of gloo's ends a blocked wait; the other end fails when `close` shuts the sockets."""
+        """Does nothing: gloo can't end a blocked wait. The other end fails when `close` shuts the sockets."""
 
     def close(self) -> None:
         self._group = None
 
 
-class GlooPending:
-    """A gloo operation that was begun."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self, timeout: float) -> None:
-        try:
-            self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise LinkError(f"gloo: {error}") from error
+def _wait(work: Work, timeout: float) -> None:
+    with link_errors("gloo", RuntimeError):
+        work.wait(timedelta(seconds=timeout))

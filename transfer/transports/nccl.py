@@ -1,10 +1,10 @@
 """Links between GPUs: torch's ProcessGroupNCCL, made directly, without the global process group.
 
-What is known of it, and kept to here: communicators are made non-blocking, so that a rank that never comes can't hang
-the dial; the group's own error handling would end the process, so it is off, and a watchdog thread aborts what is
-overdue; a group is aborted and never destroyed, since destroying waits for the other end; channels are capped, since
-each costs memory on both ends (about 52 MB a pair at 8). Two ranks on one GPU are possible from NCCL 2.30 on, and only
-where the environment says so; `cuda_ipc` is the better link there.
+- Communicators are non-blocking, so that a rank that never comes can't hang the opening of a link.
+- The group's own error handling is off, because it would end the process. A watchdog thread aborts overdue operations.
+- A group is aborted and never destroyed, because destroying waits for the other end.
+- Channels are capped, because each costs memory at both ends (about 52 MB a pair at 8).
+- Two ranks on one GPU need NCCL 2.30 and an environment variable; `cuda_ipc` is the better link there.
 """
 
 import os
@@ -13,18 +13,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
-from kvrelay.transfer.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors, poll
 
 MAX_CHANNELS = 8
 OLDEST = (2, 26, 2)
-"""Of NCCL, whose abort of a non-blocking communicator can be relied on."""
+"""The oldest NCCL with a reliable abort of non-blocking communicators."""
 OLDEST_SHARED_GPU = (2, 30)
-"""Of NCCL, that lets two ranks share a GPU."""
+"""The oldest NCCL that lets two ranks share a GPU."""
 POLL_SECONDS = 0.0001
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 
 def nccl_missing() -> str | None:
-    """Why this process can't make NCCL links; None if it can."""
+    """Why this process can't open NCCL links; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if not torch.distributed.is_nccl_available():
@@ -47,7 +47,7 @@ def nccl_missing() -> str | None:
 
 
 def environment(version: tuple[int, ...]) -> dict[str, str]:
-    """What NCCL and torch are told by the environment, where the operator says nothing else."""
+    """Environment variables for NCCL of this version and for torch; those that the operator has set take precedence."""
     return _ENVIRONMENT | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if version >= OLDEST_SHARED_GPU else {})
 
 
@@ -62,27 +62,16 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-class Abortable(Protocol):
-    """What a watchdog watches."""
-
-    def abort_now(self) -> None:
-        """Ends it; may block."""
-
-
 class Watchdog:
-    """Aborts links: those whose operation is overdue, and those that it is told of. One thread, started when needed.
-
-    Aborting may take its time, which the event loop doesn't have, and must not be done by a thread that is inside NCCL.
-    It may even never end; so each abort has a thread of its own, lest others wait behind it.
-    """
+    """Aborts links whose operation is overdue. One thread, started with the first operation."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: dict[Abortable, float] = {}
+        self._due: dict[NcclLink, float] = {}
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watching(self, link: Abortable, timeout: float) -> Iterator[None]:
+    def watching(self, link: "NcclLink", timeout: float) -> Iterator[None]:
         """Aborts `link` if the body takes longer than `timeout` seconds."""
         with self._changed:
             self._due[link] = time.monotonic() + timeout
@@ -96,58 +85,38 @@ class Watchdog:
             with self._changed:
                 self._due.pop(link, None)
 
-    def abort(self, link: Abortable) -> None:
-        """Aborts `link` soon. Never blocks."""
-        threading.Thread(target=link.abort_now, name="nccl abort", daemon=True).start()
-
     def _run(self) -> None:
-        while True:
-            for link in self._overdue():
-                self.abort(link)
-
-    def _overdue(self) -> list[Abortable]:
-        """Waits until there is a link to abort."""
         with self._changed:
             while True:
                 now = time.monotonic()
-                links = [link for link, due in self._due.items() if due <= now]
-                if links:
-                    self._due = {link: due for link, due in self._due.items() if due > now}
-                    return links
+                for link in [link for link, due in self._due.items() if due <= now]:
+                    del self._due[link]
+                    link.abort()
                 self._changed.wait(min(self._due.values()) - now if self._due else None)
 
 
 class NcclTransport:
-    """Makes NCCL links on this process's current CUDA device."""
+    """Opens NCCL links on this process's current CUDA device; see `nccl_missing`."""
 
     name = "nccl"
     scope = ""
 
     def __init__(self) -> None:
-        """
-        Raises:
-            ValueError: there is no GPU, or torch has no NCCL.
-        """
-        missing = nccl_missing()
-        if missing is not None:
-            raise ValueError(f"transfer.transport is 'nccl', which this worker can't do: {missing}")
         for name, value in environment(torch.cuda.nccl.version()).items():
             os.environ.setdefault(name, value)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._watchdog = Watchdog()
 
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
-        """See `Transport.connect`. The communicator itself is made by the first operation."""
-        # Not in torch.distributed of a build without NCCL.
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
+        """See `Transport.connect`. The first operation makes the communicator."""
+        # torch.distributed of a build without NCCL doesn't have it.
         from torch.distributed import ProcessGroupNCCL
 
         torch.cuda.set_device(self._device)
         options = ProcessGroupNCCL.Options()
         configure(options, timeout)
-        try:
-            group = ProcessGroupNCCL(meeting, rank, 2, options)
-        except RuntimeError as error:
-            raise LinkError(f"nccl: {error}") from error
+        with link_errors("nccl", RuntimeError):
+            group = ProcessGroupNCCL(rendezvous, rank, 2, options)
         return NcclLink(group, rank, self._device, self._watchdog, timeout)
 
 
@@ -158,7 +127,7 @@ class NcclLink:
 
     def __init__(self, group: Any, rank: int, device: torch.device, watchdog: Watchdog, timeout: float) -> None:
         self._group = group
-        self._peer = RECEIVER if rank == SENDER else SENDER
+        self._peer = 1 - rank
         self._device = device
         self._watchdog = watchdog
         self._timeout = timeout
@@ -168,63 +137,39 @@ class NcclLink:
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def send(self, data: torch.Tensor) -> "NcclPending":
+    def send(self, data: torch.Tensor) -> Pending:
         return self._begin("send", data)
 
-    def recv(self, into: torch.Tensor) -> "NcclPending":
+    def recv(self, into: torch.Tensor) -> Pending:
         return self._begin("recv", into)
 
-    def _begin(self, what: str, tensor: torch.Tensor) -> "NcclPending":
+    def _begin(self, operation: str, tensor: torch.Tensor) -> Pending:
+        self._check_open()
+        with link_errors(f"nccl {operation}", RuntimeError), self._watchdog.watching(self, self._timeout):
+            work = getattr(self._group, operation)([tensor], self._peer, 0)
+        return Pending(partial(self._wait, work))
+
+    def _wait(self, work: Any, timeout: float) -> None:
+        # Polls, because a wait inside CUDA could not be ended. An aborted operation counts as completed, too.
+        with link_errors("nccl", RuntimeError):
+            if not poll(lambda: work.is_completed() or self._aborted.is_set(), timeout, POLL_SECONDS):
+                self.abort()
+                raise LinkError(f"nccl: no end within {timeout} s")
+            self._check_open()
+            # Later work of this thread on the GPU waits for the operation.
+            work.wait()
+
+    def _check_open(self) -> None:
         if self._aborted.is_set():
             raise LinkError("nccl: the link is closed")
-        try:
-            with self._watchdog.watching(self, self._timeout):
-                return NcclPending(self, getattr(self._group, what)([tensor], self._peer, 0))
-        except RuntimeError as error:
-            raise LinkError(f"nccl {what}: {error}") from error
-
-    @property
-    def aborted(self) -> bool:
-        """Whether it was told to end; a wait need not go on."""
-        return self._aborted.is_set()
 
     def abort(self) -> None:
+        # The abort of the communicators may block, even for ever, and must not run on a thread that is inside NCCL.
         self._aborted.set()
-        self._watchdog.abort(self)
-
-    def abort_now(self) -> None:
-        """Aborts the communicators; may block. The watchdog's own."""
-        self._aborted.set()
-        # Never given back: a second abort of the same communicators isn't defined.
-        if self._abort_once.acquire(blocking=False):
-            self._group.abort()
+        threading.Thread(target=self.close, name="nccl abort", daemon=True).start()
 
     def close(self) -> None:
-        self.abort_now()
-
-
-class NcclPending:
-    """An NCCL operation that was begun; its end is polled for, since waiting for it inside CUDA could not be ended."""
-
-    def __init__(self, link: NcclLink, work: Any) -> None:
-        self._link = link
-        self._work = work
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        try:
-            while not self._work.is_completed():
-                if self._link.aborted:
-                    raise LinkError("nccl: the link is closed")
-                if time.monotonic() > deadline:
-                    self._link.abort()
-                    raise LinkError(f"nccl: no end within {timeout} s")
-                time.sleep(POLL_SECONDS)
-            # An operation that was aborted is completed too. What this enqueues makes later work here wait for it.
-            if self._link.aborted:
-                raise LinkError("nccl: the link is closed")
-            self._work.wait()
-        except LinkError:
-            raise
-        except RuntimeError as error:
-            raise LinkError(f"nccl: {error}") from error
+        self._aborted.set()
+        # Never released, because a second abort of the same communicators isn't defined.
+        if self._abort_once.acquire(blocking=False):
+            self._group.abort()

@@ -1,53 +1,56 @@
-"""Links over NIXL (UCX: RDMA where there is such a network, else TCP or shared memory); the extra `kvrelay[nixl]`.
+"""Links over NIXL (UCX: RDMA where the network has it, else TCP or shared memory); the extra `kvrelay[nixl]`.
 
-NIXL writes into the other process's registered memory, one-sided, and carries short notifications beside that. A link's
-two-sided sends are made of both:
+NIXL writes one-sided into the other process's registered memory, and also carries short notifications. A two-sided send
+consists of both:
 
-    receiver   "room" (frame n, where its buffer lies)  ->  sender
-    sender     the bytes, written there; with them, "came" (frame n)  ->  receiver
+    receiver   "room": frame n, where its buffer is               ->  sender
+    sender     writes the bytes there; with them "came": frame n  ->  receiver
 
-What is known of NIXL, and kept to here: an agent makes progress only while it is asked something (its own progress
-thread takes half a core or more while idle, so there is none), and the thread that waits asks; nothing of it ever
-reports a frozen peer, and not always a dead one, so every wait has a deadline of its own; agents of one link each are
-cheap (30 ms) and leave nothing behind, which a shared one, with the half-done transfers of lost peers in it, would.
+- An agent makes progress only inside calls. Its own progress thread would take half a core or more while idle, so it is
+  off, and the thread that waits for a transfer polls.
+- NIXL never reports a frozen peer, and not always a dead one, so every wait has a deadline of its own.
+- Each link has an agent of its own: it takes 30 ms to make and leaves nothing behind. A shared agent would keep the
+  unfinished transfers of lost peers.
 """
 
 import importlib
 import importlib.util
 import logging
 import os
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack
-from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
+from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack_named
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors, poll
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.00005
-MAX_CONTROL_BYTES = 2**31
+_MAX_FRAME_BYTES = 2**31
 _MAX_METADATA_BYTES = 4096
 _BACKEND = "UCX"
 
+_TARGET = "room"
+"""Name of the notification that says where the receiver wants a frame; in Python such a place is a target."""
 _FRAME = Number(1, 2**48)
-_NOTES: dict[str, tuple[Rule, ...]] = {
-    "room": (_FRAME, Number(0, 2**64 - 1), Number(1, MAX_CONTROL_BYTES), Number(0, 2**16), Raw(0, _MAX_METADATA_BYTES)),
+_NOTIFICATIONS: dict[str, tuple[Rule, ...]] = {
+    _TARGET: (_FRAME, Number(0, 2**64 - 1), Number(1, _MAX_FRAME_BYTES), Number(0, 2**16), Raw(0, _MAX_METADATA_BYTES)),
     "came": (_FRAME,),
     "hello": (),
     "bye": (),
 }
-"""Notifications: name and rules of their values. room: frame, address, bytes, device, and the buffer's registration
-when it is first named."""
+"""Name and the rules of the values. A target: frame, address, bytes, device, and the registration of the buffer when
+the receiver first names it."""
 
 
 def nixl_missing() -> str | None:
-    """Why this process can't make NIXL links; None if it can."""
+    """Why this process can't open NIXL links; None if it can."""
     try:
         _api()
     except ImportError as error:
@@ -62,9 +65,9 @@ def _api() -> Any:
     Raises:
         ImportError: it is not installed, or can't be loaded.
     """
-    # Read when the library is loaded; by default it logs every agent that is made.
+    # The library reads this when it is loaded; by default it logs every new agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # The first chooses among the builds for one CUDA each; one of those alone does where there is no GPU.
+    # "nixl" chooses among the builds, one per CUDA version; without a GPU, a single build is enough.
     for package in ("nixl", "nixl_cu13", "nixl_cu12"):
         if importlib.util.find_spec(package) is not None:
             return importlib.import_module(f"{package}._api")
@@ -72,51 +75,48 @@ def _api() -> Any:
 
 
 class NixlTransport:
-    """Makes NIXL links, between buffers on `device`."""
+    """Opens NIXL links between buffers on `device`; see `nixl_missing`."""
 
     name = "nixl"
     scope = ""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """
-        Raises:
-            ValueError: NIXL isn't there.
-        """
-        missing = nixl_missing()
-        if missing is not None:
-            raise ValueError(f"transfer.transport is 'nixl', which this worker can't do: {missing}")
+    def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
-        """See `Transport.connect`. The ends give each other their agents' addresses."""
-        link: NixlLink | None = None
-        try:
-            api = _api()
-            agent = api.nixl_agent(
-                uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
-            )
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
+        """See `Transport.connect`. The ends exchange the addresses of their agents."""
+        # The library's errors have no class in common.
+        with link_errors("nixl", Exception):
+            config = _api().nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+            agent = _api().nixl_agent(uuid.uuid4().hex, config)
             metadata = agent.get_agent_metadata()
             if len(metadata) > _MAX_METADATA_BYTES:
-                raise LinkError(
-                    f"nixl: an agent's address takes {len(metadata)} bytes; {_MAX_METADATA_BYTES} can be told"
-                )
-            meeting.set(f"agent {rank}", metadata)
-            peer = _text(agent.add_remote_agent(meeting.get(f"agent {1 - rank}")))
+                raise LinkError(f"nixl: an agent's address has {len(metadata)} bytes; allowed: {_MAX_METADATA_BYTES}")
+            rendezvous.set(f"agent {rank}", metadata)
+            peer = _text(agent.add_remote_agent(rendezvous.get(f"agent {1 - rank}")))
             link = NixlLink(agent, peer, self._device)
-            # The first word opens the connection. Both ends wait for it: neither makes progress while it does not ask.
-            link.greet(timeout)
-        except Exception as error:
-            if link is not None:
+            try:
+                link.greet(timeout)
+            except BaseException:
                 link.close()
-            if isinstance(error, LinkError):
                 raise
-            # The library's errors are of classes of its own, without a common one.
-            raise LinkError(f"nixl: {type(error).__name__}: {error}") from error
-        return link
+            return link
+
+
+@dataclass(eq=False, slots=True)
+class NixlSend:
+    """A send in progress."""
+
+    number: int
+    """Of the frame."""
+    data: torch.Tensor
+    handle: Any = None
+    """Of the write, which begins when the receiver has named the frame's target."""
+    done: bool = False
 
 
 class NixlLink:
-    """One end of a NIXL link. All but `abort` is called by one thread, which the agent relies on."""
+    """One end of a NIXL link. One thread makes all calls but `abort`, as the agent requires."""
 
     stream = None
 
@@ -125,42 +125,41 @@ class NixlLink:
         self._peer = peer
         self._device = device
         self._registered: dict[int, tuple[torch.Tensor, Any]] = {}
-        """By address: buffers, and what NIXL knows them by."""
+        """By address: a buffer, and its registration with NIXL."""
         self._named: set[int] = set()
-        """Addresses of buffers that the other end knows."""
-        self._rooms: dict[int, tuple[int, int, int]] = {}
-        """By frame, where the other end wants it: address, bytes, device."""
+        """Addresses of the buffers that the other end knows."""
+        self._targets: dict[int, tuple[int, int, int]] = {}
+        """By frame, where the receiver wants it: address, bytes, device."""
         self._sending: deque[NixlSend] = deque()
-        """In order; the first ones may be on their way."""
+        """In order; the writes of the first ones may be in progress."""
         self._came: set[int] = set()
-        """Frames that are here. Notifications of two writes may change places on the way."""
+        """Frames that have arrived. The notifications of two writes may overtake each other."""
         self._sent = self._received = 0
-        self._greeted = False
-        self._ended = ""
+        self._greeted = self._closed = False
 
     def greet(self, timeout: float) -> None:
-        """Opens the connection, and returns when the other end has; neither gets on while it does not ask."""
-        self._tell("hello")
-        self.wait_for(lambda: self._greeted, timeout)
+        """Opens the connection with a first notification; both ends wait, because each makes progress only in calls."""
+        self._notify("hello")
+        self._wait(lambda: self._greeted, timeout)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._registered[tensor.data_ptr()] = tensor, self._call("register_memory", tensor)
         return tensor
 
-    def send(self, data: torch.Tensor) -> "NixlSend":
+    def send(self, data: torch.Tensor) -> Pending:
         if data.untyped_storage().data_ptr() not in self._registered:
-            raise LinkError("nixl: only what lies in a buffer of this link can be sent")
+            raise LinkError("nixl: only a buffer of this link can be sent from")
         if self._device.type == "cuda":
-            # The network card reads what lies there, not what this thread has only begun to write.
+            # The network card reads GPU memory without regard to the work that this thread has enqueued.
             torch.cuda.current_stream(self._device).synchronize()
         self._sent += 1
-        pending = NixlSend(self, self._sent, data)
-        self._sending.append(pending)
-        self._poll()
-        return pending
+        send = NixlSend(self._sent, data)
+        self._sending.append(send)
+        self._progress()
+        return Pending(partial(self._wait, lambda: send.done))
 
-    def recv(self, into: torch.Tensor) -> "NixlReceive":
+    def recv(self, into: torch.Tensor) -> Pending:
         address = into.untyped_storage().data_ptr()
         if address not in self._registered:
             raise LinkError("nixl: only a buffer of this link can be received into")
@@ -169,22 +168,24 @@ class NixlLink:
             metadata = self._call("get_partial_agent_metadata", self._registered[address][1], False, [_BACKEND])
             self._named.add(address)
         self._received += 1
-        self._tell("room", self._received, into.data_ptr(), into.numel(), max(0, into.get_device()), metadata)
-        return NixlReceive(self, self._received)
+        number = self._received
+        self._notify(_TARGET, number, into.data_ptr(), into.numel(), max(0, into.get_device()), metadata)
+        return Pending(partial(self._wait, lambda: number in self._came))
 
     def abort(self) -> None:
-        """The link's thread sees it at its next poll, and tells the other end when it closes."""
-        self._ended = self._ended or "the link is closed"
+        """The link's thread notices at its next poll; the other end is notified when that thread closes the link."""
+        self._closed = True
 
     def close(self) -> None:
         self.abort()
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        steps: list[Callable[[], object]] = [lambda: agent.send_notif(self._peer, pack(["bye"]))]
-        steps += [send.release for send in self._sending]
+        steps: list[Callable[[], object]] = [partial(agent.send_notif, self._peer, pack(["bye"]))]
+        # Releasing the handle of an unfinished write ends the write.
+        steps += [send.handle.release for send in self._sending if send.handle is not None]
         steps += [partial(agent.deregister_memory, registration) for _, registration in self._registered.values()]
-        steps += [lambda: agent.remove_remote_agent(self._peer)]
+        steps += [partial(agent.remove_remote_agent, self._peer)]
         for step in steps:
             try:
                 step()
@@ -193,130 +194,79 @@ class NixlLink:
         self._sending.clear()
         self._registered.clear()
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Polls until `condition()` is true.
+    def _wait(self, done: Callable[[], bool], timeout: float) -> None:
+        """Makes progress until `done()` is true.
 
         Raises:
             LinkError: the link has ended, or it took longer than `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        self._poll()
-        while not condition():
-            if time.monotonic() > deadline:
-                raise LinkError(f"nixl: no end within {timeout} s")
-            time.sleep(POLL_SECONDS)
-            self._poll()
 
-    def has_come(self, number: int) -> bool:
-        """Whether frame `number` has been received."""
-        return number in self._came
+        def progressed() -> bool:
+            self._progress()
+            return done()
 
-    def _call(self, what: str, *arguments: Any) -> Any:
-        if self._ended or self._agent is None:
-            raise LinkError(f"nixl: {self._ended}")
-        try:
-            return getattr(self._agent, what)(*arguments)
-        except Exception as error:
-            raise LinkError(f"nixl: {what}: {type(error).__name__}: {error}") from error
+        if not poll(progressed, timeout, POLL_SECONDS):
+            raise LinkError(f"nixl: no end within {timeout} s")
 
-    def _tell(self, *note: object) -> None:
-        self._call("send_notif", self._peer, pack(list(note)))
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._closed:
+            raise LinkError("nixl: the link is closed")
+        with link_errors(f"nixl: {method}", Exception):
+            return getattr(self._agent, method)(*arguments)
 
-    def _poll(self) -> None:
-        """Takes in what has come, and gets on with what is to be sent."""
-        for note in self._call("get_new_notifs").get(self._peer, ()):
-            self._take(*_read(note))
+    def _notify(self, *notification: object) -> None:
+        self._call("send_notif", self._peer, pack(list(notification)))
+
+    def _progress(self) -> None:
+        """Takes the notifications that have arrived, and begins and finishes writes."""
+        for notification in self._call("get_new_notifs").get(self._peer, ()):
+            with link_errors("nixl", WireError):
+                self._take(*unpack_named(notification, _NOTIFICATIONS))
         for send in self._sending:
             if send.handle is None:
-                room = self._rooms.pop(send.number, None)
-                if room is None:
+                target = self._targets.pop(send.number, None)
+                if target is None:
                     break
-                self._write(send, *room)
+                self._write(send, *target)
             elif not send.done:
-                state = self._call("check_xfer_state", send.handle)
-                if state == "ERR":
-                    raise LinkError("nixl: a write failed; the other end is gone, or can't be reached")
-                send.done = state == "DONE"
+                send.done = self._checked(self._call("check_xfer_state", send.handle)) == "DONE"
         while self._sending and self._sending[0].done:
-            self._sending.popleft().release()
+            self._sending.popleft().handle.release()
 
-    def _write(self, send: "NixlSend", address: int, nbytes: int, device: int) -> None:
-        """Begins to write a frame to where it is wanted."""
+    def _write(self, send: NixlSend, address: int, nbytes: int, device: int) -> None:
+        """Begins to write a frame to its target."""
         if nbytes != send.data.numel():
             raise LinkError(f"nixl: frame {send.number} has {send.data.numel()} bytes; {nbytes} were expected")
         kind = "DRAM" if self._device.type == "cpu" else "VRAM"
         here = self._call("get_xfer_descs", [(send.data.data_ptr(), nbytes, max(0, send.data.get_device()))], kind)
         there = self._call("get_xfer_descs", [(address, nbytes, device)], kind)
-        note = pack(["came", send.number])
-        send.handle = self._call("initialize_xfer", "WRITE", here, there, self._peer, note, [_BACKEND])
-        if self._call("transfer", send.handle) == "ERR":
+        notification = pack(["came", send.number])
+        send.handle = self._call("initialize_xfer", "WRITE", here, there, self._peer, notification, [_BACKEND])
+        self._checked(self._call("transfer", send.handle))
+
+    def _checked(self, state: str) -> str:
+        """The state of a write, unless it has failed."""
+        if state == "ERR":
             raise LinkError("nixl: a write failed; the other end is gone, or can't be reached")
+        return state
 
     def _take(self, name: str, values: tuple[Any, ...]) -> None:
         match name:
             case "hello":
                 self._greeted = True
-            case "room":
-                number, address, nbytes, device, metadata = values
-                if metadata and _text(self._call("add_remote_agent", metadata)) != self._peer:
-                    raise LinkError("nixl: a buffer of another agent was named")
-                self._rooms[number] = address, nbytes, device
             case "came":
                 if values[0] in self._came or values[0] > self._received:
-                    raise LinkError(f"nixl: frame {values[0]} came; {self._received} were asked for, one by one")
+                    raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
             case "bye":
                 raise LinkError("nixl: the other end has closed")
-
-
-class NixlSend:
-    """A send that was begun."""
-
-    def __init__(self, link: NixlLink, number: int, data: torch.Tensor) -> None:
-        self._link = link
-        self.number = number
-        self.data = data
-        self.handle: Any = None
-        """Of the write, once there is room for it."""
-        self.done = False
-
-    def wait(self, timeout: float) -> None:
-        self._link.wait_for(lambda: self.done, timeout)
-
-    def release(self) -> None:
-        """Frees what NIXL has of it; ends the write where it is still under way."""
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.release()
-
-
-class NixlReceive:
-    """A receive that was begun."""
-
-    def __init__(self, link: NixlLink, number: int) -> None:
-        self._link = link
-        self._number = number
-
-    def wait(self, timeout: float) -> None:
-        self._link.wait_for(lambda: self._link.has_come(self._number), timeout)
+            case _:
+                number, address, nbytes, device, metadata = values
+                if metadata and _text(self._call("add_remote_agent", metadata)) != self._peer:
+                    raise WireError("the target is a buffer of another agent")
+                self._targets[number] = address, nbytes, device
 
 
 def _text(name: str | bytes) -> str:
-    """An agent's name; the library gives it in either form."""
+    """An agent's name, which the library returns in either form."""
     return name.decode() if isinstance(name, bytes) else name
-
-
-def _read(note: bytes) -> tuple[str, tuple[Any, ...]]:
-    """The name and the values of a notification.
-
-    Raises:
-        LinkError: it is not as `_NOTES` says.
-    """
-    try:
-        items = unpack(note, 8)
-        rules = _NOTES.get(items[0]) if type(items) is list and items and type(items[0]) is str else None
-        if type(items) is not list or rules is None or len(items) != 1 + len(rules):
-            raise WireError(f"a notification of {len(note)} bytes; allowed: {', '.join(_NOTES)} with their values")
-        return items[0], tuple(rule.check(items[0], value) for rule, value in zip(rules, items[1:], strict=True))
-    except WireError as error:
-        raise LinkError(f"nixl: {error}") from error

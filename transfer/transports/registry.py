@@ -1,4 +1,4 @@
-"""Which transports this worker can do, which of them a pair uses, and why others can't be used."""
+"""Which transports this worker can use, which of them a pair uses, and why others can't be used."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from kvrelay.transfer.transports.shm import shm_missing, shm_transport
 from kvrelay.transfer.transports.tcp import TcpTransport
 
 ON_GPU = ("cuda_ipc", "nccl", "nixl", "shm", "tcp", "gloo")
-"""Best first, where the KV pool lies on a GPU."""
+"""For a KV pool on a GPU, best first."""
 
 ON_CPU = ("shm", "tcp", "gloo", "nixl")
-"""Best first, where it lies in host memory. NIXL comes last, since its waits poll, on cores that compute: who has a
-network that it is made for says `transfer.transport: nixl`."""
+"""For a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute; an
+operator whose network suits NIXL sets `transfer.transport: nixl`."""
 
 _MISSING: dict[str, Callable[[], str | None]] = {
     "cuda_ipc": cuda_ipc_missing,
@@ -26,27 +26,29 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "tcp": lambda: None,
     "gloo": lambda: None,
 }
+"""Why this process can't use a transport; None if it can."""
 
 
 def available_transports(host: str, wanted: str = "auto", gpu: bool = False) -> dict[str, Transport]:
-    """The transports of a worker by name, best first: what its membership entry lists, and what its links use.
+    """The transports of a worker by name, best first: its membership entry lists them, and its links use them.
 
     Args:
         host: address that links bind to, and by which others reach this worker.
         wanted: `TransferConfig.transport`; anything but "auto" leaves only that one.
-        gpu: whether the KV pool lies on a GPU, so that a link may carry device memory.
+        gpu: whether the KV pool is on a GPU, so that a link may carry device memory.
 
     Raises:
-        ValueError: the one that is wanted can't be done here.
+        ValueError: this worker can't use the wanted one.
         OSError: `host` can't be bound.
     """
     order = ON_GPU if gpu else ON_CPU
     names = order if wanted == "auto" else (wanted,)
-    missing = {name: _why_not(name, order) for name in names}
+    not_here = "the KV pool is not on a GPU"
+    missing = {name: _MISSING[name]() or (None if name in order else not_here) for name in names}
     if wanted != "auto" and missing[wanted] is not None:
-        possible = ", ".join(["auto", *(name for name in order if _why_not(name, order) is None)])
+        usable = ", ".join(["auto", *(name for name in order if _MISSING[name]() is None)])
         raise ValueError(
-            f"transfer.transport is {wanted!r}, which this worker can't do: {missing[wanted]}; allowed: {possible}"
+            f"transfer.transport is {wanted!r}, which this worker can't do: {missing[wanted]}; allowed: {usable}"
         )
     make: dict[str, Callable[[], Transport]] = {
         "cuda_ipc": cuda_ipc_transport,
@@ -60,7 +62,7 @@ def available_transports(host: str, wanted: str = "auto", gpu: bool = False) -> 
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:
-    """How a membership entry lists them: the name, and behind an @ the scope where there is one."""
+    """As a membership entry lists them: the name, followed by @ and the scope if there is one."""
     return [f"{name}@{transport.scope}" if transport.scope else name for name, transport in transports.items()]
 
 
@@ -72,30 +74,21 @@ def choose(wanted: str, here: Sequence[str], there: Sequence[str]) -> str:
         there: those of the other.
 
     Raises:
-        NoTransportError: there is none; the text says what either end can do, and why this one can do no more.
+        NoTransportError: there is none; the text says what each end can use, and why this one can use no other.
     """
-    for entry in here:
-        name = entry.partition("@")[0]
+    names = [entry.partition("@")[0] for entry in here]
+    names_there = [entry.partition("@")[0] for entry in there]
+    for name, entry in zip(names, here, strict=True):
         if wanted in ("auto", name) and entry in there:
             return name
-    elsewhere = {entry.partition("@")[0] for entry in there} & {entry.partition("@")[0] for entry in here}
-    notes = [f"{name} not between these two: they don't share a machine or its GPUs" for name in sorted(elsewhere)]
-    known = {entry.partition("@")[0] for entry in here}
-    notes += [
-        f"{name} not here: {_MISSING[name]() or 'not offered by this worker'}" for name in ON_GPU if name not in known
+    reasons = [
+        f"{name} not between these two: they don't share a machine or its GPUs"
+        for name in sorted({*names} & {*names_there})
+    ]
+    reasons += [
+        f"{name} not here: {_MISSING[name]() or 'not offered by this worker'}" for name in ON_GPU if name not in names
     ]
     raise NoTransportError(
-        f"no transport for transfer.transport = {wanted}: this worker can do {_shown(here)}, the other {_shown(there)}"
-        f" ({'; '.join(notes)})"
+        f"no transport for transfer.transport = {wanted}: this worker can do {', '.join(names) or 'none'},"
+        f" the other {', '.join(names_there) or 'none'} ({'; '.join(reasons)})"
     )
-
-
-def _why_not(name: str, order: Sequence[str]) -> str | None:
-    reason = _MISSING[name]()
-    if reason is None and name not in order:
-        return "the KV pool is not on a GPU"
-    return reason
-
-
-def _shown(entries: Sequence[str]) -> str:
-    return ", ".join(entry.partition("@")[0] for entry in entries) or "none"

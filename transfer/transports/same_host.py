@@ -1,11 +1,11 @@
-"""Links between two processes of one machine: bytes stay in memory that both ends map, news goes over a Unix socket.
+"""Links between two processes of one machine: bytes stay in memory that both ends map, messages use a Unix socket.
 
-    sender    [buffer, shared]  --- Buffer (once, with what opens it), Frame --->  receiver copies it out
-                                <-------------------- Taken ---------------------
+    sender    [buffer, shared]  --- buffer (once, with what opens it), frame --->  receiver copies it out
+                                <-------------------- taken ---------------------
 
-The receiver copies before anyone looks at the bytes, so nothing that a sender does to its buffer later can change what
-was verified. The socket is of the abstract namespace and the memory has no name: both vanish with the processes. A
-killed peer is the end of the socket, seen at once; a frozen one is seen when a wait times out.
+The receiver copies the bytes before it verifies them, so a sender that changes its buffer later can't change what was
+verified. The socket is in the abstract namespace and the memory has no name: both vanish with the processes. A killed
+peer closes its socket, which is seen at once; a frozen peer is noticed when a wait times out.
 
 `Memory` is the kind of memory: `shm` has the CPU's, `cuda_ipc` a GPU's.
 """
@@ -15,72 +15,71 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack
+from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack_named
 from kvrelay.transfer.ports import SENDER
-from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
 
 MAX_BUFFER_BYTES = 64 * 2**20
-"""Of one buffer that the other end may ask this one to map."""
+"""Size limit of a buffer that the other end may ask this one to map."""
+MAX_BUFFERS = 64
+"""Buffers that the other end may announce on one link."""
 RING_SLOTS = 8
 SLOT_BYTES = 2**19
-"""Of the ring that a stream goes through: small enough to stay in the processor's cache."""
-MAX_BUFFERS = 64
-"""That the other end may have of one link."""
-_MAX_NEWS_BYTES = 4096
+"""The ring that a stream goes through is small enough to stay in the processor's cache."""
+_MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 
-_NEWS: dict[str, tuple[Rule, ...]] = {
+_MESSAGES: dict[str, tuple[Rule, ...]] = {
     "token": (Raw(16, 16),),
     "buffer": (Number(0, MAX_BUFFERS - 1), Number(1, MAX_BUFFER_BYTES), Raw(0, 256)),
     "frame": (Number(1, 2**48), Number(0, MAX_BUFFERS - 1), Number(0, MAX_BUFFER_BYTES), Number(1, MAX_BUFFER_BYTES)),
     "taken": (Number(1, 2**48),),
 }
-"""What is said on the socket: its name and the rules of its values. buffer: number, bytes, handle; frame: number,
-buffer, offset, bytes; taken: the frame's number."""
+"""Messages on the socket: name and the rules of their values. buffer: its number, bytes, handle; frame: its number, the
+buffer's number, offset, bytes; taken: the frame's number."""
 
 
 class Memory(Protocol):
     """A kind of memory that two processes of one machine can share."""
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it is the CPU's."""
+    on_host: bool
+    """Whether it is the CPU's."""
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes, int | None]:
-        """A uint8 tensor [nbytes], and what another process opens it by: a handle, and perhaps a file descriptor.
+        """A uint8 tensor [nbytes], and what opens it in another process: a handle, and a file descriptor or None.
 
-        The descriptor is the caller's to close. The memory is freed with the tensor.
+        The caller closes the descriptor. The memory is freed with the tensor.
 
         Raises:
             LinkError: there is no memory left.
         """
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
-        """The other process's tensor, as `allocate` there described it. It is let go with the tensor.
+        """Maps the other process's tensor, as `allocate` there described it, until the returned tensor is freed.
 
         Raises:
-            LinkError: the description is of no such memory.
+            LinkError: the description doesn't match such a tensor.
         """
 
-    def settle(self) -> None:
-        """Returns when what this thread has begun to do with tensors of this memory is done."""
+    def synchronize(self) -> None:
+        """Returns when the operations that this thread has begun on tensors of this memory are done."""
 
 
 def machine_id() -> str:
-    """16 characters that two processes share if one can reach the other by an abstract Unix socket.
+    """16 characters, equal for two processes if one can reach the other by an abstract Unix socket.
 
     Raises:
-        OSError: the system doesn't tell.
+        OSError: the system doesn't provide them.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = os.stat("/proc/self/ns/net").st_ino
@@ -88,35 +87,30 @@ def machine_id() -> str:
 
 
 class SameHostTransport:
-    """Makes links over one kind of memory."""
+    """Opens links over one kind of memory."""
 
     def __init__(self, name: str, scope: str, memory: Memory) -> None:
-        """`scope` must be equal at both ends; a receiver checks it again when it is dialled."""
+        """`scope` must be equal at both ends; the receiver checks it again when a link is opened."""
         self.name = name
         self.scope = scope
         self._memory = memory
 
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`. The sender listens."""
-        try:
-            meet = self._listen if rank == SENDER else self._dial
-            connection = meet(meeting, timeout)
-        except LinkError:
-            raise
-        except (OSError, RuntimeError, WireError) as error:
-            raise LinkError(f"{self.name}: {error}") from error
-        return SameHostLink(self.name, connection, self._memory, timeout)
+        meet = self._accept if rank == SENDER else self._connect
+        with link_errors(self.name, OSError, RuntimeError, WireError):
+            return SameHostLink(self.name, meet(rendezvous, timeout), self._memory, timeout)
 
-    def _listen(self, meeting: Rendezvous, timeout: float) -> socket.socket:
+    def _accept(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
         token = secrets.token_bytes(16)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            # The kernel draws a free abstract name.
+            # The kernel chooses a free abstract name.
             listener.bind("")
             listener.listen(1)
-            meeting.set("scope", self.scope)
-            meeting.set("address", listener.getsockname())
-            meeting.set("token", token)
-            refusal = meeting.get("answer").decode(errors="replace")
+            rendezvous.set("scope", self.scope)
+            rendezvous.set("address", listener.getsockname())
+            rendezvous.set("token", token)
+            refusal = rendezvous.get("answer").decode(errors="replace")
             if refusal:
                 raise LinkError(f"{self.name}: the other end refused: {clip(refusal)}")
             listener.settimeout(timeout)
@@ -124,123 +118,121 @@ class SameHostTransport:
         try:
             _check_owner(connection)
             connection.settimeout(timeout)
-            # Anybody on this machine can connect to the name; only who was told the token may stay.
-            name, said, _ = _read(connection)
-            if name != "token" or not secrets.compare_digest(said[0], token):
-                raise LinkError(f"{self.name}: a stranger dialled")
+            # Any process of this machine can connect to the name; only the receiver of this link knows the token.
+            name, values, _ = _read_message(connection)
+            if name != "token" or not secrets.compare_digest(values[0], token):
+                raise LinkError(f"{self.name}: the connecting process does not know the token")
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _dial(self, meeting: Rendezvous, timeout: float) -> socket.socket:
-        scope = meeting.get("scope").decode(errors="replace")
+    def _connect(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
+        scope = rendezvous.get("scope").decode(errors="replace")
         if scope != self.scope:
             refusal = f"{self.name} links workers of one scope only; this is {self.scope}, the sender's {clip(scope)}"
-            meeting.set("answer", refusal)
+            rendezvous.set("answer", refusal)
             raise LinkError(refusal)
-        address, token = meeting.get("address"), meeting.get("token")
+        address, token = rendezvous.get("address"), rendezvous.get("token")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(timeout)
             connection.connect(address)
             _check_owner(connection)
             connection.sendall(pack(["token", token]))
-            meeting.set("answer", b"")
+            rendezvous.set("answer", b"")
         except BaseException as error:
             connection.close()
             with suppress(RuntimeError):
-                meeting.set("answer", clip(str(error)) or type(error).__name__)
+                rendezvous.set("answer", clip(str(error)) or type(error).__name__)
             raise
         return connection
 
 
 class SameHostLink:
-    """One end of a link. Buffers are announced when they are first sent from."""
+    """One end of a link. A buffer is announced to the other end when it is first sent from."""
 
     def __init__(self, name: str, connection: socket.socket, memory: Memory, timeout: float) -> None:
         self._name = name
         self._connection = connection
         self._memory = memory
         self._timeout = timeout
-        self._made: dict[int, tuple[torch.Tensor, bytes, int | None]] = {}
-        """By the address of its storage, what was allocated and not announced yet."""
+        self._unannounced: dict[int, tuple[torch.Tensor, bytes, int | None]] = {}
+        """By the address of its storage: a buffer as allocated, not announced yet."""
         self._announced: dict[int, tuple[int, torch.Tensor]] = {}
-        """By the address of its storage, the number of a buffer that the other end knows."""
+        """By the address of its storage: the number of an announced buffer, and the buffer."""
         self._opened: dict[int, torch.Tensor] = {}
-        """The other end's, by number."""
+        """The other end's buffers, by number."""
         self._frames: deque[tuple[int, torch.Tensor]] = deque()
-        self._sent = self._received = self._taken = 0
-        self._ring: torch.Tensor | None = None
-        self._slots = [0] * RING_SLOTS
-        """The number of the frame that is, or was last, in each slot of the ring."""
-        self._turn = 0
+        """Frames of the other end that are not taken yet: number, bytes."""
         self._consumed = 0
-        """Bytes of the first of `_frames` that were read already."""
+        """Bytes of the first of `_frames` that have been read."""
+        self._sent = self._received = self._taken = 0
+        self._slot_frames = [0] * RING_SLOTS
+        """By slot of the ring: the number of the last frame that was sent from it."""
+        self._slot = 0
+
+    @cached_property
+    def _ring(self) -> torch.Tensor:
+        """Shared memory that `write` copies to, [slots, bytes]."""
+        return self.buffer(RING_SLOTS * SLOT_BYTES).view(RING_SLOTS, SLOT_BYTES)
 
     @property
     def stream(self) -> ByteStream | None:
         return self if self._memory.on_host else None
 
     def write(self, runs: Sequence[memoryview], deadline: float) -> None:
-        """Copies to the next slots of a ring of shared memory; what can't follow yet waits for a slot to be taken."""
-        if self._ring is None:
-            self._ring = self.buffer(RING_SLOTS * SLOT_BYTES)
-        ring, used = self._ring.numpy(), 0
-        start = self._turn * SLOT_BYTES
+        """Copies to the next slots of the ring; waits until the other end has taken the frame that lies in a slot."""
+        slots, used = self._ring.numpy(), 0
         for run in runs:
             while len(run):
                 if not used:
-                    start = self._turn * SLOT_BYTES
-                    while self._taken < self._slots[self._turn]:
-                        self._hear(deadline)
+                    self._wait_taken(self._slot_frames[self._slot], deadline)
                 part = np.frombuffer(run[: SLOT_BYTES - used], np.uint8)
-                ring[start + used : start + used + len(part)] = part
+                slots[self._slot, used : used + len(part)] = part
                 used += len(part)
                 run = run[len(part) :]
                 if used == SLOT_BYTES:
-                    self._send_slot(self._ring, start, used)
+                    self._send_slot(used)
                     used = 0
         if used:
-            self._send_slot(self._ring, start, used)
+            self._send_slot(used)
 
-    def _send_slot(self, ring: torch.Tensor, start: int, nbytes: int) -> None:
-        self.send(ring[start : start + nbytes])
-        self._slots[self._turn] = self._sent
-        self._turn = (self._turn + 1) % RING_SLOTS
+    def _send_slot(self, nbytes: int) -> None:
+        self.send(self._ring[self._slot, :nbytes])
+        self._slot_frames[self._slot] = self._sent
+        self._slot = (self._slot + 1) % RING_SLOTS
 
     def read(self, runs: Sequence[memoryview], deadline: float) -> None:
-        """Copies out of the other end's ring, and gives back each slot that was read to its end."""
+        """Copies out of the other end's buffers, and returns each frame that has been read to its end."""
         for run in runs:
             while len(run):
-                while not self._frames:
-                    self._hear(deadline)
-                number, data = self._frames[0]
+                number, data = self._next_frame(deadline)
                 part = data.numpy()[self._consumed : self._consumed + len(run)]
                 np.frombuffer(run, np.uint8)[: len(part)] = part
                 run = run[len(part) :]
                 self._consumed += len(part)
                 if self._consumed == len(data):
-                    self._frames.popleft()
-                    self._consumed = 0
-                    self._received = number
-                    self._tell("taken", number)
+                    self._return_frame(number)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        made = self._memory.allocate(nbytes)
-        self._made[_address(made[0])] = made
-        return made[0]
+        allocated = self._memory.allocate(nbytes)
+        self._unannounced[_address(allocated[0])] = allocated
+        return allocated[0]
 
-    def send(self, data: torch.Tensor) -> "SameHostPending":
-        number, offset = self._number_of(data)
-        self._memory.settle()
+    def send(self, data: torch.Tensor) -> Pending:
+        number, offset = self._announce(data)
+        self._memory.synchronize()
         self._sent += 1
         self._tell("frame", self._sent, number, offset, data.numel())
-        return SameHostPending(self, self._sent, None)
+        return Pending.in_wait(partial(self._wait_taken, self._sent))
 
-    def recv(self, into: torch.Tensor) -> "SameHostPending":
+    def recv(self, into: torch.Tensor) -> Pending:
+        if self._memory.on_host:
+            # The other end may have written these bytes slot by slot.
+            return Pending.in_wait(partial(self.read, [memoryview(into.numpy().data)]))
         self._received += 1
-        return SameHostPending(self, self._received, into)
+        return Pending.in_wait(partial(self._receive, self._received, into))
 
     def abort(self) -> None:
         with suppress(OSError):
@@ -249,40 +241,43 @@ class SameHostLink:
     def close(self) -> None:
         self.abort()
         self._connection.close()
-        for _, _, descriptor in self._made.values():
+        for _, _, descriptor in self._unannounced.values():
             if descriptor is not None:
                 os.close(descriptor)
-        for known in (self._made, self._announced, self._opened, self._frames):
+        for known in (self._unannounced, self._announced, self._opened, self._frames):
             known.clear()
 
-    def finish(self, pending: "SameHostPending", timeout: float) -> None:
-        """Does what `Pending.wait` asks."""
-        deadline = time.monotonic() + timeout
-        if pending.into is None:
-            while self._taken < pending.number:
-                self._hear(deadline)
-            return
-        if self._memory.on_host:
-            # The other end may have written these bytes slot by slot.
-            self.read([memoryview(pending.into.numpy().data)], deadline)
-            return
+    def _wait_taken(self, number: int, deadline: float) -> None:
+        while self._taken < number:
+            self._hear(deadline)
+
+    def _receive(self, expected: int, into: torch.Tensor, deadline: float) -> None:
+        """Copies one whole frame."""
+        number, data = self._next_frame(deadline)
+        if number != expected or data.numel() != into.numel():
+            wanted = f"frame {expected} of {into.numel()} bytes"
+            raise LinkError(f"{self._name}: frame {number} of {data.numel()} bytes came; expected was {wanted}")
+        into.copy_(data)
+        self._memory.synchronize()
+        self._return_frame(number)
+
+    def _next_frame(self, deadline: float) -> tuple[int, torch.Tensor]:
         while not self._frames:
             self._hear(deadline)
-        number, data = self._frames.popleft()
-        if number != pending.number or data.numel() != pending.into.numel():
-            wanted = f"frame {pending.number} of {pending.into.numel()} bytes"
-            raise LinkError(f"{self._name}: frame {number} of {data.numel()} bytes came; expected was {wanted}")
-        pending.into.copy_(data)
-        self._memory.settle()
+        return self._frames[0]
+
+    def _return_frame(self, number: int) -> None:
+        self._frames.popleft()
+        self._consumed = 0
         self._tell("taken", number)
 
-    def _number_of(self, data: torch.Tensor) -> tuple[int, int]:
-        """The number of the buffer that `data` lies in, announced if need be, and where in it."""
+    def _announce(self, data: torch.Tensor) -> tuple[int, int]:
+        """The number of the buffer that `data` is part of, announced if it is not yet, and the offset in it."""
         address = _address(data)
         if address not in self._announced:
-            if address not in self._made:
-                raise LinkError(f"{self._name}: only what lies in a buffer of this link can be sent")
-            tensor, handle, descriptor = self._made.pop(address)
+            if address not in self._unannounced:
+                raise LinkError(f"{self._name}: only a buffer of this link can be sent from")
+            tensor, handle, descriptor = self._unannounced.pop(address)
             number = len(self._announced)
             self._announced[address] = number, tensor
             try:
@@ -293,63 +288,39 @@ class SameHostLink:
         return self._announced[address][0], data.data_ptr() - address
 
     def _tell(self, name: str, *values: object, descriptor: int | None = None) -> None:
-        news = pack([name, *values])
-        try:
+        """Sends one message."""
+        with link_errors(self._name, OSError):
             self._connection.settimeout(self._timeout)
-            socket.send_fds(self._connection, [news], [] if descriptor is None else [descriptor])
-        except OSError as error:
-            raise LinkError(f"{self._name}: {error}") from error
+            socket.send_fds(self._connection, [pack([name, *values])], [] if descriptor is None else [descriptor])
 
     def _hear(self, deadline: float) -> None:
-        """Takes in one piece of news."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise LinkError(f"{self._name}: no end within its time")
-        try:
-            self._connection.settimeout(left)
-            name, values, descriptor = _read(self._connection)
-        except TimeoutError as error:
-            raise LinkError(f"{self._name}: no end within its time") from error
-        except (OSError, WireError) as error:
-            raise LinkError(f"{self._name}: {error}") from error
-        try:
-            match name, values:
-                case "taken", (number,):
-                    self._take(number)
-                case "frame", (number, buffer, offset, nbytes):
-                    self._take_frame(number, buffer, offset, nbytes)
-                case "buffer", (number, nbytes, handle):
-                    if number in self._opened:
-                        raise LinkError(f"{self._name}: buffer {number} was announced twice")
-                    self._opened[number] = self._memory.open(nbytes, handle, descriptor)
-                case _:
-                    raise LinkError(f"{self._name}: {name} is not for now")
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        """Receives one message."""
+        with link_errors(self._name, OSError, WireError):
+            self._connection.settimeout(seconds_left(deadline))
+            name, values, descriptor = _read_message(self._connection)
+            try:
+                self._take(name, values, descriptor)
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
 
-    def _take(self, number: int) -> None:
-        if not self._taken < number <= self._sent:
-            raise LinkError(f"{self._name}: frame {number} can't have been taken; {self._sent} were sent")
-        self._taken = number
-
-    def _take_frame(self, number: int, buffer: int, offset: int, nbytes: int) -> None:
-        opened = self._opened.get(buffer)
-        if opened is None or offset + nbytes > opened.numel():
-            raise LinkError(f"{self._name}: frame {number} lies outside the buffers that were announced")
-        self._frames.append((number, opened[offset : offset + nbytes]))
-
-
-class SameHostPending:
-    """A send, or (with `into`) a receive."""
-
-    def __init__(self, link: SameHostLink, number: int, into: torch.Tensor | None) -> None:
-        self._link = link
-        self.number = number
-        self.into = into
-
-    def wait(self, timeout: float) -> None:
-        self._link.finish(self, timeout)
+    def _take(self, name: str, values: tuple[Any, ...], descriptor: int | None) -> None:
+        match name, values:
+            case "taken", (number,):
+                if not self._taken < number <= self._sent:
+                    raise WireError(f"frame {number} can't have been taken; {self._sent} were sent")
+                self._taken = number
+            case "frame", (number, buffer, offset, nbytes):
+                opened = self._opened.get(buffer)
+                if opened is None or offset + nbytes > opened.numel():
+                    raise WireError(f"frame {number} lies outside the buffers that were announced")
+                self._frames.append((number, opened[offset : offset + nbytes]))
+            case "buffer", (number, nbytes, handle):
+                if number in self._opened:
+                    raise WireError(f"buffer {number} was announced twice")
+                self._opened[number] = self._memory.open(nbytes, handle, descriptor)
+            case _:
+                raise WireError(f"a message {name} is not allowed on an open link")
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -357,36 +328,32 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _check_owner(connection: socket.socket) -> None:
-    """Another user's process gets nothing here, whatever it knows."""
+    """Refuses another user's process, whatever it knows."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, owner, _ = _CREDENTIALS.unpack(packed)
     if owner != os.getuid():
         raise LinkError(f"the process at the other end belongs to user {owner}, this one to {os.getuid()}")
 
 
-def _read(connection: socket.socket) -> tuple[str, tuple[Any, ...], int | None]:
-    """One piece of news: its name, its values, and the file descriptor that came with it, which is the caller's.
+def _read_message(connection: socket.socket) -> tuple[str, tuple[Any, ...], int | None]:
+    """One message: its name, its values, and the file descriptor that came with it, which the caller closes.
 
     Raises:
-        LinkError: the other end has closed.
+        ConnectionError: the other end has closed.
         OSError
-        WireError: it is not as `_NEWS` says.
+        WireError: the message doesn't match `_MESSAGES`.
     """
-    news, descriptors, flags, _ = socket.recv_fds(connection, _MAX_NEWS_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    message, descriptors, flags, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        if not news:
-            raise LinkError("the other end has closed")
+        if not message:
+            raise ConnectionError("the other end has closed")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise WireError("news that is too long")
-        items = unpack(news, 8)
-        rules = _NEWS.get(items[0]) if type(items) is list and items and type(items[0]) is str else None
-        if type(items) is not list or rules is None or len(items) != 1 + len(rules):
-            raise WireError(f"news of {len(news)} bytes; allowed: {', '.join(_NEWS)} with their values")
-        if descriptors and items[0] != "buffer":
-            raise WireError(f"a file descriptor came with {items[0]}")
-        values = tuple(rule.check(items[0], value) for rule, value in zip(rules, items[1:], strict=True))
+            raise WireError("a message that is too long")
+        name, values = unpack_named(message, _MESSAGES)
+        if descriptors and name != "buffer":
+            raise WireError(f"a file descriptor came with {name}")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return items[0], values, descriptors[0] if descriptors else None
+    return name, values, descriptors[0] if descriptors else None

@@ -8,19 +8,19 @@ import sys
 
 import torch
 
-from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.base import LinkError, link_errors
 from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 class SharedMemory:
-    """Anonymous files of memory (memfd): they have no name, and are gone when nobody maps them any more."""
+    """Anonymous memory files (memfd); a `same_host.Memory`. They have no name, and vanish with their last mapping."""
 
     on_host = True
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes, int | None]:
-        try:
+        with link_errors(f"shm: {nbytes} bytes of shared memory", OSError):
             descriptor = os.memfd_create("kvrelay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(descriptor, nbytes)
@@ -29,34 +29,28 @@ class SharedMemory:
             except BaseException:
                 os.close(descriptor)
                 raise
-        except OSError as error:
-            raise LinkError(f"shm: {nbytes} bytes of shared memory: {error}") from error
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
         if descriptor is None or handle:
-            raise LinkError("shm: a buffer came without the file that it lies in")
-        try:
-            # An owner that could still shrink the file could end this process by a bus error.
+            raise LinkError("shm: a buffer came without its memory file")
+        with link_errors(f"shm: a buffer of {nbytes} bytes can't be mapped", OSError):
+            # If the owner could still shrink the file, an access behind its end would kill this process (SIGBUS).
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not sealed or os.fstat(descriptor).st_size != nbytes:
-                raise LinkError(
-                    f"shm: the file of a buffer of {nbytes} bytes is of another size, or may still change it"
-                )
+                raise LinkError(f"shm: a buffer of {nbytes} bytes came with a file of another size, or an unsealed one")
             return _mapped(descriptor, nbytes)
-        except OSError as error:
-            raise LinkError(f"shm: a buffer of {nbytes} bytes can't be mapped: {error}") from error
 
-    def settle(self) -> None:
-        """What a thread does to the CPU's memory is done when it returns."""
+    def synchronize(self) -> None:
+        """Returns at once: the CPU's memory operations are done when their call returns."""
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """The file's bytes; unmapped with the last tensor on them. Mapped writable, since torch knows no other tensors."""
+    """The file's bytes, unmapped with the last tensor on them. The mapping is writable because torch requires it."""
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def shm_missing() -> str | None:
-    """Why this process can't make shared-memory links; None if it can."""
+    """Why this process can't open shared-memory links; None if it can."""
     if sys.platform != "linux":
         return "needs Linux"
     try:
@@ -75,6 +69,6 @@ def shm_transport() -> SameHostTransport:
     """Links to workers of the same user on this machine (in one network namespace, as in one pod).
 
     Raises:
-        OSError: the system doesn't tell which machine this is.
+        OSError: the machine's id can't be read.
     """
     return SameHostTransport("shm", machine_id(), SharedMemory())

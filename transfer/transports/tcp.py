@@ -1,10 +1,10 @@
-"""Links over plain TCP sockets that carry host memory as it lies, in the thread that calls.
+"""Links over plain TCP sockets that carry host memory in place, on the thread that calls.
 
-One thread hashes a piece and sends it, or receives it and hashes it, while the piece is in its core's cache, and no
-other thread is woken in between; `abort` ends a blocked call at once. See `benchmarks/NOTES.md` for what that is worth.
+One thread hashes a piece and sends it, or receives it and hashes it, while the piece is in its core's cache; no other
+thread is woken in between. `abort` ends a blocked call at once. `benchmarks/NOTES.md` has what that is worth.
 
-    receiver    listens, tells address and token    ---- meeting ---->    sender
-                accepts, checks the token           <---  connect ----    says the token
+    receiver    listens, publishes address and token    -- rendezvous -->    sender
+                accepts, checks the token               <--  connect  --     sends the token
 """
 
 import secrets
@@ -13,29 +13,31 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvrelay.transfer.ports import SENDER
-from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
 
 TOKEN_BYTES = 32
 SOCKET_BUFFER_BYTES = 4 * 2**20
-"""Asked for where the system allows as much; else the kernel sizes the buffers by itself."""
+"""Requested where the system allows as much; elsewhere the kernel sizes the buffers by itself."""
 MAX_RUNS = 256
-"""Of one system call; Linux allows 1024."""
+"""Memory runs of one system call at most; Linux allows 1024."""
 _LIMITS = {socket.SO_SNDBUF: "wmem_max", socket.SO_RCVBUF: "rmem_max"}
 
 
 class TcpTransport:
-    """Makes TCP links."""
+    """Opens TCP links."""
 
     name = "tcp"
     scope = ""
 
     def __init__(self, host: str) -> None:
-        """Receiving ends listen on `host`, on a port that the system chooses, for as long as a link is being made.
+        """Receiving ends listen on `host` while a link is being opened, on a port that the system chooses.
 
         Raises:
             OSError: it can't be bound.
@@ -44,10 +46,8 @@ class TcpTransport:
         self._listener().close()
 
     def _listener(self) -> socket.socket:
-        family, kind, protocol, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        listener, address = _socket(self._host, 0)
         try:
-            _size_buffers(listener)
             listener.bind(address)
             listener.listen(4)
         except OSError as error:
@@ -55,44 +55,25 @@ class TcpTransport:
             raise OSError(f"host {self._host}: TCP links can't be accepted on it: {error}") from error
         return listener
 
-    def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+    def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
+        with link_errors(self.name, OSError, RuntimeError, ValueError):
+            return TcpLink(_connect(rendezvous, timeout) if rank == SENDER else self._accept(rendezvous, timeout))
+
+    def _accept(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
         deadline = time.monotonic() + timeout
-        try:
-            made = self._call(meeting, timeout) if rank == SENDER else self._answer(meeting, deadline)
-            return TcpLink(made)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise LinkError(f"tcp: {error}") from error
-
-    def _call(self, meeting: Rendezvous, timeout: float) -> socket.socket:
-        host, _, port = meeting.get("address").decode().rpartition(":")
-        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            _size_buffers(made)
-            made.settimeout(timeout)
-            made.connect(address)
-            made.sendall(meeting.get("token"))
-            meeting.set("called", b"")
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def _answer(self, meeting: Rendezvous, deadline: float) -> socket.socket:
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._listener() as listener:
-            meeting.set("token", token)
-            meeting.set("address", f"{self._host}:{listener.getsockname()[1]}")
-            # Waited for here rather than in accept, since whoever closes the meeting ends this wait.
-            meeting.wait(["called"])
-            while (left := deadline - time.monotonic()) > 0:
-                listener.settimeout(left)
-                made, _ = listener.accept()
-                if _says(made, token, deadline):
-                    return made
-                made.close()
-        raise LinkError("the other end did not come")
+            rendezvous.set("token", token)
+            rendezvous.set("address", f"{self._host}:{listener.getsockname()[1]}")
+            # Waits here rather than in accept, because closing the rendezvous ends this wait.
+            rendezvous.wait(["called"])
+            while True:
+                listener.settimeout(seconds_left(deadline))
+                connection, _ = listener.accept()
+                if _sends_token(connection, token, deadline):
+                    return connection
+                connection.close()
 
 
 class TcpLink:
@@ -117,34 +98,28 @@ class TcpLink:
         return self._connection.recvmsg_into(runs, 0, socket.MSG_WAITALL)[0]
 
     def _move(
-        self, call: Callable[[list[memoryview]], int], timeout: int, runs: Sequence[memoryview], deadline: float
+        self, call: Callable[[list[memoryview]], int], option: int, runs: Sequence[memoryview], deadline: float
     ) -> None:
-        """`call`s until all of `runs` has moved. The kernel keeps the time (socket option `timeout`): nobody polls."""
+        """Repeats `call` until all of `runs` has moved. The kernel watches the deadline (socket option `option`)."""
         rest = [run for run in runs if len(run)]
-        try:
+        with link_errors("tcp", OSError):
             while rest:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise LinkError("tcp: no end within its time")
-                wait = struct.pack("ll", int(left), max(1000, int(left % 1 * 1e6)))
-                self._connection.setsockopt(socket.SOL_SOCKET, timeout, wait)
+                left = seconds_left(deadline)
+                timeval = struct.pack("ll", int(left), max(1000, int(left % 1 * 1e6)))
+                self._connection.setsockopt(socket.SOL_SOCKET, option, timeval)
                 moved = call(rest[:MAX_RUNS])
                 if not moved:
                     raise LinkError("tcp: the other end has closed")
                 rest = _after(rest, moved)
-        except BlockingIOError as error:
-            raise LinkError("tcp: no end within its time") from error
-        except OSError as error:
-            raise LinkError(f"tcp: {error}") from error
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def send(self, data: torch.Tensor) -> "TcpPending":
-        return TcpPending(self.write, data)
+    def send(self, data: torch.Tensor) -> Pending:
+        return Pending.in_wait(partial(self.write, [memoryview(data.numpy().data)]))
 
-    def recv(self, into: torch.Tensor) -> "TcpPending":
-        return TcpPending(self.read, into)
+    def recv(self, into: torch.Tensor) -> Pending:
+        return Pending.in_wait(partial(self.read, [memoryview(into.numpy().data)]))
 
     def abort(self) -> None:
         with suppress(OSError):
@@ -155,19 +130,8 @@ class TcpLink:
         self._connection.close()
 
 
-class TcpPending:
-    """A transfer that happens while it is waited for."""
-
-    def __init__(self, move: Callable[[Sequence[memoryview], float], None], data: torch.Tensor) -> None:
-        self._move = move
-        self._data = data
-
-    def wait(self, timeout: float) -> None:
-        self._move([memoryview(self._data.numpy().data)], time.monotonic() + timeout)
-
-
 def _after(runs: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of `runs` after their first bytes."""
+    """`runs` without their first `moved` bytes."""
     for index, run in enumerate(runs):
         if moved < len(run):
             return [run[moved:], *runs[index + 1 :]]
@@ -175,22 +139,40 @@ def _after(runs: list[memoryview], moved: int) -> list[memoryview]:
     return []
 
 
-def _size_buffers(connection: socket.socket) -> None:
-    """Before the connection is made, when the window's scale is agreed on."""
+def _socket(host: str, port: int) -> tuple[socket.socket, Any]:
+    """A socket for connections to or from this address, and the address in the form that the socket takes."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    # Before the connection is made, because both ends then agree on the scale of the TCP window.
     for option, limit in _LIMITS.items():
         path = Path("/proc/sys/net/core", limit)
         if path.exists() and int(path.read_text()) >= SOCKET_BUFFER_BYTES:
-            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+            made.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+    return made, address
 
 
-def _says(connection: socket.socket, token: bytes, deadline: float) -> bool:
-    """Whether the caller knows the token: anybody can reach the port, only who was told the token may stay."""
-    said = b""
+def _connect(rendezvous: Rendezvous, timeout: float) -> socket.socket:
+    host, _, port = rendezvous.get("address").decode().rpartition(":")
+    connection, address = _socket(host, int(port))
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        connection.sendall(rendezvous.get("token"))
+        rendezvous.set("called", b"")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _sends_token(connection: socket.socket, token: bytes, deadline: float) -> bool:
+    """Whether the caller sends the token: anybody can reach the port, but only the sender of this link knows it."""
+    received = b""
     with suppress(OSError):
-        while len(said) < len(token) and (left := deadline - time.monotonic()) > 0:
-            connection.settimeout(min(left, 1.0))
-            more = connection.recv(len(token) - len(said))
-            if not more:
+        while len(received) < len(token):
+            connection.settimeout(min(seconds_left(deadline), 1.0))
+            part = connection.recv(len(token) - len(received))
+            if not part:
                 break
-            said += more
-    return secrets.compare_digest(said, token)
+            received += part
+    return secrets.compare_digest(received, token)

@@ -1,0 +1,190 @@
+"""A scheduler with a runner that computes nothing, for the tests of the scheduler."""
+
+import dataclasses
+from collections import deque
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv.blocks import BlockPool, Hold
+from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.base import StepHandle
+from kvrelay.engine.scheduler import Progress, Reservation, Scheduler
+from kvrelay.engine.sequence import Sequence, Status
+from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
+
+SIZE = 8
+
+
+class Bench:
+    """A scheduler with a hash runner, and what is known of every sequence from outside."""
+
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        max_batch_tokens: int = 16,
+        max_sequences: int = 4,
+        max_context: int | None = None,
+        prefix_cache: bool = True,
+        lag: int = 0,
+    ) -> None:
+        self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self.max_context = blocks * SIZE if max_context is None else max_context
+        self.pool = BlockPool(blocks)
+        self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache)
+        # Computes as late as a device may, whatever the lag.
+        self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1)
+        self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag)
+        self.lag = lag
+        self.flight: deque[tuple[StepPlan, StepHandle]] = deque()
+        self.sequences: list[Sequence] = []
+        self.heard: dict[Sequence, list[int]] = {}
+        self.exports: list[tuple[Hold, tuple[int, ...]]] = []
+        self._names = 0
+
+    def request(self, tokens: tuple[int, ...], max_tokens: int = 1, **options: object) -> Request:
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=options.pop("min_tokens", 0),
+            stop_token_ids=frozenset(options.pop("stop", ())),
+        )
+        self._names += 1
+        prompt_tokens = options.pop("prompt_tokens", len(tokens))
+        return Request(f"r{self._names}", 1, tokens, prompt_tokens, sampling, **options)
+
+    def add(self, request: Request, *, handoff: bool = False) -> Sequence:
+        return self._follow(self.scheduler.add(request, handoff=handoff), [])
+
+    def receive(self, reservation: Reservation, request: Request) -> None:
+        """Does what a transfer does: writes the KV that isn't there yet."""
+        have = reservation.have_tokens
+        assert have % SIZE == 0
+        assert self.runner.holds_kv_of(reservation.hold.blocks, request.tokens[:have])
+        self.runner.fill(reservation.hold.blocks, request.tokens[have:], have)
+
+    def resume(self, request: Request, reservation: Reservation) -> Sequence:
+        token = expected_tokens(request.tokens, 1)[0]
+        return self._follow(self.scheduler.resume(request, token, reservation.hold), [token])
+
+    def step(self) -> list[Progress]:
+        """Plans as far ahead as the lag allows, then lands the oldest; again if nothing came of it."""
+        while True:
+            while len(self.flight) <= self.lag and self.launch() is not None:
+                pass
+            if not self.flight:
+                return []
+            reports = self.land()
+            if reports:
+                return reports
+
+    def launch(self) -> StepPlan | None:
+        """One more plan in flight."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.flight.append((plan, self.runner.launch(plan)))
+        return plan
+
+    def land(self, nonfinite: tuple[int, ...] = ()) -> list[Progress]:
+        """Computes and commits the oldest plan in flight; the rows `nonfinite` come back as not finite."""
+        plan, launched = self.flight.popleft()
+        out = dataclasses.replace(launched.result(), nonfinite=nonfinite)
+        reports = self.scheduler.commit(plan, out)
+        for report in reports:
+            if report.error is None:
+                self._hear(report)
+        return reports
+
+    def commit(self, plan: StepPlan) -> list[Progress]:
+        reports = self.scheduler.commit(plan, self.runner.run(plan))
+        for report in reports:
+            self._hear(report)
+        return reports
+
+    def drain(self) -> None:
+        """Runs until nothing is left, in no more steps than one per token that may still come."""
+        limit = sum(
+            sequence.num_tokens + sequence.request.sampling.max_tokens
+            for sequence in self.sequences
+            if not sequence.ended
+        )
+        for _ in range(limit + 1):
+            while self.exports:
+                self.exports.pop()[0].release()
+            if not self.scheduler.has_work:
+                break
+            assert self.step()
+        assert not self.scheduler.has_work
+        while self.flight:
+            assert self.land() == []
+
+    def check(self) -> None:
+        """Everything that must hold between any two calls."""
+        self.pool.check_integrity()
+        self.prefix.check_integrity()
+        live = [sequence for sequence in self.sequences if not sequence.ended]
+        load = self.scheduler.load()
+        assert load.free + load.cached + load.held == load.total
+        assert load.waiting + load.running == len(live)
+        assert load.running == sum(sequence.status is Status.RUNNING for sequence in live)
+        assert load.running <= self.config.max_sequences
+        assert load.pending_tokens == sum(sequence.num_tokens - sequence.num_computed for sequence in live)
+        assert self.scheduler.has_work == bool(live)
+        for sequence in live:
+            assert sequence.num_computed < sequence.num_tokens
+            assert self.runner.holds_kv_of(sequence.hold.blocks, sequence.tokens[: sequence.num_computed])
+        for hold, tokens in self.exports:
+            assert self.runner.holds_kv_of(hold.blocks, tokens)
+
+    def check_over(self) -> None:
+        """Everything that must hold once all sequences and outside holds are gone."""
+        self.check()
+        assert self.pool.owners() == {}
+        assert self.pool.free + self.pool.cached == self.pool.total
+        for sequence in self.sequences:
+            assert sequence.ended
+            assert sequence.lifetime.finished is not None
+
+    def _follow(self, sequence: Sequence, heard: list[int]) -> Sequence:
+        self.sequences.append(sequence)
+        self.heard[sequence] = heard
+        return sequence
+
+    def _hear(self, report: Progress) -> None:
+        sequence = report.sequence
+        assert report.error is None
+        assert report.computed == sequence.num_computed
+        if report.token is None:
+            assert report.finish is report.hold is None
+            return
+        heard = self.heard[sequence]
+        heard.append(report.token)
+        tokens, reason = expected_outcome(sequence.request, self.max_context)
+        assert heard == tokens[: len(heard)]
+        assert report.finish == (reason if len(heard) == len(tokens) else None)
+        assert (sequence.status is Status.FINISHED) == (report.finish is not None)
+        assert (report.hold is not None) == (sequence.handoff and report.finish is None)
+        if report.hold is not None:
+            assert sequence.status is Status.HANDED_OFF
+            self.exports.append((report.hold, sequence.request.tokens))
+
+
+def spans(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(handle, first position, one past the last) of each row."""
+    assert plan is not None
+    rows = zip(plan.handles, plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+    return [(handle, start, start + length) for handle, start, length in rows]
+
+
+def numbers(length: int, first: int = 0) -> tuple[int, ...]:
+    """A prompt that begins like no other with another `first`."""
+    return tuple((first * 7 + position) % 200 for position in range(length))
+
+
+def steps_until(bench: Bench, sequence: Sequence) -> int:
+    """Steps until the sequence has ended."""
+    for count in range(1, 1000):
+        bench.step()
+        if sequence.ended:
+            return count
+    raise AssertionError(f"{sequence} doesn't end")

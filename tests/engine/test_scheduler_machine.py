@@ -1,0 +1,157 @@
+"""The scheduler under any order of calls: a state machine that Hypothesis drives."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_bench import SIZE, Bench
+
+from kvrelay.engine.request import Request
+from kvrelay.engine.scheduler import Reservation
+from kvrelay.engine.sequence import Status
+from support.hash_runner import expected_outcome, expected_tokens
+
+# Beginnings are often alike, and lengths lie around the borders of blocks and chunks.
+BEGINNINGS = ((), (1,) * SIZE, (1,) * (3 * SIZE), (1,) * SIZE + (2,) * SIZE)
+prompts = st.builds(
+    lambda beginning, rest: (beginning + rest) or (0,),
+    st.sampled_from(BEGINNINGS),
+    st.lists(st.integers(0, 2), max_size=3 * SIZE).map(tuple),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn, bench: Bench) -> Request:
+    """A request that the bench can serve: with stop tokens or not, fresh or on a later attempt."""
+    tokens = draw(prompts)[: bench.max_context - 2]
+    done = draw(st.integers(0, min(3, len(tokens) - 1)))
+    max_tokens = done + draw(st.integers(1, 40))
+    max_tokens = min(max_tokens, bench.max_context - len(tokens) + done)
+    stop = draw(st.sampled_from([(), (), tuple(expected_tokens(tokens, 7)[::3])]))
+    return bench.request(
+        tokens,
+        max_tokens,
+        min_tokens=draw(st.sampled_from([0, done + 2])),
+        stop=stop,
+        prompt_tokens=len(tokens) - done,
+        tenant=draw(st.sampled_from(["", "other"])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """All that a prefill, a decode and a co-located worker do to a scheduler, in any order."""
+
+    @initialize(
+        blocks=st.integers(4, 16),
+        max_batch_tokens=st.integers(SIZE, 40),
+        max_sequences=st.integers(1, 5),
+        prefix_cache=st.booleans(),
+        lag=st.integers(0, 1),
+    )
+    def start(self, blocks: int, max_batch_tokens: int, max_sequences: int, prefix_cache: bool, lag: int) -> None:
+        self.bench = Bench(
+            blocks, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, prefix_cache=prefix_cache, lag=lag
+        )
+        self.scheduler = self.bench.scheduler
+        self.reserved: list[tuple[Request, Reservation]] = []
+
+    @rule(data=st.data(), handoff=st.booleans())
+    def add(self, data: st.DataObject, handoff: bool) -> None:
+        self.bench.add(data.draw(requests(self.bench)), handoff=handoff)
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        request = data.draw(requests(self.bench))
+        running = [sequence for sequence in self.bench.sequences if sequence.status is Status.RUNNING]
+        reservation = self.scheduler.reserve(request)
+        if reservation is not None:
+            self.reserved.append((request, reservation))
+        assert all(sequence.status is Status.RUNNING for sequence in running)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), arrives=st.booleans())
+    def end_transfer(self, data: st.DataObject, arrives: bool) -> None:
+        pair = data.draw(st.sampled_from(self.reserved))
+        self.reserved.remove(pair)
+        request, reservation = pair
+        if arrives and len(expected_outcome(request, self.bench.max_context)[0]) > 1:
+            self.bench.receive(reservation, request)
+            self.bench.resume(request, reservation)
+        else:
+            reservation.release()
+
+    @precondition(lambda self: self.bench.exports)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        hold, tokens = self.bench.exports.pop(data.draw(st.integers(0, len(self.bench.exports) - 1)))
+        assert self.bench.runner.holds_kv_of(hold.blocks, tokens)
+        hold.release()
+
+    @rule(data=st.data())
+    def share_what_is_computed(self, data: st.DataObject) -> None:
+        """An exporter that ships finished blocks while the rest is computed, or outlives a cancel."""
+        sharable = [sequence for sequence in self.bench.sequences if not sequence.ended and sequence.handoff]
+        if sharable:
+            sequence = data.draw(st.sampled_from(sharable))
+            blocks = sequence.num_computed // SIZE
+            hold = self.bench.pool.share(sequence.hold.blocks[:blocks], "exporter")
+            self.bench.exports.append((hold, tuple(sequence.tokens[: blocks * SIZE])))
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        live = [sequence for sequence in self.bench.sequences if not sequence.ended]
+        if live:
+            sequence = data.draw(st.sampled_from(live))
+            assert self.scheduler.cancel(sequence.request.key)
+            assert not self.scheduler.cancel(sequence.request.key)
+            # A step in flight may still write: the blocks stay until it has ended.
+            assert sequence.hold.released == (sequence.scheduled == 0)
+
+    @precondition(lambda self: len(self.bench.flight) <= self.bench.lag)
+    @rule()
+    def make_plan(self) -> None:
+        plan = self.bench.launch()
+        if plan is not None:
+            assert plan.num_tokens <= self.bench.config.max_batch_tokens
+            assert plan.num_rows <= self.bench.config.max_sequences
+
+    @precondition(lambda self: self.bench.flight)
+    @rule()
+    def commit(self) -> None:
+        self.bench.land()
+
+    @rule(count=st.integers(1, 20))
+    def run_on(self, count: int) -> None:
+        for _ in range(count):
+            self.bench.step()
+            self.bench.check()
+
+    @precondition(lambda self: self.bench.flight)
+    @rule(data=st.data())
+    def fail_rows(self, data: st.DataObject) -> None:
+        plan, _ = self.bench.flight[0]
+        running = {sequence.handle for sequence in self.bench.sequences if sequence.status is Status.RUNNING}
+        bad = data.draw(st.sets(st.integers(0, plan.num_rows - 1), min_size=1))
+        reports = self.bench.land(tuple(bad))
+        failed = [report for report in reports if report.error is not None]
+        assert {report.sequence.handle for report in failed} == {plan.handles[row] for row in bad} & running
+        for report in failed:
+            assert report.error == "the model's logits are not finite"
+            assert report.sequence.status is Status.FAILED
+
+    @invariant()
+    def all_is_well(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            while self.bench.flight:
+                self.bench.land()
+            for _, reservation in self.reserved:
+                reservation.release()
+            self.bench.drain()
+            self.bench.check_over()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -1,0 +1,179 @@
+"""One side of a hand-off in a process of its own, so that it can be killed or frozen."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import xxhash
+
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.messages import Code, Key
+from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.transports.registry import available_transports, entries
+from support.handoff import (
+    FIRST_TOKEN,
+    HOST,
+    LAYOUT,
+    RECEIVER,
+    SENDER,
+    Ends,
+    ReceivingHost,
+    SendingHost,
+    StandInReservation,
+    content,
+    raw,
+    serving,
+    setup,
+)
+
+START_SECONDS = 60.0
+BLOCKS = 256
+
+
+def digest(data: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(data.numpy().data)
+
+
+@dataclass
+class SideProcess:
+    """A running side, seen from the test's process."""
+
+    process: BaseProcess
+    connection: Connection
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def _spawned(side: Callable[..., Any], *arguments: Any) -> Iterator[SideProcess]:
+    """Runs the coroutine `side(connection, *arguments)` in another process, and always ends that."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_run, args=(side, there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield SideProcess(process, here)
+    finally:
+        here.close()
+        process.kill()
+        process.join(START_SECONDS)
+
+
+def _run(side: Callable[..., Any], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    asyncio.run(side(*arguments))
+
+
+async def _commands(connection: Connection, handle: Callable[[Any], None]) -> None:
+    """Handles what the test's process sends, until that closes its end."""
+    over = asyncio.Event()
+
+    def receive() -> None:
+        try:
+            handle(connection.recv())
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(connection.fileno())
+            over.set()
+
+    asyncio.get_running_loop().add_reader(connection.fileno(), receive)
+    await over.wait()
+
+
+# The receiving side.
+
+
+class _ReportingHost(ReceivingHost):
+    """Sends the digest of what was committed to the test's process, and frees it."""
+
+    def __init__(self, pool: KVPool, connection: Connection) -> None:
+        super().__init__(Ends(), pool.num_blocks)
+        self._pool = pool
+        self._connection = connection
+        self.lengths: dict[Key, int] = {}
+
+    def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
+        self._connection.send((key, digest(content(self._pool, reservation.hold.blocks, self.lengths[key]))))
+        self.release(reservation)
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        self._connection.send((key, code))
+
+
+async def _receiving_side(connection: Connection, config: TransferConfig) -> None:
+    pool = KVPool(LAYOUT, BLOCKS)
+    host = _ReportingHost(pool, connection)
+    transports = available_transports(HOST, config.transport)
+    async with serving(host, pool, config, transports) as side:
+
+        def expect(command: tuple[Key, list[int]]) -> None:
+            key, tokens = command
+            host.lengths[key] = len(tokens)
+            host.need[key] = LAYOUT.blocks_for(len(tokens))
+            side.service.receiver.expect(key, SENDER, tokens)
+
+        connection.send(Peer(RECEIVER, f"{HOST}:{side.port}", tuple(entries(transports))))
+        await _commands(connection, expect)
+
+
+@dataclass
+class ReceivingProcess(SideProcess):
+    peer: Peer
+    _reported: dict[Key, int | Code] = field(default_factory=dict)
+
+    def expect(self, key: Key, tokens: Sequence[int]) -> None:
+        self.connection.send((key, list(tokens)))
+
+    def reported(self) -> dict[Key, int | Code]:
+        """By hand-off: the digest of what was committed, or why it was not."""
+        while self.connection.poll():
+            key, outcome = self.connection.recv()
+            self._reported[key] = outcome
+        return self._reported
+
+
+@contextlib.contextmanager
+def receiving_process(config: TransferConfig) -> Iterator[ReceivingProcess]:
+    """Starts a receiving side, and always ends it."""
+    with _spawned(_receiving_side, config) as side:
+        if not side.connection.poll(START_SECONDS):
+            raise AssertionError("the receiving process did not start")
+        yield ReceivingProcess(side.process, side.connection, side.connection.recv())
+
+
+# The sending side.
+
+
+async def _sending_side(
+    connection: Connection, config: TransferConfig, peer: Peer, key: Key, tokens: Sequence[int]
+) -> None:
+    blocks = list(range(LAYOUT.blocks_for(len(tokens))))
+    pool = KVPool(LAYOUT, len(blocks))
+    raw(pool).fill_(1)
+    host = SendingHost(Ends())
+    transports = available_transports(HOST, config.transport)
+    client = HandoffClient(setup(SENDER, pool, PeerTable([peer]), config, transports), host)
+    client.sender.begin(key, RECEIVER, tokens)
+    client.sender.progress(key, host.hold(blocks[: len(blocks) // 2]))
+    await _commands(connection, lambda _: client.sender.finished(key, FIRST_TOKEN, host.hold(blocks)))
+    await client.close()
+
+
+@contextlib.contextmanager
+def sending_process(config: TransferConfig, peer: Peer, key: Key, tokens: Sequence[int]) -> Iterator[SideProcess]:
+    """Starts a side that offers `tokens` and sends half of them; any object sent to it lets it finish."""
+    with _spawned(_sending_side, config, peer, key, list(tokens)) as side:
+        yield side
