@@ -22,6 +22,15 @@ from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
 from kvrelay.worker.worker import Key, Role, Worker
 
+CAUSES = {
+    Code.CLOSED: Failure.CAUSE_PEER_LOST,
+    Code.TIMEOUT: Failure.CAUSE_PEER_LOST,
+    Code.UNKNOWN_PEER: Failure.CAUSE_PEER_LOST,
+    Code.LINK: Failure.CAUSE_LINK,
+    Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,
+}
+"""Failures of a hand-off that the other worker, or the way to it, is the cause of."""
+
 # A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
@@ -36,6 +45,7 @@ class HandoffRole(Role):
         self.peers = PeerTable()
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
+        self.compatibility = self.setup.local.digest(self.setup.config)
         self._early: dict[Key, asyncio.Task[None]] = {}
         """Requests whose peer is unknown here yet: the router may know a new worker first."""
 
@@ -85,8 +95,12 @@ class HandoffRole(Role):
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
         """Returns the request to its router, which places it again if that may help."""
-        verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
-        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")
+        failure = Failure(code=Failure.CODE_INTERNAL, message=f"hand-off {code.value}: {message}")
+        if code is Code.NO_CAPACITY:
+            failure.code = Failure.CODE_FULL
+        elif code.retryable or code is Code.INCOMPATIBLE:
+            failure.code, failure.cause = Failure.CODE_RETRY, CAUSES.get(code, Failure.CAUSE_UNSPECIFIED)
+        self.worker.fail(key, failure)
 
 
 def peer_of(submit: Submit) -> WorkerId | None:

@@ -205,8 +205,9 @@ class WorkerShell:
             pid=os.getpid(),
             state=self._state,
             loaded=self._loaded,
-            transports=() if worker is None else worker.role.transports,
         )
+        if worker is not None:
+            worker.describe(member)
         load = Load() if worker is None else worker.load()
         if self._observer is not None:
             self._observer(load)
