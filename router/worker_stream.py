@@ -21,9 +21,8 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.options import HELLO_SECONDS, channel_options
 
-HELLO_SECONDS = 5.0
 FRESH_SECONDS = 1.0
 """Age at which a load report no longer tells how much work a worker has: an idle worker sends none."""
 MAX_MESSAGE_BYTES = 64 * 2**20

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 Option = tuple[str, int | str]
 
+HELLO_SECONDS = 5.0
+"""How long either end of an internal stream waits for the first message of the other end."""
+
 # keepalive_timeout_ms alone, without ping_timeout_ms, notices a frozen peer only after a minute.
 _KEEPALIVE: tuple[Option, ...] = (
     ("grpc.keepalive_time_ms", 1000),
