@@ -90,6 +90,7 @@ class Timeline:
     retries: int
     prefill_worker: str
     decode_worker: str
+    migrations: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,12 @@ class WorkerStream:
         """Why the stream ended; None while it has not."""
         self.outstanding_tokens = 0
         """Tokens that this router's live attempts have yet to get from the worker; kept by the attempts."""
+        self.requests = 0
+        """This router's live attempts on the worker; kept by the attempts."""
+        self.trials = 0
+        """Those of them that are on trial (`router/suspects.py`)."""
+        self.trials_begun = 0
+        """How many trials have begun here so far."""
         self.last_load: Load | None = None
         """The worker's latest load report, however old. A worker reports whenever it has freed blocks."""
         self._load_time = -math.inf
@@ -102,6 +108,11 @@ class WorkerStream:
         if submit.phase == PHASE_DECODE:
             self._unseen.append((self._submits, len(submit.token_ids)))
         self._outgoing.put_nowait(RelayRequest(submit=submit))
+
+    def end_trial(self) -> None:
+        """One attempt less is on trial here: another may begin."""
+        self.trials -= 1
+        self._on_load()
 
     def forget(self, key: tuple[str, int]) -> None:
         """Drops the callbacks of (request_id, attempt), which has ended on the worker."""

@@ -37,7 +37,7 @@ MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class Member(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -54,7 +55,8 @@ class Member(_message.Message):
     state: MemberState
     transports: _containers.RepeatedScalarFieldContainer[str]
     loaded: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ...) -> None: ...
+    compatibility: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
