@@ -47,6 +47,8 @@ class AttemptFailure:
     """Workers that the next attempt should avoid."""
     lost: bool = False
     """Whether a worker was lost; False where a worker returned the request."""
+    silent: bool = False
+    """Whether workers sent nothing for too long."""
     cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
     reporters: frozenset[WorkerId] = frozenset()
     """The worker that returned the request; those that were silent; none for a lost worker."""
@@ -269,7 +271,7 @@ class Attempt:
         """Fails the attempt because its workers sent nothing for too long."""
         silent = frozenset(part.stream.worker for part in self._parts if part.open)
         names = ", ".join(sorted(worker.name for worker in self.workers))
-        self._fail(AttemptFailure(Failure.CODE_RETRY, f"{why} ({names})", self.workers, reporters=silent))
+        self._fail(AttemptFailure(Failure.CODE_RETRY, f"{why} ({names})", self.workers, silent=True, reporters=silent))
 
     def fail_handoff(self) -> None:
         """Fails the attempt because `decide_by` has passed: the KV was lost with the prefill worker."""

@@ -6,9 +6,10 @@ One `Avoidance` for pairs and one for workers, each with this life of a key:
                             ^                                        |
                             +--- for twice as long, at most 30 s ----+ if it fails
 
-A pair fails with the first attempt whose hand-off fails. A worker fails after STREAK failed attempts in a row, or if
-its hand-offs with PEERS different workers fail. Failures of attempts that began before the latest failure became known
-don't count again: they tell of the same event. Pure decisions: the clock is given, and nothing here waits.
+A pair fails with the first attempt whose hand-off fails. A worker fails after STREAK attempts in a row that it returned
+or was silent in, or if its hand-offs with PEERS different workers fail. Failures of attempts that began before the
+latest failure became known don't count again: they tell of the same event. Pure decisions: the clock is given, and
+nothing here waits.
 """
 
 import time
@@ -159,18 +160,15 @@ class Trial:
         for worker in self._workers:
             self._health._streaks.pop(worker, None)
 
-    def failed(self, blamed: Iterable[WorkerId], *, pair: bool) -> None:
-        """The attempt has failed.
-
-        Args:
-            blamed: workers that may have caused it.
-            pair: whether the hand-off between the two workers failed.
-        """
-        if pair and self._pair is not None:
+    def handoff_failed(self) -> None:
+        """The hand-off between the two workers failed. With several peers, one of the two must be at fault."""
+        if self._pair is not None:
             self._health._fail_pair(self._pair, self._number)
-        for worker in self._workers:
-            if worker in blamed:
-                self._health._fail_worker(worker, self._number)
+
+    def failed(self, workers: Iterable[WorkerId]) -> None:
+        """These workers returned the request, or were silent."""
+        for worker in workers:
+            self._health._fail_worker(worker, self._number)
 
     def end(self) -> None:
         """The attempt is over."""

@@ -32,7 +32,7 @@ from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.options import server_options
+from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        self._server = server = grpc.aio.server(options=server_options(self.config.max_message_bytes))
+        self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
         server.add_generic_rpc_handlers((self._face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

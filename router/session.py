@@ -280,7 +280,7 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
-        excused = self._learn(failed, failure)
+        excused = self._learn(failure)
         moves = failure.cause == Failure.CAUSE_DRAINING
         reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
         logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | reason)
@@ -306,11 +306,11 @@ class Session:
             raise self._given_up(failure, "the router's retry budget is spent")
         return await self._place_again(failure)
 
-    def _learn(self, failed: Attempt, failure: AttemptFailure) -> bool:
-        """Notes what the failure shows about the workers; returns whether it was news of a hand-off that can't work.
+    def _learn(self, failure: AttemptFailure) -> bool:
+        """Notes what the failure shows about the workers; returns whether it was news of ill workers or a broken way.
 
-        The router could not have known, so the retry is outside the budget. Retries over a way that is known to be
-        broken are not, so a cluster without a working way doesn't retry without limit.
+        The router could not have known, so the retry is outside the budget. Retries over what is known to fail are not,
+        so a cluster without a working way doesn't retry without limit.
         """
         trial, registry = self._trial, self._dispatch.registry
         if trial is None:
@@ -318,13 +318,11 @@ class Session:
         if failure.cause == Failure.CAUSE_DRAINING:
             registry.drains(failure.blamed)
         elif failure.handoff:
-            # A link has two ends; a lost peer is named.
-            both = failure.cause == Failure.CAUSE_LINK
-            trial.failed(failed.workers if both else failure.blamed, pair=True)
+            trial.handoff_failed()
         elif failure.code in (Failure.CODE_RETRY, Failure.CODE_INTERNAL) and not failure.lost:
-            trial.failed(failure.reporters, pair=False)
+            trial.failed(failure.reporters)
         trial.end()
-        return failure.handoff and not trial.doubtful
+        return (failure.handoff or failure.silent) and not trial.doubtful
 
     def _judge(self, failed: Attempt) -> None:
         """Suspects the request if a worker was lost that may have been computing it.

@@ -26,7 +26,6 @@ from kvrelay.rpc.options import channel_options
 HELLO_SECONDS = 5.0
 FRESH_SECONDS = 1.0
 """Age at which a load report no longer tells how much work a worker has: an idle worker sends none."""
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
@@ -128,7 +127,7 @@ class WorkerStream:
         task = self._task = asyncio.current_task()
         reason = "closed"
         try:
-            async with grpc.aio.insecure_channel(self._address, options=channel_options(MAX_MESSAGE_BYTES)) as channel:
+            async with grpc.aio.insecure_channel(self._address, options=channel_options()) as channel:
                 stub = WorkerServiceStub(channel)
                 reason = await self._relay(stub.Relay())
         except TimeoutError:
