@@ -3,7 +3,7 @@
 NIXL writes one-sided into the other process's registered memory, and also carries short notifications. A two-sided send
 consists of both:
 
-    receiver   "target": frame n, where its buffer is               ->  sender
+    receiver   "target": frame n, where its buffer is              ->  sender
     sender     writes the bytes there; with them "came": frame n  ->  receiver
 
 - An agent makes progress only inside calls. Its own progress thread would take half a core or more while idle, so it is
