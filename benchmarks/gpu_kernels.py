@@ -63,7 +63,7 @@ def _gate(machine: Machine, rows: int, inner: int) -> Case:
         lambda: silu_mul.silu_mul(gate_up),
         lambda: functional.silu(gate.double()) * up.double(),
         TOLERANCE,
-        bytes=silu_mul.bytes_moved(rows, inner, gate_up.element_size()),
+        bytes=3 * rows * inner * gate_up.element_size(),
         rivals={"torch": lambda: functional.silu(gate) * up},
     )
 
@@ -152,7 +152,7 @@ def sampler(machine: Machine) -> Iterator[Case]:
                 run,
                 lambda logits=logits, choices=choices: _winners(logits, choices),
                 0.0,
-                bytes=sampling.bytes_moved(rows, vocabulary),
+                bytes=logits.nbytes,
                 rivals={"torch.sort": lambda logits=logits: logits.sort(-1).indices} if "p" in name else {},
             )
 

@@ -13,7 +13,7 @@ values that behave as independent and uniform, and stays undetected with probabi
 It doesn't stop an adversary, who can construct a collision. A sum of integers doesn't depend on their order, so the
 result doesn't depend on the grid.
 
-Grid: (ceil(words / SPAN),). Limit: memory. `bytes_moved` counts it.
+Grid: (ceil(words / SPAN),). Limit: memory: each byte is read once.
 Source of `mix`: Stafford's variant 13, as in Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
 """
 
@@ -29,11 +29,6 @@ POSITION = 0x9E3779B97F4A7C15
 LENGTH = 0xD1B54A32D192ED03
 M1 = 0xBF58476D1CE4E5B9
 M2 = 0x94D049BB133111EB
-
-
-def bytes_moved(length: int) -> int:
-    """Bytes that must move: each is read once."""
-    return length
 
 
 @triton.jit

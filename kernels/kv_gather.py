@@ -12,7 +12,7 @@
 bits are copied the same way: they are a pool with D = 1.
 
 Grid: (N, 2 * layers); a program copies the keys, or the values, of one block and layer, in vectors of 16 bytes where D
-allows it. Limit: memory. `bytes_moved` counts it.
+allows it. Limit: memory: each byte of the frame is read once and written once.
 """
 
 from typing import Any, Literal
@@ -29,11 +29,6 @@ Range = tuple[int, int]
 """The first one, and how many."""
 
 TILE_WORDS = 2048
-
-
-def bytes_moved(frame_bytes: int) -> int:
-    """Bytes that must move: each is read once and written once."""
-    return 2 * frame_bytes
 
 
 # Triton would make an argument of 1 a constant, which `tl.multiple_of` doesn't take.
@@ -78,12 +73,8 @@ def kv_copy_kernel(
     stride = tl.multiple_of(stride, VECTOR)
     pool += block * block_stride + plane.to(tl.int64) * plane_stride + first_word
     frame += index * tl.num_programs(1) * heads * BLOCK_SIZE * WORDS + plane.to(tl.int64) * heads * used * WORDS
-    if SCATTER:
-        rows = whole_runs
-        columns = whole_run
-    else:
-        rows = runs
-        columns = run
+    rows = whole_runs if SCATTER else runs
+    columns = whole_run if SCATTER else run
     for first_row in range(0, rows, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)[:, None]
         for first_column in range(0, columns, BLOCK_C):

@@ -28,7 +28,7 @@ Then a bisection over the list finds the bound. Each probe counts (or weighs) th
 values next to it, so both ends are always values of the list; they meet after about log2(list) probes, however the
 values are distributed.
 
-Grid: (R,). Limit: memory, at the bandwidth of one multiprocessor. `bytes_moved` counts the least that must be read.
+Grid: (R,). Limit: memory, at the bandwidth of one multiprocessor: every logit must be read at least once.
 """
 
 from typing import NamedTuple
@@ -72,11 +72,6 @@ class Choices(NamedTuple):
     def first(self, rows: int) -> "Choices":
         """Views of the first `rows` rows."""
         return Choices(*(column[:rows] for column in self))
-
-
-def bytes_moved(rows: int, vocabulary: int) -> int:
-    """Bytes that must move: the logits once."""
-    return 4 * rows * vocabulary
 
 
 @triton.jit

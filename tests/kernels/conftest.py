@@ -1,4 +1,8 @@
-"""Every kernel test runs on a GPU where there is one, else in Triton's interpreter: the same code and assertions."""
+"""Kernel tests run on a GPU where there is one, else in Triton's interpreter, with the same code and assertions.
+
+The default run has each property once, and compiles one representative launch of each kernel for every architecture.
+The marker `slow` is for more shapes and for all other launches.
+"""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where tests put what they hand to kernels."""
+    """Where tests put the arguments of kernels."""
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
@@ -28,13 +32,14 @@ def gpu() -> torch.device:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[Compiler]:
+    """One for all tests, so that each launch is compiled once."""
     with Compiler() as compiler:
         yield compiler
 
 
 @pytest.fixture(scope="module", params=["vectors", "tiles"])
 def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What the native CPU kernels multiply bfloat16 with; both where the CPU has both."""
+    """How the native CPU kernels multiply bfloat16: both ways where the CPU has both."""
     kernels = library()
     wanted = request.param == "tiles"
     used = kernels is not None and bool(kernels.kvrelay_use_tiles(int(wanted)))

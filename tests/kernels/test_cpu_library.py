@@ -1,4 +1,4 @@
-"""The native kernels are built once, by whoever comes first, and where they can't be, torch's path runs and says so."""
+"""The native kernels are built once, by the first process; where that fails, torch's kernels run, with a warning."""
 
 import ctypes
 import logging
@@ -31,11 +31,17 @@ from support.paged import PagedSequences
 needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels here")
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1)
 
-BUILD = "import sys, pathlib; from kvrelay.kernels.cpu.library import build; print(build(pathlib.Path(sys.argv[1])))"
+# Not optimized, which compiles faster.
+BUILD = """
+import pathlib, sys
+from kvrelay.kernels.cpu import library
+library.FLAGS += ("-O0",)
+print(library.build(pathlib.Path(sys.argv[1])))
+"""
 
 
 def slow_compiler(folder: Path) -> Path:
-    """A compiler that notes each call of it, and takes its time over the first source file."""
+    """A compiler that records its calls and is slow for one source file."""
     script = folder / "slow-c++"
     script.write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/calls\n'
@@ -77,7 +83,7 @@ def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(tm
 
 @needs_kernels
 def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
-    """The last field of each struct lies where C++ has it; one that was left out or mistyped would move it."""
+    """Python's and C++'s structs have the same size; a missing or mistyped field would change it."""
     kernels = library()
     assert kernels is not None
     kernels.kvrelay_args_bytes.restype = ctypes.c_int64
@@ -158,7 +164,7 @@ def test_an_idle_team_uses_no_cpu_and_ends_with_its_owner() -> None:
 
 @needs_kernels
 def test_a_run_lets_other_python_threads_go_on(tmp_path: Path) -> None:
-    """Two teams at once, many runs each: neither hangs, and the interpreter is free meanwhile."""
+    """Two teams at once, with many runs each: neither hangs, and other Python threads continue."""
     kernels = library()
     assert kernels is not None
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""Native products, look-ups and largest logits against their definitions: odd sizes, both types, several threads."""
+"""Native products, embedding and argmax equal their definitions: odd sizes, both types, several threads."""
 
 import ctypes
 import math
@@ -33,7 +33,7 @@ pytestmark = [
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6
-# Where the CPU multiplies bfloat16 pairs, activations are rounded to that type too.
+# A CPU with AVX512_BF16 rounds activations to bfloat16 too.
 ROUNDED = 2e-2 if "avx512_bf16" in cpu_features() else EXACT
 
 
@@ -56,7 +56,7 @@ def team_of() -> Callable[[int], Team]:
 
 
 class Product:
-    """One product in buffers whose rows lie apart and end in NaN."""
+    """One product in buffers with padded rows; the padding is NaN."""
 
     def __init__(self, team: Team, linear: PackedLinear, x: Tensor, width: int) -> None:
         self._team = team
@@ -142,7 +142,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
     x = torch.ones(1, 2 * BLOCK)
     x[0, : len(gates)] = gates
     product = Product(team, PackedLinear(team, Arena(), weight, None), x, BLOCK)
-    # The identity's zeros would turn infinities into NaN everywhere, so those go in one at a time.
+    # One value at a time, because the zeros of the identity times infinity would be NaN everywhere.
     for place, gate in enumerate(gates):
         x[0, :BLOCK] = 0.0
         x[0, place] = gate
@@ -155,7 +155,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
 
 
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team]) -> None:
-    """A sequence's tokens are the same whatever it is batched with, to the last bit, on however many threads."""
+    """To the last bit, for every batch and number of threads."""
     weight = (normal(100, 200) / 14).to(torch.bfloat16)
     x = normal(300, 200)
     alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])

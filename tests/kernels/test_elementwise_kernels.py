@@ -1,5 +1,4 @@
-"""Norm, gate, and the way from the projection into paged KV: under the interpreter against their definitions, and
-compiled for GPUs that aren't there."""
+"""Norm, gate, and the write of rotated KV: equal their definitions, and compile for GPUs that this machine lacks."""
 
 import os
 
@@ -13,7 +12,7 @@ from kvrelay.kernels.rope_kv_write import rope_kv_write
 from support.triton_compile import ARCHITECTURES, Compiler
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-# The interpreter truncates where it converts to bfloat16, so that type is left to the compiler's tests.
+# The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.
 DTYPES = (torch.float32, torch.float16)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -93,13 +92,13 @@ class Rope:
         return self.kv[self.slots >= 0]
 
 
-HEADS = [(4, 2), (3, 3), (6, 1), (32, 8)]
+HEADS = [(4, 2), (3, 3), (6, 1), pytest.param((32, 8), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (7, 24), (3, 128)])
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (7, 24), pytest.param(3, 128, marks=pytest.mark.slow)])
 def test_rope_and_kv_write(tokens: int, dim: int, heads: tuple[int, int], norm: bool, dtype: torch.dtype) -> None:
     case = Rope(tokens, heads, dim, norm, dtype)
     pool = case.pool(dtype)
@@ -162,9 +161,6 @@ def test_norm_and_gate_refuse_what_does_not_fit() -> None:
         silu_mul.silu_mul(normal(2, 3))
 
 
-# Launched by the compiler's processes.
-
-
 def launch_norms(columns: int) -> None:
     x = torch.zeros(4, columns, dtype=torch.bfloat16)
     add_rmsnorm.rms_norm(x, x[0], 1e-5)
@@ -184,20 +180,21 @@ def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
     rope_kv_write(qkv, (angles, angles), torch.zeros(4, dtype=torch.int64), PagedKV(pool, 0, scales), weights)
 
 
-LAUNCHES = [
-    (launch_norms, 4096),
+LAUNCHES = [(launch_norms, 4096), (launch_gate,), (launch_rope, 64, True, torch.bfloat16)]
+MORE_LAUNCHES = [
     (launch_norms, 16384),
-    (launch_gate,),
     (launch_rope, 128, False, torch.bfloat16),
-    (launch_rope, 64, True, torch.bfloat16),
     (launch_rope, 128, True, torch.int8),
 ]
 
 
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiled(compiler: Compiler, architecture: int) -> None:
-    """Nothing spills, and a few rows' worth of registers leave room for the blocks of a whole multiprocessor."""
-    launches = [*LAUNCHES, *([(launch_rope, 128, False, torch.float8_e4m3fn)] if architecture >= 90 else [])]
+def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:
+    """Nothing spills, and programs are small enough that a multiprocessor runs as many as it can."""
+    launches = [*(MORE_LAUNCHES if more else LAUNCHES)]
+    if more and architecture >= 90:
+        launches.append((launch_rope, 128, False, torch.float8_e4m3fn))
     for launched in [compiler.start(architecture, *launch) for launch in launches]:
         for kernel in launched.result():
             kernel.check_fits()

@@ -1,4 +1,4 @@
-"""Frames into and out of the pool: against their definition, and against `KVPool`."""
+"""Frames read from the pool and written into it equal their definition, and those of `KVPool`."""
 
 import random
 import re
@@ -21,8 +21,8 @@ CASES = [
     (2, 16, 64, torch.float16, 53, (0, 3), (0, 2)),
     (4, 8, 128, torch.bfloat16, 40, (1, 2), (2, 2)),  # whole blocks, a slice of a tensor-parallel rank
     (3, 16, 80, torch.float16, 17, (2, 1), (1, 1)),
-    (2, 8, 20, torch.int8, 21, (0, 3), (0, 2)),  # heads of no whole vectors
-    (2, 8, 15, torch.int8, 9, (0, 2), (1, 1)),  # nor words
+    (2, 8, 20, torch.int8, 21, (0, 3), (0, 2)),  # the bytes of a head aren't a multiple of 16
+    (2, 8, 15, torch.int8, 9, (0, 2), (1, 1)),  # nor of 4
     (2, 16, 1, torch.float32, 30, (0, 3), (0, 2)),  # scales
     (1, 128, 256, torch.float32, 1, (0, 1), (0, 1)),
 ]
@@ -124,8 +124,10 @@ def launch_blank(order: Order, scatter: bool) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("order", "scatter"),
+    [("HND", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("HND", False), ("NHD", True)))],
+)
 def test_compiled(compiler: Compiler, order: Order, scatter: bool, architecture: int) -> None:
     (kernel,) = compiler.compile(architecture, launch_blank, order, scatter)
     kernel.check_fits()
@@ -139,8 +141,8 @@ def launch_least(order: Order) -> None:
     kv_gather(pool, torch.zeros(1, dtype=torch.int64), 1, torch.zeros(64, dtype=torch.uint8), order)
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_numbers_that_are_1_compile(compiler: Compiler, order: Order) -> None:
+@pytest.mark.parametrize("order", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
+def test_arguments_of_1_compile(compiler: Compiler, order: Order) -> None:
     """The compiler makes them constants, the interpreter doesn't."""
     compiler.compile(90, launch_least, order)[0].check_fits()
 

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits: right to the rounding, the same bits every time, within the parts' limits."""
+"""Products with weights of 8 and 4 bits: exact up to rounding, the same bits every time, within the limits of GPUs."""
 
 import os
 
@@ -54,9 +54,17 @@ def quantized(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dty
     return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+SHAPES = [
+    (1, 256, False, torch.float16),
+    (1, 256, False, torch.float32),
+    (70, 1024, True, torch.float16),
+    pytest.param(130, 1280, True, torch.float16, marks=pytest.mark.slow),
+    pytest.param(130, 1280, True, torch.float32, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64), (4, 128), (4, 256)])
-@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(1, 256, False), (130, 1280, True)])
+@pytest.mark.parametrize(("outputs", "inputs", "bias", "dtype"), SHAPES, ids=str)
 def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> None:
     weight = quantized(bits, group, outputs, inputs, dtype)
     offset = normal(outputs, dtype=dtype) if bias else None
@@ -68,7 +76,7 @@ def test_product(bits: int, group: int, outputs: int, inputs: int, dtype: torch.
         expected = x.double() @ dense.T + (0 if offset is None else offset.double())
         bound = 2e-3 if dtype is torch.float16 else 1e-5
         torch.testing.assert_close(found.double(), expected, atol=bound * float(expected.abs().max()), rtol=bound)
-        # The splits' counters are back where they were, and their order is fixed.
+        # The splits' counters are reset after a launch, and parts are added in a fixed order.
         assert torch.equal(product(x), found)
 
 
@@ -106,9 +114,6 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantGemv(QuantizedWeight(weight.q.half(), weight.scale), None, processors=8)
 
 
-# Launched by the compiler's processes.
-
-
 def launch(bits: int, outputs: int, inputs: int) -> None:
     x = torch.zeros(4, inputs, dtype=torch.bfloat16)
     q = torch.zeros(outputs, inputs * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
@@ -120,15 +125,15 @@ def launch(bits: int, outputs: int, inputs: int) -> None:
     QuantGemv(weight, None, processors=132)(x)
 
 
+@pytest.mark.parametrize("outputs", [4096, pytest.param(28672, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiled(compiler: Compiler, architecture: int) -> None:
+def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     """Weights go through a pipeline of asynchronous copies to the tensor cores."""
-    shapes = [(bits, *shape) for bits in (8, 4) for shape in ((4096, 4096), (28672, 4096))]
-    for launched in [compiler.start(architecture, launch, *shape) for shape in shapes]:
+    for launched in [compiler.start(architecture, launch, bits, outputs, 4096) for bits in (8, 4)]:
         (kernel,) = launched.result()
         kernel.check_fits()
         assert "cp.async" in kernel.ptx
         assert kernel.tensor_cores == {80: "mma", 90: "wgmma", 100: "tcgen05"}[architecture]
-        # Enough of them on a multiprocessor to keep its share of the memory busy.
+        # Enough programs fit on a multiprocessor to use its share of the memory bandwidth.
         assert kernel.registers <= 128
         assert kernel.shared <= 48 * 1024

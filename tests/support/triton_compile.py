@@ -1,7 +1,7 @@
-"""Compiles what launchers launch for GPUs that aren't there, and says what became of it.
+"""Compiles the kernels of a launch for GPUs that this machine doesn't have, and describes the results.
 
-A launcher is called with tensors in host memory under a driver that knows only its target, so that a test sees the very
-types, constants, warps and stages of a launch, as Triton specializes them.
+The launcher is called with tensors in host memory and a driver that only knows its target. So Triton specializes the
+kernel for the same types, constants, warps and stages as in a real launch.
 """
 
 import multiprocessing
@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory that a program may have, in bytes, by architecture (CUDA C++ programming guide)."""
+"""Largest shared memory of a program, in bytes, by architecture (CUDA C++ programming guide)."""
 ARCHITECTURES = tuple(SHARED_LIMITS)
 SECONDS = 170
-"""In which a compilation must be there."""
+"""Timeout of a compilation."""
 PROCESSES = 2
 
 
@@ -32,23 +32,23 @@ class Compiled:
     architecture: int
     warps: int
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     stack: int
-    """Bytes of a thread's local memory: where spilled registers go."""
+    """Bytes of a thread's local memory, where registers are spilled."""
     shared: int
-    """Bytes of a program."""
+    """Shared memory of a program, in bytes."""
     ttgir: str
     ptx: str
 
     def check_fits(self) -> None:
-        """Fails on a spilled register, or on more shared memory than the part has."""
+        """Fails if registers are spilled, or if the architecture has less shared memory."""
         where = f"{self.name} on sm_{self.architecture}: {self.registers} registers"
         assert self.stack == 0, f"{where}, {self.stack} bytes spilled"
         assert self.shared <= SHARED_LIMITS[self.architecture], f"{where}, {self.shared} bytes of shared memory"
 
     @property
     def tensor_cores(self) -> str:
-        """The newest matrix instruction in it: "tcgen05", "wgmma", "mma", or "" if there is none."""
+        """The newest matrix instruction that it uses: "tcgen05", "wgmma", "mma", or "" for none."""
         for name, pattern in (("tcgen05", r"tcgen05\.mma"), ("wgmma", r"wgmma\.mma_async"), ("mma", r"mma\.sync")):
             if re.search(pattern, self.ptx):
                 return name
@@ -56,20 +56,20 @@ class Compiled:
 
     @property
     def stages(self) -> int:
-        """Buffers of the deepest pipeline of loads through shared memory; 0 if there is none."""
+        """Buffers of the deepest pipeline of loads through shared memory; 0 for none."""
         buffers = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\D", self.ttgir)
         return max(map(int, buffers), default=0)
 
 
 class Compiler:
-    """A context: two processes that compile, each launch once."""
+    """A context with two processes that compile. A launch that was started before isn't compiled again."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._known: dict[Any, Future[list[Compiled]]] = {}
 
     def __enter__(self) -> "Compiler":
-        # Spawned, so that Triton is imported anew and not as an interpreter.
+        # Spawned, not forked: Triton must be imported again, without its interpreter.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(PROCESSES, context, initializer=_use_compiler)
         return self
@@ -81,11 +81,11 @@ class Compiler:
             self._pool.shutdown(cancel_futures=True)
 
     def start(self, architecture: int, launch: Callable[..., object], *arguments: Any) -> Future[list[Compiled]]:
-        """Begins to compile what `launch(*arguments)` launches.
+        """Begins to compile the kernels that `launch(*arguments)` launches, in another process.
 
         Args:
-            launch: a function of a module, called in another process.
-            arguments: what can be pickled and hashed.
+            launch: a function at the top level of a module.
+            arguments: can be pickled and hashed.
         """
         if self._pool is None:
             raise RuntimeError("the compiler isn't entered")
@@ -95,7 +95,7 @@ class Compiler:
         return self._known[key]
 
     def compile(self, architecture: int, launch: Callable[..., object], *arguments: Any) -> list[Compiled]:
-        """What `launch(*arguments)` launches, in its order; see `start`."""
+        """The kernels that `launch(*arguments)` launches, in order; see `start`."""
         return self.start(architecture, launch, *arguments).result(SECONDS)
 
 
@@ -104,7 +104,7 @@ def _use_compiler() -> None:
 
 
 class _Target:
-    """As much of a driver as it takes to compile."""
+    """The part of a driver that compilation needs."""
 
     def __init__(self, architecture: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -115,7 +115,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        # Triton keeps what it compiled by device.
+        # Triton caches compiled kernels by device.
         return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:

@@ -5,6 +5,7 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
+#include "rows.h"
 #include "tiles.h"
 
 namespace {
@@ -127,4 +128,10 @@ void kvrelay_rope_kv_write(const void* args, int thread, int threads) {
 void kvrelay_attention(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
     a.step->shape.kv_bf16 ? attend_bf16(a, thread, threads) : attend_float(a, thread, threads);
+}
+
+// Sizes of the structs that Python fills in; a test compares them with its own.
+extern "C" int64_t kvrelay_args_bytes(int32_t which) {
+    constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(ArgmaxArgs), sizeof(AttentionArgs)};
+    return bytes[which];
 }

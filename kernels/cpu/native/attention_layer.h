@@ -8,7 +8,7 @@
 #endif
 
 #include <algorithm>
-#include <cstdlib>
+#include <vector>
 
 #include "attention.h"
 #include "attention_decode.h"
@@ -17,19 +17,12 @@
 
 // This thread's workspace of at least `count` numbers; it is kept for later calls and grows when necessary.
 inline float* thread_workspace(int64_t count) {
-    struct Workspace {
-        float* memory = nullptr;
-        int64_t size = 0;
-        ~Workspace() { free(memory); }
+    struct alignas(64) CacheLine {
+        float numbers[16];
     };
-    static thread_local Workspace kept;
-    if (count > kept.size) {
-        free(kept.memory);
-        kept.memory = static_cast<float*>(aligned_alloc(64, round_up(count * int64_t{sizeof(float)}, 64)));
-        if (kept.memory == nullptr) abort();
-        kept.size = count;
-    }
-    return kept.memory;
+    static thread_local std::vector<CacheLine> lines;
+    if (count > int64_t(lines.size()) * 16) lines = std::vector<CacheLine>(divide_up(count, 16));
+    return lines.data()->numbers;
 }
 
 template <typename T>

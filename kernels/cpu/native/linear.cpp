@@ -8,9 +8,6 @@
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -40,15 +37,12 @@ struct Prefetch {
 };
 
 // The type of inputs: bfloat16 if weights are and the CPU has the dot product, else float32.
-template <class T>
-struct Input {
-    using type = float;
-};
 #if defined(__AVX512BF16__)
-template <>
-struct Input<bf16> {
-    using type = bf16;
-};
+template <class T>
+using Input = T;
+#else
+template <class T>
+using Input = float;
 #endif
 
 // Weights of input `i` of a pair, for W outputs.
@@ -122,7 +116,7 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
 // to two of weights and one of input.
 template <class T>
 struct Vectors {
-    using A = typename Input<T>::type;
+    using A = Input<T>;
     static constexpr int TALLEST = W == 16 ? 12 : 6;
     static constexpr int64_t PREPARED = 1 << 17;  // numbers of the rows that are prepared at once
 
