@@ -4,15 +4,15 @@
 
 One JSON line a cell, the limit asked for beside it.
 
-    throughput   the real KVSender and KVReceiver, two processes on loopback, the offer granted before the clock starts;
-                 all of the KV is ready at once, so no compute hides anything. The clock stops at the acknowledgement.
-                 Bare Gloo sends the same bytes in one message, and the other end answers with one byte. Both kinds of
-                 hand-off (checksums on, off) and the bare send take turns, repeat by repeat. CPU seconds are both
-                 processes', all of their threads', for each GB. Where nobody else pins threads, which core they run
-                 on is the kernel's whim and the figures swing with it: --pin gives each process a core.
-    exposed      the public road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
-                 from the end of prefill to the decode worker's acknowledged commit. Left out without --model, a
-                 checkpoint in bfloat16.
+    throughput   the real `HandoffClient` and `HandoffService`, two processes on loopback. The offer is granted before
+                 the clock starts, and all of the KV is computed, so that no compute hides the transfer. The clock stops
+                 at the acknowledgement. Bare Gloo sends the same bytes in one message, and the other end answers with
+                 one byte. Hand-offs with and without checksums and the bare send take turns, repeat by repeat. CPU
+                 seconds are those of all threads of both processes, for each GB. The kernel places threads on cores
+                 differently from run to run, which changes the figures; --pin gives each process a core.
+    exposed      a whole cluster (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
+                 from the end of prefill to the decode worker's acknowledged commit. Needs --model, a checkpoint in
+                 bfloat16.
 """
 
 import argparse
@@ -41,16 +41,21 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from kvrelay.client import Client
-from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
-from kvrelay.prefill_worker.kv_sender import KVSender
+from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.control import LocalWorker, TransferStats
+from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint_loop import HandoffSetup
+from kvrelay.transfer.frames import PoolFrames
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
+from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
 
 LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16")
@@ -58,7 +63,7 @@ LAYOUT = KVLayout(layers=16, kv_heads=8, head_dim=64, block_size=16, dtype="bflo
 SIZES = [2**16, 2**20, 2**22, 2**23, 2**25, 2**27, 2**28]
 ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
-PREFILL, DECODE = ("prefill-0", "p"), ("decode-0", "d")
+PREFILL, DECODE = WorkerId("prefill-0", "p"), WorkerId("decode-0", "d")
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(seconds=60)
 KVRELAY = Path(sys.executable).parent / "kvrelay"
@@ -66,7 +71,7 @@ KVRELAY = Path(sys.executable).parent / "kvrelay"
 
 @dataclass(eq=False)
 class Hold:
-    """Blocks; nobody else wants them here."""
+    """Blocks that nobody frees."""
 
     blocks: list[int]
 
@@ -78,7 +83,7 @@ class Reservation:
 
 
 class Sending:
-    """The exporter's host: one hand-off at a time."""
+    """The host of a `KVSender`: one hand-off at a time."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] | None = None
@@ -95,16 +100,19 @@ class Sending:
 
 
 class Receiving:
-    """The importer's host: says when it has granted, and commits to nothing."""
+    """The host of a `KVReceiver`: reports each grant to the sender's process, and ignores the KV."""
 
-    def __init__(self, tell: Connection, blocks: int) -> None:
-        self._tell = tell
-        # Neighbours in a sequence are not neighbours in a pool that has been in use.
+    def __init__(self, connection: Connection, blocks: int) -> None:
+        self._connection = connection
+        # In a pool that has been in use, the blocks of a sequence do not follow each other.
         self._blocks = random.Random(1).sample(range(blocks), blocks)
 
-    async def reserve(self, key: Key) -> Reservation:
-        self._tell.send("granted")
-        return Reservation(Hold(self._blocks))
+    def reserve(self, key: Key, answer: Callable[[Reservation], None]) -> None:
+        asyncio.get_running_loop().call_soon(self._grant, answer)
+
+    def _grant(self, answer: Callable[[Reservation], None]) -> None:
+        self._connection.send("granted")
+        answer(Reservation(Hold(self._blocks)))
 
     def release(self, reservation: Reservation) -> None:
         pass
@@ -113,7 +121,7 @@ class Receiving:
         pass
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        pass  # the exporter's end says it
+        pass  # the sender reports it
 
 
 def bare_group(store: str, rank: int) -> ProcessGroupGloo:
@@ -124,10 +132,20 @@ def bare_group(store: str, rank: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(FileStore(store, 2), rank, 2, options)
 
 
+def transports_of(pool: KVPool, config: TransferConfig) -> dict[str, Transport]:
+    return available_transports(HOST, config.transport, pool.tensor.is_cuda)
+
+
+def setup(worker: WorkerId, pool: KVPool, peers: Sequence[Peer], config: TransferConfig) -> HandoffSetup:
+    local = LocalWorker(worker, LAYOUT, "-", pool.tensor.is_cuda)
+    frames = PoolFrames(pool, config.checksum)
+    return HandoffSetup(local, frames, PeerTable(peers), config, transports_of(pool, config))
+
+
 def receiver(
     there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str, core: int | None
 ) -> None:
-    """The process of the decode side, and of the bare group's rank 1."""
+    """The process of the decode side, and of rank 1 of the bare group."""
     torch.set_num_threads(1)
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -135,21 +153,15 @@ def receiver(
 
 
 async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
-    gpu = device != "cpu"
     pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
-    peers = PeerTable([Peer(*PREFILL, address="")])
-    local = LocalWorker(*DECODE, LAYOUT, "-", gpu)
     host = Receiving(there, pool.num_blocks)
-    importers, servers, ports = [], [], []
+    services, servers, ports = [], [], []
     for config in configs:
-        importers.append(
-            KVReceiver(local, pool, peers, config, available_transports(HOST, config.transport, gpu), host)
-        )
+        services.append(HandoffService(setup(DECODE, pool, [Peer(PREFILL, address="")], config), host))
         servers.append(grpc.aio.server(options=server_options()))
-        add_HandoffServiceServicer_to_server(importers[-1], servers[-1])
+        add_HandoffServiceServicer_to_server(services[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
         await servers[-1].start()
-        importers[-1].start()
     there.send(ports)
     group = await asyncio.to_thread(bare_group, store, 1)
     into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -160,13 +172,13 @@ async def _receive(there: Connection, store: str, largest: int, configs: Sequenc
             there.send("granted")
             await asyncio.to_thread(lambda w=work: (w.wait(TIMEOUT), group.send([byte], 0, 2).wait(TIMEOUT)))
         else:
-            importers[what].expect(key, PREFILL, range(size // LAYOUT.token_bytes))
-    for importer, server in zip(importers, servers, strict=True):
-        await importer.close()
+            services[what].receiver.expect(key, PREFILL, range(size // LAYOUT.token_bytes))
+    for service, server in zip(services, servers, strict=True):
+        await service.close()
         await server.stop(0)
 
 
-class SendAttempt:
+class Sender:
     """The prefill side, in this process."""
 
     def __init__(
@@ -179,7 +191,6 @@ class SendAttempt:
         device: str,
     ) -> None:
         self._here = here
-        gpu = device != "cpu"
         self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
         self._pool.tensor.view(torch.uint8).random_(0, 256)
         self._blocks = random.Random(2).sample(range(self._pool.num_blocks), self._pool.num_blocks)
@@ -188,22 +199,18 @@ class SendAttempt:
         self._byte = torch.zeros(1, dtype=torch.uint8)
         self._host = Sending()
         self._count = 0
-        self._exporters = []
+        self._clients = []
         for config, port in zip(configs, ports, strict=True):
-            transports = available_transports(HOST, config.transport, gpu)
-            peers = PeerTable([Peer(*DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
-            self._exporters.append(
-                KVSender(LocalWorker(*PREFILL, LAYOUT, "-", gpu), self._pool, peers, config, transports, self._host)
-            )
-            self._exporters[-1].start()
+            peer = Peer(DECODE, f"{HOST}:{port}", tuple(entries(transports_of(self._pool, config))))
+            self._clients.append(HandoffClient(setup(PREFILL, self._pool, [peer], config), self._host))
 
     async def _granted(self) -> None:
-        """The other end is ready, and what told so has been read here: some milliseconds are plenty."""
+        """Waits for the other end; its grant has arrived here some milliseconds later."""
         await asyncio.to_thread(self._here.recv)
         await asyncio.sleep(0.01)
 
     async def bare(self, size: int) -> float:
-        """Seconds for one message of `size` bytes there, and a byte back."""
+        """Seconds to send one message of `size` bytes and get a byte back."""
         self._here.send(("bare", None, size))
         await self._granted()
 
@@ -217,22 +224,22 @@ class SendAttempt:
         return await asyncio.to_thread(send)
 
     async def handoff(self, which: int, size: int) -> float:
-        """Seconds from the news that all of the prompt is computed to the acknowledgement."""
+        """Seconds from the end of prefill to the acknowledgement."""
         self._count += 1
         key, tokens = (f"r{self._count}", 1), range(size // LAYOUT.token_bytes)
-        exporter = self._exporters[which]
+        sender = self._clients[which].sender
         self._host.ended = asyncio.get_running_loop().create_future()
         self._here.send((which, key, size))
-        exporter.begin(key, DECODE, tokens)
+        sender.begin(key, DECODE, tokens)
         await self._granted()
         start = time.perf_counter()
-        exporter.finished(key, 7, Hold(self._blocks[: LAYOUT.blocks_for(len(tokens))]))
+        sender.finished(key, 7, Hold(self._blocks[: LAYOUT.blocks_for(len(tokens))]))
         await self._host.ended
         return time.perf_counter() - start
 
     async def close(self) -> None:
-        for exporter in self._exporters:
-            await exporter.close()
+        for client in self._clients:
+            await client.close()
         self._here.send(None)
 
 
@@ -251,7 +258,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def measure(
-    sender: SendAttempt, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
+    sender: Sender, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
 ) -> list[dict[str, Any]]:
     cells = []
     for size in sizes:
@@ -263,7 +270,7 @@ async def measure(
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         cpu = dict.fromkeys(kinds, 0.0)
         for repeat in range(repeats + 2):
-            # Others use the machine too: each kind goes first in turn, so that none always meets the same neighbour.
+            # Each kind goes first in turn, so that none always runs after the same other kind.
             names = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
             for kind in names:
                 before = cpu_seconds(pids)
@@ -279,7 +286,7 @@ async def measure(
                 cell["transport"] = "gloo, bare"
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
             if size >= ASKED_FROM_BYTES:
-                # The clock of /proc ticks every 10 ms, and the exchange around a send counts too.
+                # /proc counts in steps of 10 ms, and the messages around a send count, too.
                 cell["cpu_seconds_per_GB"] = round(cpu[kind] / len(times) / (size / 1e9), 2)
             if kind != "bare":
                 cell["of_bare"] = round(bare / statistics.median(times), 3)
@@ -312,7 +319,7 @@ def throughput(
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = SendAttempt(here, store, max(sizes), configs, here.recv(), device)
+            sender = Sender(here, store, max(sizes), configs, here.recv(), device)
             cells = await measure(sender, transport, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
@@ -370,7 +377,7 @@ def exposed(model: Path, lengths: Sequence[int], repeats: int) -> list[dict[str,
 
 
 def gpu_parts(sizes: Sequence[int], repeats: int, frame_bytes: int) -> list[dict[str, Any]]:
-    """The throughput of links between two KV pools on the first GPU; where there is none, or a link can't be, why."""
+    """Throughput between two KV pools on the first GPU; without the GPU or the transport, the reason."""
     cells = []
     for transport in ("cuda_ipc", "nccl"):
         reason = None if torch.cuda.is_available() else "no GPU"
@@ -396,7 +403,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes; multiples of 32 KiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--chunk-bytes", type=int, default=TransferConfig().frame_bytes)
+    parser.add_argument("--frame-bytes", type=int, default=TransferConfig().frame_bytes)
     parser.add_argument("--transports", nargs="*", default=["shm", "tcp", "gloo"], help="best first, one after another")
     parser.add_argument("--pin", action="store_true", help="each process of the throughput part on a core of its own")
     parser.add_argument("--model", type=Path, help="checkpoint of the exposed part")

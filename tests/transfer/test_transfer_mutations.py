@@ -262,6 +262,51 @@ WEAKNESSES = [
         handoff.test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_at_both_ends,
     ),
     Weakness(
+        "end of frames that are stopped",
+        Endpoint,
+        """            if transfer.claims[frame].close():
+                self._feed(transfer, FrameEnded(frame, Outcome.LOST))""",
+        "            transfer.claims[frame].close()",
+        "leak",
+    ),
+    Weakness(
+        "frames that have begun are not stopped",
+        Endpoint,
+        "            if transfer.claims[frame].close():",
+        "            if transfer.claims[frame].close() or True:",
+        "owner",
+        frames.test_blocks_under_a_copy_are_released_after_it_and_not_before,
+        ("receiver",),
+    ),
+    Weakness(
+        "holds that come after the end",
+        KVSender,
+        """            self._host.release(hold)
+            return
+        transfer.table.extend""",
+        """            return
+        transfer.table.extend""",
+        "leak",
+        handoff.test_a_cancel_frees_both_ends_at_once,
+        ("announced", "prefill"),
+    ),
+    Weakness(
+        "an offer that comes after the link",
+        KVReceiver,
+        "                self._feed(transfer, LinkUp(pair.epoch))",
+        "                pass",
+        "lost",
+        handoff.test_many_at_once_in_any_order_of_announcement_and_offer,
+    ),
+    Weakness(
+        "no finish before the announcements of its frames",
+        KVSender,
+        "self.links.after_frames(pair.incarnation, message.epoch, partial(pair.stream.put, message))",
+        "pair.stream.put(message)",
+        "protocol",
+        handoff.test_what_the_decode_worker_has_is_not_sent_again,
+    ),
+    Weakness(
         "an engine that has ended still answers reservations",
         DecodeProcess,
         'answer(RuntimeError("the engine has ended"))',
