@@ -104,7 +104,8 @@ class WorkerServer:
 
     async def failed(self) -> BaseException:
         """Returns when the worker can't go on, with the reason."""
-        return await self._bound.failure
+        # Shielded: whoever stops waiting for a failure must not end the future with its own task.
+        return await asyncio.shield(self._bound.failure)
 
     @property
     def _bound(self) -> "WorkerShell":
