@@ -11,11 +11,14 @@ from kvrelay.v1 import inference_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-# While a call runs, a router that is frozen or unreachable is noticed within about 15 s.
+# A router that ends is noticed at once, while a call runs. One that is frozen, or unreachable without a word, is
+# noticed 20 to 40 s after its last sign of life, and the call fails with Unavailable: a ping goes out after 20 s of
+# silence, and may take 20 s, so that no stream ends because one of the two processes gets no CPU for some seconds.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
@@ -90,6 +93,7 @@ class Timeline:
     retries: int
     prefill_worker: str
     decode_worker: str
+    migrations: int
 
 
 @dataclass(frozen=True, slots=True)

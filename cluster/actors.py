@@ -1,8 +1,9 @@
 """The Ray actors of workers and routers. Each hosts the plain server that `python -m kvrelay.<part>` runs.
 
-An actor is placed, started and watched by Ray; requests and tokens go through the server's own gRPC. `serve` is one
-long call in a thread of its own: its result, or its actor's death, reports the end of the process at once. `stop` and
-`address` run beside it, so an actor needs CONCURRENCY threads.
+An actor is placed, started and watched by Ray; requests and tokens go through the server's own gRPC. Its server starts
+with it, in a thread of its own. `watch` returns when the server has ended: that call, or the actor's death, reports the
+end of the process at once. An actor needs CONCURRENCY threads for it and the other calls, and for the last `watch` of a
+supervisor that was killed.
 """
 
 import asyncio
@@ -21,20 +22,25 @@ import ray.util
 from kvrelay.cluster.replacement import Ended
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
-from kvrelay.rpc.serve import Server
+from kvrelay.rpc.serve import EXIT_SECONDS, FAILED_CODE, FAILED_GRACE_SECONDS, STOP_SECONDS, ExitDeadline, Server
 from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = 4
-STOP_SECONDS = 10.0
-FAILED_GRACE_SECONDS = 0.5
+CONCURRENCY = 8
+WATCH_SECONDS = 2.0
+"""Longest time of one call of `watch`."""
+REPORT_SECONDS = 10.0
+"""For the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
 ServerT = TypeVar("ServerT", bound=Server)
 
 
 class ServerActor(Generic[ServerT]):
     """Hosts one server. It has no coroutines: Ray would run them on an event loop of its own."""
+
+    stop_seconds = STOP_SECONDS
+    """For the server to stop, beyond the time for its requests."""
 
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT]) -> None:
         """`title` names the actor on Ray's dashboard; `make` raises ValueError for a mistake in the configuration."""
@@ -43,36 +49,47 @@ class ServerActor(Generic[ServerT]):
         self._make = make
         self._started: Future[ServerT] = Future()
         self._stopping: Future[float] = Future()
-        self._ended = threading.Event()
+        self._ended: Future[Ended] = Future()
+        self._deadline = ExitDeadline()
+        threading.Thread(target=self._run, name="server", daemon=True).start()
 
     def __repr__(self) -> str:
         return self._title
 
-    def serve(self) -> Ended:
+    def _run(self) -> None:
         """Serves until stopped or failed; the process of a failed server exits soon after by itself."""
-        ended = Ended("it failed; its log has the reason")
         try:
             ended = asyncio.run(_serve(self._make, self._started, self._stopping))
-            return ended
-        finally:
-            if not self._started.done():
-                self._started.set_exception(RuntimeError(ended.reason))
-            self._ended.set()
-            if ended.reason:
-                # After time for this call's result to leave: nobody else may end a process that was cut off.
-                timer = threading.Timer(STOP_SECONDS, os._exit, (1,))
-                timer.daemon = True
-                timer.start()
+        except Exception as error:
+            logger.exception("server failed")
+            ended = Ended(f"{type(error).__name__}: {error}")
+        if not self._started.done():
+            self._started.set_exception(RuntimeError(ended.reason or "it was stopped"))
+        self._ended.set_result(ended)
+        if ended.reason:
+            # Nobody else may end a process that was cut off.
+            self._deadline.set(REPORT_SECONDS, FAILED_CODE)
+
+    def watch(self, seconds: float) -> Ended | None:
+        """How the server has ended; None if it hasn't within `seconds`."""
+        try:
+            return self._ended.result(seconds)
+        except TimeoutError:
+            return None
 
     def address(self) -> str:
         """host:port of the server; waits until it has started."""
         return self._started.result().address
 
     def stop(self, grace: float) -> None:
-        """Gives running requests `grace` seconds to finish and ends the server; returns when it has ended."""
+        """Gives running requests `grace` seconds to finish and ends the server; returns when it has ended.
+
+        The process ends by itself if that takes longer than `grace` + `stop_seconds` + EXIT_SECONDS.
+        """
         if not self._stopping.done():
+            self._deadline.set(grace + self.stop_seconds + EXIT_SECONDS, FAILED_CODE, "did not stop in time")
             self._stopping.set_result(grace)
-        self._ended.wait(grace + STOP_SECONDS)
+        self._ended.result()
 
 
 class WorkerActor(ServerActor[Server]):

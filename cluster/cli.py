@@ -1,5 +1,7 @@
 """The command line. Exit codes: 0 done; 1 it can't be done now; 2 the input can't be used. Each error is one line.
 
+`kvrelay status` ends with 3 if requests are served, but the supervisor doesn't answer.
+
 Each command imports Ray, gRPC and the configuration's classes only if it needs them, so that it starts fast.
 """
 
@@ -67,6 +69,7 @@ config_option = click.option(
 @click.option("--host", metavar="H", help="Address that the router listens on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port that the router listens on; 0 takes a free one.")
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
+@click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
 def up(config: Path | None, detach: bool, **flags: Any) -> None:
     """Starts a cluster and serves until Ctrl-C."""
@@ -101,20 +104,32 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(as_json: bool) -> None:
-    """Shows the running cluster: its workers, their blocks and their requests."""
+    """Shows the running cluster: its workers, their blocks and their requests.
+
+    Exit code: 0 the supervisor answers; 1 no cluster runs, or it doesn't serve yet; 3 the supervisor is down, and the
+    router serves on.
+    """
     from kvrelay.cluster import state
     from kvrelay.cluster import status as status_of
 
     current = state.current()
     found = status_of.get_status(current.supervisor) if current is not None and current.supervisor else None
+    router = current.router if current is not None and found is None and current.router else ""
+    unsupervised = router != "" and status_of.serves(router)
     if as_json:
-        click.echo(json.dumps(status_of.as_json(found)))
+        shown = status_of.as_json(found)
+        click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
     elif found is not None and current is not None:
-        _console().print(status_of.as_table(found, current.dashboard))
+        console = _console()
+        console.print(status_of.as_table(found, current.dashboard))
+        for line in status_of.incompatible_workers(found):
+            console.print(line)
+    elif unsupervised:
+        click.echo(f"the supervisor is down; the router {router} serves, and lost workers are not replaced meanwhile")
     else:
         click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
     if found is None:
-        sys.exit(1)
+        sys.exit(status_of.UNSUPERVISED_CODE if unsupervised else 1)
 
 
 @main.command()
@@ -199,6 +214,7 @@ OPTIONS = {
     "host": "router.host",
     "grpc_port": "router.grpc_port",
     "address": "ray.address",
+    "drain_seconds": "drain_seconds",
 }
 """The key in the configuration of each of `up`'s options."""
 
@@ -227,7 +243,8 @@ def _refuse_second() -> None:
     current = state.current()
     if current is None:
         return
-    if current.pid is None and (not current.supervisor or status.get_status(current.supervisor) is None):
+    supervised = current.supervisor != "" and status.get_status(current.supervisor) is not None
+    if current.pid is None and not supervised and not (current.router and status.serves(current.router)):
         state.forget()  # it was left on a shared Ray cluster and has ended there
         return
     owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"

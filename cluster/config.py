@@ -149,6 +149,8 @@ class ClusterConfig(Section):
     """Workers that do both, without a hand-off."""
     ray: RaySection = RaySection()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    drain_seconds: float = Field(default=30.0, ge=0, le=3600)
+    """Time that a member is given to finish its requests when it is to end."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +211,7 @@ class ClusterConfig(Section):
                 dtype=self.model.dtype,
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
+                drain_seconds=self.drain_seconds,
             )
             for role in ROLES
             for index in range(self.role(role).replicas)

@@ -53,8 +53,10 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     overrides = overrides or {}
     for key, override in overrides.items():
         section, _, field = key.partition(".")
-        below = values.setdefault(section, {})
-        if isinstance(below, dict):
+        below = values.get(section, {})
+        if not field:
+            values[section] = override.value
+        elif isinstance(below, dict):
             values[section] = {**below, field: override.value}
     try:
         return ClusterConfig.model_validate(values)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.report import Report
 
 OWNER_SECONDS = 60.0
+"""For a cluster and its Ray to end, beyond the time for its requests."""
 
 
 def down(report: "Report") -> bool:
@@ -32,9 +33,10 @@ def down(report: "Report") -> bool:
         return False  # it has ended just now
     os.kill(owner.pid, signal.SIGTERM)
     # A killed owner takes Ray's local processes with it.
-    if processes.end([owner], OWNER_SECONDS):
+    seconds = current.drain_seconds + OWNER_SECONDS
+    if processes.end([owner], seconds):
         state.forget()
-        raise RunError(f"pid {owner.pid} did not end within {OWNER_SECONDS:g} s and was killed")
+        raise RunError(f"pid {owner.pid} did not end within {seconds:g} s and was killed")
     return True
 
 
@@ -52,6 +54,6 @@ def _end_detached(current: state.ClusterState) -> None:
     except RunError:
         state.forget()
         raise
-    supervisor_actor.end(current.namespace)
+    supervisor_actor.end(current.namespace, current.drain_seconds)
     ray.shutdown()
     state.forget()

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import processes, state, supervisor_actor
+from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.signals import Interrupted, Signals
@@ -96,8 +97,7 @@ class Cluster:
         self._report = report
         self._signals = signals
         self._supervisor: Any = None
-        self._serving: Any = None
-        self.state = ClusterState(pid=owner, namespace=config.ray.namespace)
+        self.state = ClusterState(pid=owner, namespace=config.ray.namespace, drain_seconds=config.drain_seconds)
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
@@ -110,16 +110,29 @@ class Cluster:
         self._signals.check()
         self._report.phase("starting the cluster")
         self._supervisor = supervisor_actor.create(self._config)
-        self._serving = self._supervisor.serve.remote()
         self._update(supervisor=self._ask(self._supervisor.address))
         self._update(router=self._until_ready())
 
     def wait(self) -> None:
-        """Returns when a signal has come. A lost supervisor is only reported: the cluster serves without it."""
+        """Returns when a signal has come. The cluster serves without its supervisor, which Ray starts again if it ends.
+
+        A supervisor that Ray has given up is replaced from here; the new one finds the members running.
+        """
+        watch = self._supervisor.watch.remote(WATCH_SECONDS)
         while not self._signals.wait(1.0):
-            if self._serving is not None and ray.wait([self._serving], timeout=0)[0]:
-                self._serving = None
-                self._report.phase("the supervisor is gone: requests are served, but lost workers are not replaced")
+            if not ray.wait([watch], timeout=0)[0]:
+                continue
+            try:
+                ended = ray.get(watch)
+                if ended is not None:
+                    self._report.phase(f"the supervisor has ended and is started again: {ended.reason}")
+            except RayError as error:
+                reason = " ".join(str(error).split())
+                self._report.phase(f"the supervisor is lost and replaced; requests are served meanwhile: {reason}")
+                self._supervisor = supervisor_actor.find(self._config.ray.namespace) or supervisor_actor.create(
+                    self._config
+                )
+            watch = self._supervisor.watch.remote(WATCH_SECONDS)
 
     def stop(self) -> None:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
@@ -128,7 +141,7 @@ class Cluster:
             return
         self._report.phase("stopping")
         if self._supervisor is not None:
-            supervisor_actor.end(self._config.ray.namespace)
+            supervisor_actor.end(self._config.ray.namespace, self._config.drain_seconds)
         below = processes.descendants()
         ray.shutdown()
         for process in processes.end(below, EXIT_SECONDS):

@@ -1,20 +1,25 @@
 """Who is in the cluster, and who is believed to be alive. No I/O; the clock is injected.
 
-                heartbeat                 silence >= suspect           silence >= dead, or process ended
-    (unknown) ------------> as reported ------------------> SUSPECT ------------------------------> DEAD
-                             ^  STARTING, READY, DRAINING      |                                     |
-                             +---------------------------------+                     a new incarnation under
-                                        heartbeat                                    the name replaces it
+                heartbeat                 silent or stuck >= suspect        silent or stuck >= dead, failed,
+    (unknown) ------------> as reported ------------------------> SUSPECT  or process ended
+                             ^  STARTING, READY, DRAINING            |  ------------------------------> DEAD
+                             +---------------------------------------+                                   |
+                                 heartbeat, and steps go on              a new incarnation under the name replaces it
 
-An incarnation that was declared dead, or whose name another incarnation took, is *fenced*: no heartbeat brings it back.
+Every incarnation gets a *generation* at its first heartbeat: a number that grows over the whole cluster. Of two
+incarnations of a name the one with the greater generation counts; the other one is *fenced*: no heartbeat brings it
+back, also after a restart of the supervisor (`snapshot`, `restore`). A member repeats its generation in its heartbeats,
+so that a supervisor without any record learns the order from the members themselves.
+
 Silence counts only while this process itself runs: after its own pause (a stopped or starved supervisor) it can't
-distinguish the members' silence from its own.
+distinguish the members' silence from its own. For the same reason a member that was restored from the record keeps its
+state until it has had time to find the supervisor again.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from kvrelay.engine.config import STRICT, require
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -28,18 +33,24 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_PREFILL,
     ROLE_ROUTER,
     Member,
+    MembershipRecord,
     MemberState,
     MemberStatus,
+    NameRecord,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
 
 REPORTABLE = (MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING)
+FAILED_SECONDS = 2.0
+"""For a worker whose engine has failed to return its requests and end by itself."""
+DRAIN_MARGIN_SECONDS = 5.0
+"""For a member that drains without having been asked to, beyond the cluster's drain_seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatConfig:
-    """When a silent member is given up; heartbeats come every 0.5 s."""
+    """When a silent or stuck member is given up; heartbeats come every 0.5 s."""
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
@@ -49,23 +60,57 @@ class HeartbeatConfig:
     dead_seconds: float = 3.0
     """Silence after which an incarnation is fenced for good and replaced."""
 
+    step_suspect_seconds: float = 3.0
+    """Age of a worker's running step after which it gets no new requests; its own limit, where that is longer."""
+
+    step_dead_seconds: float = 30.0
+    """Age of a worker's running step after which it is killed and replaced; its own limit, where that is longer."""
+
     def __post_init__(self) -> None:
-        for name in ("suspect_seconds", "dead_seconds"):
-            require(0.6 <= getattr(self, name) <= 3600, name, getattr(self, name), "0.6 to 3600")
-        allowed = f"at least suspect_seconds ({self.suspect_seconds})"
-        require(self.dead_seconds >= self.suspect_seconds, "dead_seconds", self.dead_seconds, allowed)
+        for before, after in (("suspect_seconds", "dead_seconds"), ("step_suspect_seconds", "step_dead_seconds")):
+            for name in (before, after):
+                require(0.6 <= getattr(self, name) <= 3600, name, getattr(self, name), "0.6 to 3600")
+            least = getattr(self, before)
+            require(getattr(self, after) >= least, after, getattr(self, after), f"at least {before} ({least})")
 
 
 class InvalidMember(ValueError):
     """A heartbeat lacks a required field; the text names it."""
 
 
+class Verdict(NamedTuple):
+    """An incarnation that was declared dead."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(slots=True)
+class _Name:
+    """What is kept of a name for good."""
+
+    generation: int = 0
+    """Of its latest incarnation."""
+    fenced: set[str] = field(default_factory=set)
+    """Earlier incarnations that never sent their generation. The others are recognized by it, so this stays small."""
+
+
 @dataclass(slots=True)
 class _Entry:
+    """The present incarnation under a name."""
+
     member: Member
-    """As last reported, except `state`, which is what this process believes."""
+    """As last reported, except `state`, which is what this process believes; without the figures of the engine."""
     load: Load
     heard: float
+    report: Member
+    """The last heartbeat."""
+    acknowledged: bool = False
+    """It has sent its generation."""
+    leaving: float | None = None
+    """Since when it reports that it drains, or has failed."""
+    asked: bool = False
+    """It was asked to end."""
 
     @property
     def id(self) -> WorkerId:
@@ -75,15 +120,56 @@ class _Entry:
 class Membership:
     """The members by name, one incarnation each. `version` grows with every change that members must learn of."""
 
-    def __init__(self, timeouts: HeartbeatConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeouts: HeartbeatConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        drain_seconds: float = 30.0,
+    ) -> None:
         self._timeouts = timeouts or HeartbeatConfig()
         self._clock = clock
+        self._drain_seconds = drain_seconds
         self._last = clock()
         self._now = 0.0
+        self._generation = 0
+        self._names: dict[str, _Name] = {}
         self._entries: dict[str, _Entry] = {}
-        # Kept for good, about 100 bytes for each replaced process: a forgotten zombie could return.
-        self._fenced: set[str] = set()
         self.version = 0
+        self.complete = False
+        """Every member that lives is known: one that hasn't been heard since the start would be dead by now."""
+
+    # The record.
+
+    def snapshot(self) -> MembershipRecord:
+        """All that a restarted supervisor must know."""
+        record = MembershipRecord(generation=self._generation)
+        for name, known in self._names.items():
+            entry = self._entries.get(name)
+            record.names.append(
+                NameRecord(
+                    name=name,
+                    generation=known.generation,
+                    member=None if entry is None else entry.member,
+                    acknowledged=entry is not None and entry.acknowledged,
+                    fenced=sorted(known.fenced),
+                )
+            )
+        return record
+
+    def restore(self, record: MembershipRecord) -> None:
+        """Continues from a record; for a membership that has heard nobody yet."""
+        self._generation = record.generation
+        for name in record.names:
+            self._names[name.name] = _Name(name.generation, set(name.fenced))
+            if name.HasField("member"):
+                # Not heard yet: its silence counts when it had dead_seconds to find this supervisor.
+                entry = _Entry(name.member, Load(), self._now + self._timeouts.dead_seconds, Member())
+                entry.report.CopyFrom(name.member)
+                entry.acknowledged = name.acknowledged
+                self._entries[name.name] = entry
+        self.version += 1
+
+    # Changes.
 
     def attend(self, member: Member, load: Load) -> bool:
         """Takes a heartbeat; False: this incarnation is fenced and must stop.
@@ -93,49 +179,64 @@ class Membership:
         """
         _check(member)
         self._advance()
-        if member.incarnation in self._fenced:
-            return False
         entry = self._entries.get(member.name)
-        if entry is None or entry.member.incarnation != member.incarnation:
-            if entry is not None:
-                self._fenced.add(entry.member.incarnation)
-            changed = True
-            entry = self._entries[member.name] = _Entry(Member(), load, self._now)
-        else:
-            entry.member.loaded = member.loaded  # only `kvrelay status` shows it
-            changed = entry.member != member
-        entry.member.CopyFrom(member)
-        entry.load, entry.heard = load, self._now
-        self.version += changed
+        if entry is not None and entry.member.incarnation == member.incarnation:
+            if entry.member.state == MEMBER_STATE_DEAD:
+                return False
+        elif (entry := self._admit(member)) is None:
+            return False
+        before = entry.member
+        entry.report, entry.load, entry.heard = Member(), load, self._now
+        entry.report.CopyFrom(member)
+        entry.acknowledged |= member.generation != 0
+        leaving = member.failed or member.state == MEMBER_STATE_DRAINING
+        if not leaving:
+            entry.leaving = None
+        elif entry.leaving is None:
+            entry.leaving = self._now
+        entry.member = self._public(entry)
+        entry.member.state = self._believed(entry)
+        before.loaded = member.loaded  # only `kvrelay status` shows it
+        self.version += before != entry.member
         return True
 
     def gone(self, worker: WorkerId) -> bool:
         """The process of this incarnation has ended; False if it isn't the present one, or is dead already."""
         self._advance()
-        self._fenced.add(worker.incarnation)
         entry = self._entries.get(worker.name)
         return entry is not None and entry.id == worker and self._enter(entry, MEMBER_STATE_DEAD)
+
+    def leave(self, name: str) -> None:
+        """A member is asked to end: it may take its time to drain."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.asked = True
 
     def remove(self, name: str) -> None:
         """Forgets a member that was asked to end; its incarnation stays fenced."""
         entry = self._entries.pop(name, None)
         if entry is not None:
-            self._fenced.add(entry.member.incarnation)
+            self._fence(entry)
             self.version += 1
 
-    def tick(self) -> list[WorkerId]:
-        """Applies the silence up to now; returns the incarnations that it declares dead. Call it often."""
+    def tick(self) -> list[Verdict]:
+        """Applies the time up to now; returns the incarnations that it declares dead. Call it often."""
         self._advance()
+        if not self.complete and self._now >= 2 * self._timeouts.dead_seconds:
+            self.complete = True
+            self.version += 1
         died = []
         for entry in self._entries.values():
-            silence = self._now - entry.heard
-            if silence >= self._timeouts.dead_seconds:
-                if self._enter(entry, MEMBER_STATE_DEAD):
-                    self._fenced.add(entry.member.incarnation)
-                    died.append(entry.id)
-            elif silence >= self._timeouts.suspect_seconds and entry.member.state != MEMBER_STATE_DEAD:
-                self._enter(entry, MEMBER_STATE_SUSPECT)
+            if entry.member.state == MEMBER_STATE_DEAD:
+                continue
+            if reason := self._death(entry):
+                self._enter(entry, MEMBER_STATE_DEAD)
+                died.append(Verdict(entry.id, reason))
+            else:
+                self._enter(entry, self._believed(entry))
         return died
+
+    # What is known.
 
     def members(self) -> list[Member]:
         """All members, including dead ones that are not yet replaced; in order of first heartbeat."""
@@ -145,7 +246,7 @@ class Membership:
         """All members with load and heartbeat age."""
         self._advance()
         return [
-            MemberStatus(member=entry.member, load=entry.load, heartbeat_age_seconds=self._now - entry.heard)
+            MemberStatus(member=entry.member, load=entry.load, heartbeat_age_seconds=max(0.0, self._now - entry.heard))
             for entry in self._entries.values()
         ]
 
@@ -154,11 +255,63 @@ class Membership:
         entry = self._entries.get(name)
         return None if entry is None else entry.id
 
+    def generation(self, worker: WorkerId) -> int:
+        """The generation of the present incarnation; 0 if this isn't it."""
+        return self._names[worker.name].generation if self.present(worker.name) == worker else 0
+
     @property
     def ready(self) -> bool:
         """A router, and a prefill and a decode worker or a co-located one, are READY."""
         roles = {entry.member.role for entry in self._entries.values() if entry.member.state == MEMBER_STATE_READY}
         return ROLE_ROUTER in roles and (ROLE_COLOCATED in roles or {ROLE_PREFILL, ROLE_DECODE} <= roles)
+
+    def _admit(self, member: Member) -> _Entry | None:
+        """The entry of an incarnation that is new here; None if it is an earlier one than the present."""
+        known = self._names.setdefault(member.name, _Name())
+        if member.incarnation in known.fenced or 0 < member.generation <= known.generation:
+            return None
+        if (before := self._entries.get(member.name)) is not None:
+            self._fence(before)
+        # A generation that this supervisor has no record of was issued by one whose record is lost.
+        known.generation = member.generation or self._generation + 1
+        self._generation = max(self._generation, known.generation)
+        entry = self._entries[member.name] = _Entry(Member(), Load(), self._now, Member())
+        return entry
+
+    def _fence(self, entry: _Entry) -> None:
+        if not entry.acknowledged:
+            self._names[entry.member.name].fenced.add(entry.member.incarnation)
+
+    def _public(self, entry: _Entry) -> Member:
+        """The last heartbeat as the others get it: without what changes with every heartbeat."""
+        member = Member()
+        member.CopyFrom(entry.report)
+        for figure in ("step_age_seconds", "work_queued", "step_limit_seconds", "failed"):
+            member.ClearField(figure)
+        member.generation = self._names[member.name].generation
+        return member
+
+    def _believed(self, entry: _Entry) -> MemberState:
+        """The state of a member that isn't dead."""
+        silent = self._now - entry.heard >= self._timeouts.suspect_seconds
+        if silent or entry.report.failed or _stuck(entry.report, self._timeouts.step_suspect_seconds):
+            return MEMBER_STATE_SUSPECT
+        return entry.report.state
+
+    def _death(self, entry: _Entry) -> str:
+        """Why this member is to be declared dead; empty if it isn't."""
+        limits, report = self._timeouts, entry.report
+        if self._now - entry.heard >= limits.dead_seconds:
+            return f"no heartbeat for {limits.dead_seconds:g} s"
+        if _stuck(report, limits.step_dead_seconds):
+            return f"its step has been running for {report.step_age_seconds:.1f} s"
+        if entry.leaving is not None and not entry.asked:
+            stay = self._now - entry.leaving
+            if report.failed and stay >= FAILED_SECONDS:
+                return f"its engine failed {stay:.1f} s ago, and it hasn't ended"
+            if stay >= self._drain_seconds + DRAIN_MARGIN_SECONDS:
+                return f"it has been draining for {stay:.1f} s"
+        return ""
 
     def _enter(self, entry: _Entry, state: MemberState) -> bool:
         """Changes the state; False if it is the state already."""
@@ -175,10 +328,27 @@ class Membership:
         self._last = now
 
 
+def incompatible(members: Iterable[Member]) -> list[list[str]]:
+    """The names of the live workers, one list for each digest of compatibility, the largest first.
+
+    Workers of different lists can't hand KV over to each other. A worker that has sent no digest yet is in no list.
+    """
+    groups: dict[str, list[str]] = {}
+    for member in members:
+        if member.compatibility and member.state != MEMBER_STATE_DEAD:
+            groups.setdefault(member.compatibility, []).append(member.name)
+    return sorted((sorted(names) for names in groups.values()), key=lambda names: (-len(names), names))
+
+
+def _stuck(report: Member, seconds: float) -> bool:
+    """Whether work waits for a step that has been running for `seconds`, or longer than the member's own limit."""
+    return report.work_queued and report.step_age_seconds >= max(seconds, report.step_limit_seconds)
+
+
 def _check(member: Member) -> None:
-    for field in ("name", "incarnation"):
-        if not getattr(member, field):
-            raise InvalidMember(f"member.{field} is empty")
+    for text in ("name", "incarnation"):
+        if not getattr(member, text):
+            raise InvalidMember(f"member.{text} is empty")
     if member.role not in (ROLE_PREFILL, ROLE_DECODE, ROLE_COLOCATED, ROLE_ROUTER):
         raise InvalidMember(f"member.role of {member.name} is {member.role}")
     if member.state not in REPORTABLE:

@@ -25,7 +25,8 @@ HISTOGRAMS = {
 }
 """Field of RequestRecord, metric, meaning, buckets."""
 COUNTERS = {
-    "retries": ("router_retries", "Placements after the loss of a worker."),
+    "retries": ("router_retries", "Placements after a failed attempt."),
+    "migrations": ("router_migrations", "Placements of requests whose worker drains."),
     "transfer_bytes": ("transfer_kv_bytes", "KV sent over links."),
     "prompt_tokens": ("router_prompt_tokens", "Tokens of prompts."),
     "cached_tokens": ("router_cached_tokens", "Prompt tokens found in prefix caches."),

@@ -1,4 +1,4 @@
-"""The descendants of this process, to leave none of Ray's when a local cluster has ended (Linux's /proc)."""
+"""Processes of this machine by pid and start time, and the descendants of this one (Linux's /proc)."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def end(processes: Sequence[Process], seconds: float) -> list[Process]:
     deadline = time.monotonic() + seconds
     while (left := [process for process in processes if process.alive]) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    _send(signal.SIGKILL, left)
+    send(signal.SIGKILL, left)
     return left
 
 
@@ -67,13 +67,14 @@ def kill_descendants() -> None:
     """
     stopped: set[Process] = set()
     while fresh := set(descendants()) - stopped:
-        _send(signal.SIGSTOP, fresh)
+        send(signal.SIGSTOP, fresh)
         stopped |= fresh
-    _send(signal.SIGKILL, stopped)
+    send(signal.SIGKILL, stopped)
     end(list(stopped), KILLED_SECONDS)
 
 
-def _send(number: int, processes: Iterable[Process]) -> None:
+def send(number: int, processes: Iterable[Process]) -> None:
+    """Sends a signal to those that still exist."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)

@@ -1,7 +1,7 @@
 """Runs members as named, detached Ray actors, each in a placement group of its own.
 
 A placement group outlives its actor, so a replacement finds its resources still reserved. Actors are detached, so
-running streams outlive the supervisor; `supervisor_actor.end` ends them.
+running streams outlive the supervisor; a restarted one finds them by their names, and `supervisor_actor.end` ends them.
 """
 
 import asyncio
@@ -11,23 +11,25 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kvrelay.cluster.actors import CONCURRENCY, RouterActor, WorkerActor
+from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.replacement import Ended
+from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 
 logger = logging.getLogger(__name__)
 
 GROUP_SECONDS = 5
-STOP_SECONDS = 30.0
-"""For an actor or a whole cluster to end."""
+RETRY_SECONDS = 0.5
+UNNAMED_SECONDS = 30.0
+"""For Ray to give the name of a killed actor free."""
 
 
 class RayLauncher:
-    """The supervisor's Launcher: runs the members of the configuration as Ray actors."""
+    """The supervisor's Launcher of Ray actors."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -36,43 +38,42 @@ class RayLauncher:
         self._router = config.router_config()
         self._bundles = {name: config.bundle(worker.role) for name, worker in self._workers.items()}
         self._bundles[self._router.name] = config.bundle(None)
-        self._groups: dict[str, PlacementGroup] = {}
         self._actors: dict[str, Any] = {}
+        self._adopted: set[str] = set()
         self.names = tuple(self._bundles)
 
+    async def adopt(self, name: str) -> bool:
+        """Finds the running actor of this name."""
+        actor = await asyncio.to_thread(self._find, name)
+        if actor is None:
+            return False
+        self._actors[name] = actor
+        self._adopted.add(name)
+        return True
+
     async def run(self, name: str, supervisor: str) -> Ended:
-        """Starts the member's actor in its placement group; returns when the process has ended."""
-        group = self._groups.get(name)
-        if group is None:
-            label = f"{self._namespace}/{name}"
-            group = placement_group([self._bundles[name]], strategy="STRICT_PACK", name=label, lifetime="detached")
-            self._groups[name] = group
-        # Asks Ray's GCS; `group.ready()` would start a process for that.
-        while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundles[name]})
-        actor = self._actors[name] = self._create(name, supervisor, group)
-        try:
-            ended: Ended = await actor.serve.remote()
-            return ended
-        except RayTaskError as error:
-            logger.exception("server failed", extra={"member": name})
-            return Ended(f"{type(error.cause).__name__}: {error.cause}")
-        except RayError as error:
-            return Ended(_why(error))
-        finally:
-            ray.kill(actor)
-            await asyncio.to_thread(self._until_unnamed, name)
+        """Starts the member's actor in its placement group, unless one was adopted; returns when it has ended."""
+        if name in self._adopted:
+            self._adopted.discard(name)
+        else:
+            await asyncio.to_thread(self._end, name)
+            group = await self._group(name)
+            self._actors[name] = self._create(name, supervisor, group)
+        ended = await _watch(self._actors[name])
+        # Not if this task is cancelled: members outlive the supervisor.
+        await asyncio.to_thread(self._end, name)
+        return ended
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
         actor = self._actors.get(name)
         if actor is not None:
             try:
-                await actor.stop.remote(grace)
-            except RayError as error:
-                logger.info("gone before it was stopped", extra={"member": name, "reason": str(error)})
+                await asyncio.wait_for(actor.stop.remote(grace), grace + STOP_SECONDS + EXIT_SECONDS)
+            except (RayError, TimeoutError) as error:
+                logger.info("killed", extra={"member": name, "reason": str(error) or "it did not stop in time"})
             ray.kill(actor)
-        group = self._groups.pop(name, None)
+        group = await asyncio.to_thread(self._find_group, name)
         if group is not None:
             remove_placement_group(group)
 
@@ -82,16 +83,45 @@ class RayLauncher:
         if actor is not None:
             ray.kill(actor)
 
-    def _until_unnamed(self, name: str) -> None:
-        """Returns when the next actor can take this name."""
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                ray.get_actor(name, self._namespace)
-            except ValueError:
-                return
+    async def _group(self, name: str) -> PlacementGroup:
+        """The member's reservation, when it has its resources."""
+        group = await asyncio.to_thread(self._find_group, name)
+        if group is None:
+            label = self._label(name)
+            group = placement_group([self._bundles[name]], strategy="STRICT_PACK", name=label, lifetime="detached")
+        # Asks Ray's GCS; `group.ready()` would start a process for that.
+        while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
+            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundles[name]})
+        return group
+
+    def _label(self, name: str) -> str:
+        return f"{self._namespace}/{name}"
+
+    def _find_group(self, name: str) -> PlacementGroup | None:
+        try:
+            group: PlacementGroup = ray.util.get_placement_group(self._label(name))
+        except ValueError:
+            return None
+        return group
+
+    def _find(self, name: str) -> Any | None:
+        try:
+            return ray.get_actor(name, self._namespace)
+        except ValueError:
+            return None
+
+    def _end(self, name: str) -> None:
+        """Ends the actor of this name, if there is one, and returns when the next one can take the name.
+
+        Raises:
+            RuntimeError: the name isn't free in time.
+        """
+        deadline = time.monotonic() + UNNAMED_SECONDS
+        while (actor := self._find(name)) is not None:
+            ray.kill(actor)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"actor {name} still has its name {UNNAMED_SECONDS:g} s after it was killed")
             time.sleep(0.05)
-        raise RuntimeError(f"actor {name} still has its name {STOP_SECONDS:g} s after it was killed")
 
     def _create(self, name: str, supervisor: str, group: PlacementGroup) -> Any:
         worker = self._workers.get(name)
@@ -107,7 +137,7 @@ class RayLauncher:
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:
-    """Options common to all actors of a cluster. Ray restarts none of them: a replacement is a new incarnation."""
+    """Options of a cluster's actors. Ray doesn't restart a member: its replacement is a new incarnation."""
     return {
         "name": name,
         "namespace": namespace,
@@ -115,6 +145,24 @@ def actor_options(namespace: str, name: str) -> dict[str, Any]:
         "max_restarts": 0,
         "max_concurrency": CONCURRENCY,
     }
+
+
+async def _watch(actor: Any) -> Ended:
+    """Returns when the actor has ended."""
+    while True:
+        try:
+            ended: Ended | None = await actor.watch.remote(WATCH_SECONDS)
+        except ActorUnavailableError as error:
+            # The connection is lost, or Ray's control plane is away. Heartbeats tell whether the process lives.
+            logger.warning("can't be watched now", extra={"actor": repr(actor), "reason": _why(error)})
+            await asyncio.sleep(RETRY_SECONDS)
+        except RayTaskError as error:
+            return Ended(f"{type(error.cause).__name__}: {error.cause}")
+        except RayError as error:
+            return Ended(_why(error))
+        else:
+            if ended is not None:
+                return ended
 
 
 def _why(error: RayError) -> str:

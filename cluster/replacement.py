@@ -1,6 +1,7 @@
-"""How a member's process ended, and when its replacement starts. No I/O."""
+"""How a member's process is kept running: how it ended, and when its replacement starts. No I/O."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 FIRST_SECONDS = 0.5
 MOST_SECONDS = 30.0
@@ -15,6 +16,29 @@ class Ended:
     """Why, in one line; empty if it was asked to stop."""
     mistake: bool = False
     """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
+
+
+class Launcher(Protocol):
+    """Starts, finds and ends the processes of members, at most one for each name at any time."""
+
+    names: tuple[str, ...]
+    """The members that must run."""
+
+    async def adopt(self, name: str) -> bool:
+        """Finds a process that an earlier supervisor has started, for `run` to watch; False if none runs."""
+
+    async def run(self, name: str, supervisor: str) -> Ended:
+        """Returns when the member's process has ended. Starts one first, unless one was just adopted.
+
+        Args:
+            supervisor: host:port that the process sends its heartbeats to.
+        """
+
+    async def stop(self, name: str, grace: float) -> None:
+        """Gives the member `grace` seconds to finish, and ends its process in any case."""
+
+    async def kill(self, name: str) -> None:
+        """Ends the member's process at once."""
 
 
 class Backoff:

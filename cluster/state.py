@@ -35,6 +35,8 @@ class ClusterState:
     """host:port of the public gRPC."""
     dashboard: str = ""
     """URL of Ray's dashboard."""
+    drain_seconds: float = 30.0
+    """Time that requests are given to finish when it ends."""
 
 
 def folder() -> Path:

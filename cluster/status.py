@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
+from kvrelay.cluster.membership import incompatible
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_ROUTER,
@@ -20,6 +21,8 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.options import channel_options
 
 TIMEOUT_SECONDS = 5.0
+UNSUPERVISED_CODE = 3
+"""Exit code of `kvrelay status` if requests are served without the supervisor."""
 
 
 def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
@@ -40,13 +43,28 @@ def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
 
 def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     """The output of `kvrelay status --json`; None if no cluster answers."""
+    supervised = status is not None
     status = status or GetStatusResponse()
     return {
+        "supervised": supervised,
         "ready": status.ready,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "incompatible": _groups(status),
     }
+
+
+def incompatible_workers(status: GetStatusResponse) -> list[str]:
+    """A line for each group of workers that can't be paired with the largest group; none if all can be paired."""
+    groups = _groups(status)
+    return [f"{', '.join(names)} can't hand KV over to or from {', '.join(groups[0])}" for names in groups[1:]]
+
+
+def _groups(status: GetStatusResponse) -> list[list[str]]:
+    """The workers in groups that can be paired, the largest first; empty if all workers can be paired."""
+    groups = incompatible(entry.member for entry in status.members)
+    return groups if len(groups) > 1 else []
 
 
 def as_table(status: GetStatusResponse, dashboard: str) -> Table:
@@ -76,7 +94,12 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
 
 def _process(entry: MemberStatus) -> dict[str, Any]:
     member = entry.member
-    return {"pid": member.pid, "incarnation": member.incarnation, "state": _state(member.state)}
+    return {
+        "pid": member.pid,
+        "incarnation": member.incarnation,
+        "generation": member.generation,
+        "state": _state(member.state),
+    }
 
 
 def _router_entry(entry: MemberStatus) -> dict[str, Any]:
@@ -90,6 +113,7 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
         "name": entry.member.name,
         "role": _role(entry.member.role),
         **_process(entry),
+        "compatibility": entry.member.compatibility,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
         "requests": {"waiting": requests.waiting, "running": requests.running},
     }

@@ -1,46 +1,52 @@
 """The supervisor: hears every member's heartbeats, sends each of them the membership, and replaces lost members.
 
-A plain server: `python -m kvrelay.cluster.supervisor --config FILE` runs one that replaces nobody. With a launcher it
-keeps one process running for each name: it starts the process, watches it, and starts another one when it ended or was
-declared dead.
+A plain server: `python -m kvrelay.cluster.supervisor --config FILE`. With `members` it keeps one process running for
+each name on this machine; without, it replaces nobody. On Ray it keeps actors (`cluster/supervisor_actor.py`).
 
-Requests and tokens never pass through here: without the supervisor, running streams go on.
+Requests and tokens never pass through here: without the supervisor, running streams go on. A restarted one continues
+from its record: it takes its address again, knows the generations that were issued, and watches the members' processes
+that run.
 """
 
 import asyncio
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import grpc
 
+from kvrelay.cluster.keepers import Keepers, Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership
-from kvrelay.cluster.replacement import Backoff
+from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
+from kvrelay.cluster.record import FileStore, Recorder, Store
+from kvrelay.cluster.replacement import Launcher
+from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
-    MEMBER_STATE_UNSPECIFIED,
     ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
     GetStatusRequest,
     GetStatusResponse,
     Member,
-    MemberState,
+    SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
-from kvrelay.rpc.serve import main
-
-if TYPE_CHECKING:
-    from kvrelay.cluster.ray_launcher import RayLauncher
+from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
+ALL_STOP_SECONDS = 2 * (STOP_SECONDS + EXIT_SECONDS) + STOP_SECONDS
+"""For the routers, the workers and the supervisor to stop, beyond the time for their requests."""
+BIND_SECONDS = 10.0
+"""How long a restarted supervisor tries to get the port of its predecessor, which its members know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +57,24 @@ class SupervisorConfig(HeartbeatConfig):
     """Address that its gRPC binds to, and that members dial."""
 
     port: int = 0
-    """Port of its gRPC; 0 takes a free one."""
+    """Port of its gRPC; 0 takes the one in the record of `state_path`, or a free one."""
 
+    drain_seconds: float = 30.0
+    """Time that members are given to finish their requests when they are to end."""
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far one expected member is."""
+    state_path: str = ""
+    """File that a restarted supervisor continues from; empty keeps no record."""
 
-    name: str
-    state: MemberState = MEMBER_STATE_UNSPECIFIED
-    """Unspecified before its first heartbeat."""
-    loaded: float = 0.0
-    """Share of the weights, 0 to 1."""
-    failures: int = 0
-    """Processes of this member that ended so far without a request to stop."""
-    reason: str = ""
-    """Why the last of them did."""
-    hopeless: bool = False
-    """It isn't started again: its configuration is the reason."""
+    members: dict[str, MemberProcess] = field(default_factory=dict)
+    """Processes to keep running on this machine, by name; needs `state_path`. Its folder gets NAME.json, the options
+    that the process is started with, NAME.log, its output, and NAME.pid."""
+
+    def __post_init__(self) -> None:
+        HeartbeatConfig.__post_init__(self)
+        require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
+        require(
+            not self.members or self.state_path != "", "state_path", self.state_path, "a file, as there are members"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +88,55 @@ class Startup:
     members: list[Progress]
 
 
-class SupervisorServer(SupervisorServiceServicer):
-    """Serves SupervisorService over a Membership, and keeps the members of `launcher` running."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Published:
+    """A membership as it is sent."""
 
-    def __init__(self, config: SupervisorConfig, launcher: "RayLauncher | None" = None) -> None:
+    version: int = -1
+    members: tuple[Member, ...] = ()
+    complete: bool = False
+
+    def generation(self, worker: WorkerId) -> int:
+        """The generation of a member in it; 0 if it isn't."""
+        for member in self.members:
+            if (member.name, member.incarnation) == worker:
+                return member.generation
+        return 0
+
+
+class SupervisorServer(SupervisorServiceServicer):
+    """Serves SupervisorService over a Membership, and keeps the members of its launcher running."""
+
+    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None, store: Store | None = None) -> None:
+        """
+        Args:
+            config: the options.
+            launcher: keeps other processes than those of `config.members`.
+            store: keeps the record elsewhere than in `config.state_path`.
+
+        Raises:
+            ValueError: the record can't be read.
+        """
         self.config = config
-        self.membership = Membership(config)
-        self._launcher = launcher
-        self._expected = {name: Progress(name) for name in (launcher.names if launcher is not None else ())}
-        self._served: set[str] = set()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.membership = Membership(config, drain_seconds=config.drain_seconds)
+        if store is None and config.state_path:
+            store = FileStore(Path(config.state_path))
+        if launcher is None and config.members:
+            launcher = ProcessLauncher(Path(config.state_path).absolute().parent, config.members)
+        record = None if store is None else store.load()
+        self._last_address = ""
+        if record is not None:
+            self.membership.restore(record.membership)
+            self._last_address = record.address
+        self._recorder = None if store is None else Recorder(store)
+        self._keepers = None if launcher is None else Keepers(launcher, self.membership, self._on_change)
+        self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._port = 0
-        self._changed = asyncio.Event()
-        self._sent_version = -1
-        self._failed = asyncio.Event()
-        self._failure: BaseException = RuntimeError("the supervisor has not failed")
-        self._stopping = False
+        self._dirty = asyncio.Event()
+        self._published = _Published()
+        self._news = asyncio.Event()
+        self._failure: asyncio.Future[BaseException] | None = None
 
     @property
     def address(self) -> str:
@@ -106,130 +144,149 @@ class SupervisorServer(SupervisorServiceServicer):
         return join(self.config.host, self._port)
 
     async def start(self) -> None:
-        """Binds, serves, and starts the members.
+        """Binds, serves, and starts the members or finds them running.
 
         Raises:
             OSError: the port is in use.
         """
-        self._server = grpc.aio.server(options=server_options())
-        add_SupervisorServiceServicer_to_server(self, self._server)
-        self._port = bind(self._server, self.config.host, self.config.port)
+        self._failure = asyncio.get_running_loop().create_future()
+        self._server = await self._bind()
         await self._server.start()
-        self._run("tick", self._watch())
-        if self._launcher is not None:
-            for name in self._expected:
-                self._run(name, self._keep(name, self._launcher))
+        self._run("publish", self._publish())
+        self._run("tick", self._tick())
+        self._on_change()
+        if self._keepers is not None:
+            self._keepers.start(self.address)
 
     async def stop(self, grace: float) -> None:
-        """Ends every member (the router first, so that no new request comes in), then itself.
+        """Ends every member, then itself.
 
         A supervisor that has failed ends only itself: the members serve without it.
+
+        Args:
+            grace: seconds for the members to finish their requests, all together.
         """
-        self._stopping = True
-        if self._launcher is not None and self._server is not None and not self._failed.is_set():
-            routers = {name for name in self._expected if name.startswith("router-")}
-            for group in (routers, self._expected.keys() - routers):
-                await asyncio.gather(*(self._end(name, self._launcher, grace) for name in group))
-        for task in self._tasks.values():
+        if self._keepers is not None and self._failure is not None and not self._failure.done():
+            await self._keepers.stop(grace)
+        if self._keepers is not None:
+            await self._keepers.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._recorder is not None and self._server is not None:
+            await self._recorder.save(self._record())
+            self._recorder.close()
         if self._server is not None:
             await self._server.stop(0.2)
 
     async def failed(self) -> BaseException:
         """Returns the reason when the supervisor can't go on."""
-        await self._failed.wait()
-        return self._failure
+        if self._failure is None:
+            raise RuntimeError("the supervisor was not started")
+        return await asyncio.shield(self._failure)
 
     def startup(self) -> Startup:
         """How far every expected member is."""
-        members = {member.name: member for member in self.membership.members()}
-        routers = [m.address for m in members.values() if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
-        progress = []
-        for name, expected in self._expected.items():
-            member = members.get(name, Member())
-            progress.append(replace(expected, state=member.state, loaded=member.loaded))
+        members = self.membership.members()
+        routers = [m.address for m in members if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
+        progress = [] if self._keepers is None else self._keepers.progress()
         return Startup(self.membership.ready, routers[0] if routers else "", progress)
 
-    async def _keep(self, name: str, launcher: "RayLauncher") -> None:
-        """Runs one process of this name after another."""
-        backoff = Backoff()
-        while not self._stopping:
-            started = time.monotonic()
-            ended = await launcher.run(name, self.address)
-            worker = self.membership.present(name)
-            if worker is not None:
-                self.membership.gone(worker)
-            self._publish()
-            if self._stopping:
-                return
-            hopeless = ended.mistake and name not in self._served
-            failures = self._expected[name].failures + 1
-            self._expected[name] = Progress(name, failures=failures, reason=ended.reason, hopeless=hopeless)
-            if hopeless:
-                logger.error("cannot start", extra={"member": name, "reason": ended.reason})
-                return
-            wait = backoff.after(time.monotonic() - started)
-            logger.warning("ended; will be replaced", extra={"member": name, "reason": ended.reason, "wait": wait})
-            await asyncio.sleep(wait)
-
-    async def _end(self, name: str, launcher: "RayLauncher", grace: float) -> None:
-        await launcher.stop(name, grace)
-        self.membership.remove(name)
-        self._publish()
-
-    async def _watch(self) -> None:
+    async def _bind(self) -> grpc.aio.Server:
+        """A server at the configured port, or at the port where the members look for this supervisor."""
+        host, _, last = self._last_address.rpartition(":")
+        again = self.config.port == 0 and host.strip("[]") == self.config.host
+        port = int(last) if again else self.config.port
+        deadline = asyncio.get_running_loop().time() + (BIND_SECONDS if self._last_address else 0.0)
         while True:
-            for worker in self.membership.tick():
-                logger.warning("silent; dead", extra={"member": worker.name, "incarnation": worker.incarnation})
-                if self._launcher is not None and worker.name in self._expected and not self._stopping:
-                    # `_keep` sees the end of the process and starts the next one.
-                    self._run(f"kill {worker.name}", self._launcher.kill(worker.name))
-            for member in self.membership.members():
-                if member.state == MEMBER_STATE_READY:
-                    self._served.add(member.name)
-            self._publish()
+            server = grpc.aio.server(options=server_options())
+            add_SupervisorServiceServicer_to_server(self, server)
+            try:
+                self._port = bind(server, self.config.host, port)
+                return server
+            except OSError:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
             await asyncio.sleep(TICK_SECONDS)
 
-    def _run(self, key: str, work: "asyncio._CoroutineLike[None]") -> None:
+    def _record(self) -> SupervisorRecord:
+        return SupervisorRecord(membership=self.membership.snapshot(), address=self.address)
+
+    async def _tick(self) -> None:
+        while True:
+            for worker, reason in self.membership.tick():
+                extra = {"member": worker.name, "incarnation": worker.incarnation, "reason": reason}
+                logger.warning("declared dead", extra=extra)
+                if self._keepers is not None:
+                    self._keepers.kill(worker.name)
+            if self._keepers is not None:
+                self._keepers.note_served()
+            self._on_change()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _on_change(self) -> None:
+        if self.membership.version != self._published.version:
+            self._dirty.set()
+
+    async def _publish(self) -> None:
+        """Sends each membership to all Attend streams, once its record is saved."""
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            version, complete, members = self.membership.version, self.membership.complete, self.membership.members()
+            copies = []
+            for member in members:
+                copies.append(Member())
+                copies[-1].CopyFrom(member)
+            if self._recorder is not None and not await self._recorder.save(self._record()):
+                asyncio.get_running_loop().call_later(1.0, self._dirty.set)
+            self._published = _Published(version, tuple(copies), complete)
+            self._news.set()
+            self._news = asyncio.Event()
+
+    def _run(self, name: str, work: "asyncio._CoroutineLike[None]") -> None:
+        """Runs a task whose failure is the supervisor's."""
+
         def done(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled() and (error := task.exception()) is not None and not self._failed.is_set():
-                self._failure = error
-                self._failed.set()
+            failure = self._failure
+            if not task.cancelled() and (error := task.exception()) and failure is not None and not failure.done():
+                failure.set_result(error)
 
-        self._tasks[key] = asyncio.create_task(work, name=key)
-        self._tasks[key].add_done_callback(done)
-
-    def _publish(self) -> None:
-        """Wakes every Attend stream if the membership has changed."""
-        if self.membership.version != self._sent_version:
-            self._sent_version = self.membership.version
-            self._changed.set()
-            self._changed = asyncio.Event()
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(done)
+        self._tasks.append(task)
 
     async def Attend(
         self,
         request_iterator: AsyncIterator[AttendRequest],
         context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]",
     ) -> None:
-        heard = asyncio.Event()
-        beats = asyncio.create_task(self._beats(request_iterator, heard), name="beats")
-        beats.add_done_callback(lambda _: heard.set())
-        sent = -1
+        joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
+        beats = asyncio.create_task(self._beats(request_iterator, joined), name="beats")
+        sent: _Published | None = None
 
         async def write(response: AttendResponse) -> None:
             # In time: a frozen member must not hold its stream's memory for ever.
             await asyncio.wait_for(context.write(response), self.config.dead_seconds)
 
         try:
-            await heard.wait()  # the first membership that a member gets includes itself
+            await asyncio.wait((beats, joined), return_when=asyncio.FIRST_COMPLETED)
             while not beats.done():
-                changed = asyncio.ensure_future(self._changed.wait())
-                if (version := self.membership.version) != sent:
-                    await write(AttendResponse(version=version, members=self.membership.members()))
-                    sent = version
-                await asyncio.wait((beats, changed), return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                news = asyncio.ensure_future(self._news.wait())
+                worker, version = joined.result()
+                # The first membership that a member gets includes itself.
+                if (now := self._published) is not sent and now.version >= version:
+                    await write(
+                        AttendResponse(
+                            version=now.version,
+                            members=now.members,
+                            generation=now.generation(worker),
+                            complete=now.complete,
+                        )
+                    )
+                    sent = now
+                await asyncio.wait((beats, news), return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
             if beats.result():
                 await write(AttendResponse(fenced=True))
         except InvalidMember as error:
@@ -239,15 +296,18 @@ class SupervisorServer(SupervisorServiceServicer):
         finally:
             beats.cancel()
 
-    async def _beats(self, requests: AsyncIterator[AttendRequest], heard: asyncio.Event) -> bool:
+    async def _beats(
+        self, requests: AsyncIterator[AttendRequest], joined: "asyncio.Future[tuple[WorkerId, int]]"
+    ) -> bool:
         """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""
         async for request in requests:
-            if not self.membership.attend(request.member, request.load):
-                member = request.member
+            member = request.member
+            if not self.membership.attend(member, request.load):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True
-            self._publish()
-            heard.set()
+            self._on_change()
+            if not joined.done():
+                joined.set_result((WorkerId(member.name, member.incarnation), self.membership.version))
         return False
 
     async def GetStatus(
@@ -257,4 +317,4 @@ class SupervisorServer(SupervisorServiceServicer):
 
 
 if __name__ == "__main__":
-    sys.exit(main(SupervisorConfig, SupervisorServer, "A kvrelay supervisor that replaces nobody, in the foreground."))
+    sys.exit(main(SupervisorConfig, SupervisorServer, "A kvrelay supervisor, in the foreground.", ALL_STOP_SECONDS))

@@ -1,28 +1,35 @@
 """The supervisor's Ray actor, and what a driver does with a whole cluster: create, find and end it."""
 
 import logging
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import ray
+from google.protobuf.message import DecodeError
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
+from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from kvrelay.cluster.actors import ServerActor, own_host
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.ray_launcher import STOP_SECONDS, RayLauncher, actor_options
-from kvrelay.cluster.supervisor import Startup, SupervisorConfig, SupervisorServer
+from kvrelay.cluster.ray_launcher import RayLauncher, actor_options
+from kvrelay.cluster.supervisor import ALL_STOP_SECONDS, Startup, SupervisorConfig, SupervisorServer
+from kvrelay.internal.v1.supervisor_pb2 import SupervisorRecord
 
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "kvrelay-supervisor"
-DRAIN_SECONDS = 5.0
-"""For running requests to finish when the cluster ends."""
+KV_NAMESPACE = "kvrelay"
+HEAD = "node:__internal_head__"
+"""Ray's resource of the head node only: the members look for a restarted supervisor where it was."""
 
 
 class SupervisorActor(ServerActor[SupervisorServer]):
-    """The supervisor, which starts, watches and replaces all other members."""
+    """The supervisor, which starts, watches and replaces all other members. Ray restarts it if its process ends."""
+
+    stop_seconds = ALL_STOP_SECONDS
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config))
@@ -33,14 +40,53 @@ class SupervisorActor(ServerActor[SupervisorServer]):
 
 
 def _supervisor(config: ClusterConfig) -> SupervisorServer:
-    heartbeat = config.heartbeat
-    options = SupervisorConfig(heartbeat.suspect_seconds, heartbeat.dead_seconds, host=own_host(config.local))
-    return SupervisorServer(options, RayLauncher(config))
+    options = SupervisorConfig(
+        **asdict(config.heartbeat), host=own_host(config.local), drain_seconds=config.drain_seconds
+    )
+    return SupervisorServer(options, RayLauncher(config), RayStore(config.ray.namespace))
+
+
+class RayStore:
+    """Keeps the supervisor's record in Ray's internal KV: with a fault-tolerant GCS, in Redis."""
+
+    def __init__(self, namespace: str) -> None:
+        self._key = f"{SUPERVISOR}/{namespace}".encode()
+
+    def load(self) -> SupervisorRecord | None:
+        """The record that was saved last.
+
+        Raises:
+            ValueError: there is something else in its place.
+        """
+        found = internal_kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
+        try:
+            return None if found is None else SupervisorRecord.FromString(found)
+        except DecodeError as error:
+            raise ValueError(
+                f"{self._key.decode()} in Ray's internal KV isn't a supervisor's record: {error}"
+            ) from None
+
+    def save(self, record: SupervisorRecord) -> None:
+        """Returns when Ray's GCS has the record.
+
+        Raises:
+            OSError: the GCS can't be reached.
+        """
+        try:
+            internal_kv._internal_kv_put(self._key, record.SerializeToString(), namespace=KV_NAMESPACE)
+        except (RayError, RuntimeError) as error:
+            raise OSError(f"Ray's GCS: {error}") from error
+
+    def forget(self) -> None:
+        """Removes the record."""
+        internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
 
 
 def create(config: ClusterConfig) -> Any:
-    """Starts the supervisor's actor, which then starts all the others; returns its handle."""
-    options = actor_options(config.ray.namespace, SUPERVISOR)
+    """Starts the supervisor's actor, which then starts all the others or finds them running; returns its handle."""
+    # Its calls only ask, or may be repeated, so Ray repeats those that a restart interrupts.
+    options = actor_options(config.ray.namespace, SUPERVISOR) | {"max_restarts": -1, "max_task_retries": -1}
+    options["resources"] = {HEAD: 0.001}
     return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config)
 
 
@@ -68,12 +114,17 @@ def connect(problem: str, **options: Any) -> Any:
         raise RunError(f"{problem}: {first_line}") from error
 
 
-def end(namespace: str) -> None:
-    """Lets the supervisor end its members and itself, then ends every actor and reservation that is left."""
+def end(namespace: str, drain_seconds: float) -> None:
+    """Lets the supervisor end its members and itself, then ends every actor and reservation that is left.
+
+    Args:
+        namespace: of the cluster's actors.
+        drain_seconds: for running requests to finish.
+    """
     supervisor = find(namespace)
     if supervisor is not None:
         try:
-            ray.get(supervisor.stop.remote(DRAIN_SECONDS), timeout=STOP_SECONDS)
+            ray.get(supervisor.stop.remote(drain_seconds), timeout=drain_seconds + ALL_STOP_SECONDS)
         except (RayError, GetTimeoutError) as error:
             logger.warning("the supervisor did not end by itself: %s", error)
         ray.kill(supervisor)
@@ -86,3 +137,4 @@ def end(namespace: str) -> None:
     for table in placement_group_table().values():
         if table["name"].startswith(f"{namespace}/") and table["state"] != "REMOVED":
             remove_placement_group(ray.util.get_placement_group(table["name"]))
+    RayStore(namespace).forget()

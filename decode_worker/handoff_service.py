@@ -10,6 +10,7 @@ from kvrelay.decode_worker.kv_receiver import KVReceiver, ReceiverHost
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.options import HELLO_SECONDS
 from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
 from kvrelay.transfer.messages import Code, Hello, Message, Refuse, decode, encode
 from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
@@ -39,7 +40,10 @@ class HandoffService(HandoffServiceServicer):
     ) -> None:
         receiver = self.receiver
         try:
-            hello, messages = await read_hello(request_iterator)
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello, messages = await read_hello(request_iterator)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS:g} s")
         except WireError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         peer = await receiver.peers.met(WorkerId(hello.worker, hello.incarnation), NEWS_SECONDS)

@@ -49,6 +49,10 @@ class DecodeRole(HandoffRole):
     def add_services(self, server: grpc.aio.Server) -> None:
         add_HandoffServiceServicer_to_server(self._service, server)
 
+    @property
+    def active(self) -> int:
+        return self._receiver.active
+
     async def stop(self) -> None:
         await self._service.close()
 
@@ -66,7 +70,7 @@ class DecodeRole(HandoffRole):
         if submit.phase != PHASE_DECODE:
             self.worker.compute(request)
         elif peer is None:
-            self.worker.fail(request.key, Failure.CODE_INTERNAL, "a decode request names no prefill worker")
+            self.worker.fail(request.key, Failure(code=Failure.CODE_INTERNAL, message="it names no prefill worker"))
         else:
             self._receiver.expect(request.key, peer, request.tokens)
 
@@ -86,7 +90,7 @@ class DecodeRole(HandoffRole):
     def reserve(self, key: Key, answer: Callable[[Reservation | Exception | None], None]) -> None:
         def answered(outcome: Reservation | Exception | None) -> None:
             if isinstance(outcome, ValueError):
-                self.worker.fail(key, Failure.CODE_INVALID, str(outcome))
+                self.worker.fail(key, Failure(code=Failure.CODE_INVALID, message=str(outcome)))
                 outcome = None
             if isinstance(outcome, Reservation):
                 self._promised.pop(key, None)
@@ -116,7 +120,4 @@ class DecodeRole(HandoffRole):
         self.worker.resume(request, first_token, reservation, resumed)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
-        if code is Code.NO_CAPACITY:
-            self.worker.fail(key, Failure.CODE_FULL, f"hand-off {code.value}: {message}")
-        else:
-            self.handoff_failed(key, code, message)
+        self.handoff_failed(key, code, message)

@@ -54,9 +54,11 @@ def configuration() -> str:
     """The page configuration.md."""
     document = schema()
     defaults = ClusterConfig().model_dump(mode="json")
-    parts = [CONFIGURATION]
+    parts = [CONFIGURATION, *_top_level(document, defaults)]
     roles: list[str] = []
     for name, entry in document["properties"].items():
+        if "$ref" not in entry:
+            continue
         section = document["$defs"][entry["$ref"].rpartition("/")[2]]
         if entry["$ref"].endswith("/RoleSection"):
             roles.append(f"`{name}`: {_text(entry)}")
@@ -71,6 +73,13 @@ def configuration() -> str:
             parts.append(f"| `{key}` | {_type(field)} | {default} | {_text(field)} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def _top_level(document: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """The keys that are in no section."""
+    keys = {name: entry for name, entry in document["properties"].items() if "$ref" not in entry}
+    rows = [f"| `{key}` | {_type(entry)} | `{defaults[key]}` | {_text(entry)} |" for key, entry in keys.items()]
+    return ["## Keys of the whole cluster\n", "| key | type | default | meaning |\n|---|---|---|---|", *rows, ""]
 
 
 def _text(field: dict[str, Any]) -> str:

@@ -155,12 +155,14 @@ class Scheduler:
         """A further hold of blocks [first, end) of a sequence's table, so that they can be sent while it continues."""
         return self._pool.share(sequence.hold.blocks[first:end], f"export {sequence.request}")
 
-    def check_integrity(self) -> None:
-        """Recounts every block and its holds; takes O(pool).
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Recounts every block and its holds; takes O(pool). `idle`: nobody outside the engine may hold a block.
 
         Raises:
-            IntegrityError: a block is lost, or in two states; names blocks and owners.
+            IntegrityError: a block is lost, in two states, or held while all is idle; names blocks and owners.
         """
+        if idle and not self._live and not self._in_flight:
+            self._pool.check_idle()
         self._pool.check_integrity()
         self._prefix.check_integrity()
 

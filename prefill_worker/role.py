@@ -51,6 +51,10 @@ class PrefillRole(HandoffRole):
         self._sender = self._client.sender
         worker.on_sequence_start(self._on_start)
 
+    @property
+    def active(self) -> int:
+        return self._sender.active
+
     async def stop(self) -> None:
         await self._client.close()
 

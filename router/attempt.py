@@ -47,6 +47,16 @@ class AttemptFailure:
     """Workers that the next attempt should avoid."""
     lost: bool = False
     """Whether a worker was lost; False where a worker returned the request."""
+    silent: bool = False
+    """Whether workers sent nothing for too long."""
+    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
+    reporters: frozenset[WorkerId] = frozenset()
+    """The worker that returned the request; those that were silent; none for a lost worker."""
+
+    @property
+    def handoff(self) -> bool:
+        """Whether the hand-off between the two workers failed."""
+        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
 
 
 @dataclass(slots=True)
@@ -59,17 +69,49 @@ class _Part:
     """Index of the next token that the worker has to send."""
     claimed_tokens: int
     """Tokens that this part adds to `stream.outstanding_tokens`."""
+    on_trial: bool
+    """Whether the request may end the worker; False again when this part has proved harmless or is over."""
     open: bool = True
     """Whether the worker may send more events."""
     delivered: bool = False
     """Whether the worker has sent a token."""
+    returned: bool = False
+    """Whether the worker has given the request back."""
+    _counted: bool = True
+    """Whether the part is one of `stream.requests`."""
+    _trial: int = 0
+    """The number of its trial on the worker; 0 without one, after it, or if another trial was under way before."""
 
     def __post_init__(self) -> None:
         self.stream.outstanding_tokens += self.claimed_tokens
+        self.stream.requests += 1
+        if self.on_trial:
+            self.stream.trials_begun += 1
+            self._trial = self.stream.trials_begun if not self.stream.trials else 0
+            self.stream.trials += 1
+
+    @property
+    def tried(self) -> bool:
+        """Whether the request is, or was to the part's end, the only one on trial on the worker, and is not cleared."""
+        return self._trial > 0 and self._trial == self.stream.trials_begun
 
     def release(self) -> None:
+        """The worker has no more work with this part. Safe to call again."""
         self.stream.outstanding_tokens -= self.claimed_tokens
         self.claimed_tokens = 0
+        self.stream.requests -= self._counted
+        self._counted = False
+        self._end_trial()
+
+    def clear(self) -> None:
+        """The request has proved harmless on this worker. Safe to call again."""
+        self._trial = 0
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        if self.on_trial:
+            self.on_trial = False
+            self.stream.end_trial()
 
 
 class Attempt:
@@ -82,6 +124,8 @@ class Attempt:
         generated: tuple[int, ...],
         prefill: WorkerStream,
         decode: WorkerStream | None,
+        *,
+        on_trial: bool = False,
     ) -> None:
         """
         Args:
@@ -90,6 +134,7 @@ class Attempt:
             prefill: the worker that computes the prompt and the first token.
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
+            on_trial: whether each worker shall count the request as on trial, until it has sent enough.
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
@@ -113,11 +158,11 @@ class Attempt:
         trace.decode_worker = "" if decode is None else decode.worker.name
         work = len(self._tokens)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, work)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, work, on_trial)
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left, on_trial)
 
     # Towards the workers.
 
@@ -129,6 +174,30 @@ class Attempt:
     def lost_worker(self) -> bool:
         """Whether the router has lost a worker of this attempt."""
         return any(part.stream.lost is not None for part in self._parts)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the worker that generates the last token has sent one."""
+        return self._parts[-1].delivered
+
+    def lost_while_computing(self) -> bool | None:
+        """Whether the request was tried apart from other suspects on a lost worker that may have been computing it.
+
+        None if there is no such worker. Prefill computes up to the first token, decode at some time after that.
+        """
+        found = [
+            part.tried
+            for part in self._parts
+            if part.stream.lost is not None
+            and not part.returned
+            and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
+        ]
+        return any(found) if found else None
+
+    def clear(self) -> None:
+        """The request has proved harmless: its trial is over."""
+        for part in self._parts:
+            part.clear()
 
     def submit(self, first_seconds: float, idle_seconds: float) -> None:
         """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
@@ -200,18 +269,22 @@ class Attempt:
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
-        self._fail(Failure.CODE_RETRY, f"{why} ({', '.join(sorted(worker.name for worker in self.workers))})")
+        silent = frozenset(part.stream.worker for part in self._parts if part.open)
+        names = ", ".join(sorted(worker.name for worker in self.workers))
+        self._fail(AttemptFailure(Failure.CODE_RETRY, f"{why} ({names})", self.workers, silent=True, reporters=silent))
 
     def fail_handoff(self) -> None:
         """Fails the attempt because `decide_by` has passed: the KV was lost with the prefill worker."""
-        stream = self._prefill.stream
-        self._fail(Failure.CODE_RETRY, f"worker {stream.worker.name} lost before the hand-off", stream)
+        worker = self._prefill.stream.worker
+        self._fail_lost(worker, f"worker {worker.name} lost before the hand-off")
 
-    def _fail(self, code: Failure.Code, message: str, lost: WorkerStream | None = None) -> None:
+    def _fail_lost(self, worker: WorkerId, message: str) -> None:
+        self._fail(AttemptFailure(Failure.CODE_RETRY, message, frozenset((worker,)), lost=True))
+
+    def _fail(self, failure: AttemptFailure) -> None:
         """Sets the failure, unless the attempt has failed already or has all tokens."""
         if self.failure is None and not self._complete:
-            blamed = self.workers if lost is None else frozenset((lost.worker,))
-            self.failure = AttemptFailure(code, message, blamed, lost=lost is not None)
+            self.failure = failure
         self._wake.set()
 
     # From the workers' streams.
@@ -231,9 +304,9 @@ class Attempt:
         if event.HasField("transfer"):
             part.open = False
         if event.HasField("failure"):
-            part.open = False
+            part.open, part.returned = False, True
             if not self._outlived(part):
-                self._fail(event.failure.code, f"{part.stream.worker.name}: {event.failure.message}")
+                self._fail(self._reported(part, event.failure))
         self._wake.set()
 
     def _on_lost(self, part: _Part) -> None:
@@ -242,10 +315,21 @@ class Attempt:
             if part is self._prefill and self._decode is not None and part.delivered:
                 self.decide_by = time.monotonic() + PREFILL_LOST_SECONDS
             else:
-                self._fail(
-                    Failure.CODE_RETRY, f"worker {part.stream.worker.name} lost ({part.stream.lost})", part.stream
-                )
+                self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
         self._wake.set()
+
+    def _reported(self, part: _Part, failure: Failure) -> AttemptFailure:
+        """What a worker reports, as `Failure` in worker.proto defines it."""
+        sender = frozenset((part.stream.worker,))
+        blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
+        if failure.cause == Failure.CAUSE_DRAINING:
+            blamed = blamed or sender
+        elif failure.cause != Failure.CAUSE_UNSPECIFIED:
+            blamed = blamed or self.workers - sender or sender
+        else:
+            blamed = self.workers
+        message = f"{part.stream.worker.name}: {failure.message}"
+        return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)
 
     @property
     def _complete(self) -> bool:
@@ -292,4 +376,5 @@ class Attempt:
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"
-        self._fail(Failure.CODE_INTERNAL, message)
+        sender = frozenset((part.stream.worker,))
+        self._fail(AttemptFailure(Failure.CODE_INTERNAL, message, self.workers, reporters=sender))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId
 
 WorkerRole = Literal["prefill", "decode", "colocated"]
@@ -56,6 +57,16 @@ class WorkerView:
     """Tokens that its KV pool holds; 0 before its first report."""
     capacity: DecodeCapacity | None = None
     """Of a decode worker; None before its first report."""
+    compatibility: str = ""
+    """Digest of what two workers must have in common; only equal ones are paired."""
+    avoided: bool = False
+    """Whether attempts fail on it: used only if no other worker of its role is left."""
+    bad_peers: frozenset[WorkerId] = frozenset()
+    """Of a prefill worker: decode workers to which hand-offs fail; such a pair is used only if there is no other."""
+    requests: int = 0
+    """Attempts of this router that it works on."""
+    trials: int = 0
+    """Those of them that are on trial (`router/suspects.py`)."""
 
     @property
     def load(self) -> int:
@@ -73,6 +84,8 @@ class Demand:
     """Most tokens to generate after the first one; 0 needs no decode worker."""
     avoid: frozenset[WorkerId] = frozenset()
     """Workers to use only if there are no others."""
+    on_trial: bool = False
+    """Whether it may share no worker with another request on trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +112,10 @@ class NoPlace(enum.Enum):
 class LeastLoaded:
     """Chooses the prefill and the decode worker with the least load, or a co-located one with less than both together.
 
-    Equally loaded workers take turns. A decode worker is chosen if it has capacity for the prompt. A limited backlog of
-    prompts may also be computed ahead for a worker without: their KV waits in prefill memory.
+    Equally loaded workers take turns. Only workers with equal digests are paired; the group of equal digests that can
+    serve most requests comes first. Workers and pairs to avoid are used only if there are no others. A decode worker is
+    chosen if it has capacity for the prompt. A limited backlog of prompts may also be computed ahead for a worker
+    without: their KV waits in prefill memory.
     """
 
     def __init__(self, backlog_share: float = 0.0) -> None:
@@ -113,47 +128,122 @@ class LeastLoaded:
         self._last_turn: dict[WorkerId, int] = {}
 
     def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
-        ready = [worker for worker in workers if worker.ready]
-        open_ = [worker for worker in ready if worker.role != "decode" or self._accepts(demand, worker, ready)]
-        options = self._options(demand, open_)
-        if not options:
-            return NoPlace.NO_CAPACITY if self._options(demand, ready) else NoPlace.NO_WORKERS
-        chosen = min(options, key=lambda option: self._cost(demand, option))
-        self._turn += 1
-        self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
-        self._last_turn |= {worker.id: self._turn for worker in chosen}
-        decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role == "colocated" else None
-        return Placement(chosen[0].id, decode)
+        found = [_Group.of(group, demand) for group in _groups([worker for worker in workers if worker.ready])]
+        able = [group for group in found if group is not None]
+        groups = [group for group in able if not group.troubled] or able
+        for group in groups:
+            chosen = self._choose(demand, group)
+            if chosen is not None:
+                self._turn += 1
+                known = {worker.id for worker in workers}
+                self._last_turn = {worker: turn for worker, turn in self._last_turn.items() if worker in known}
+                self._last_turn |= {worker.id: self._turn for worker in chosen}
+                decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role == "colocated" else None
+                return Placement(chosen[0].id, decode)
+        return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
 
-    def _options(self, demand: Demand, workers: Sequence[WorkerView]) -> list[list[WorkerView]]:
-        """The best pair of workers and the best co-located worker, if there are any. A single token needs no pair."""
-        best: dict[WorkerRole, WorkerView] = {}
-        for worker in sorted(workers, key=lambda worker: self._cost(demand, [worker])):
-            best.setdefault(worker.role, worker)
-        pair: tuple[WorkerRole, ...] = ("prefill", "decode") if demand.decode_tokens else ("prefill",)
-        alone: tuple[WorkerRole, ...] = ("colocated",)
-        return [[best[role] for role in roles] for roles in (pair, alone) if best.keys() >= set(roles)]
+    def _choose(self, demand: Demand, group: "_Group") -> list[WorkerView] | None:
+        """The best option of a group among those with capacity."""
+        prefills, decodes, colocated = (
+            sorted(
+                (worker for worker in workers if not (demand.on_trial and worker.trials)),
+                key=lambda worker: self._cost(demand, [worker]),
+            )
+            for workers in (group.prefills, group.decodes, group.colocated)
+        )
+        decodes = [worker for worker in decodes if self._accepts(demand, worker, group)]
+        options = [[worker] for worker in colocated[:1]]
+        if not demand.decode_tokens:
+            options += [[worker] for worker in prefills[:1]]
+        elif prefills and decodes:
+            best = [prefills[0], decodes[0]]
+            if not group.allows(*best):
+                pairs = [
+                    [prefill, decode] for prefill in prefills for decode in decodes if group.allows(prefill, decode)
+                ]
+                best = min(pairs, key=lambda pair: self._cost(demand, pair), default=[])
+            options += [best] if best else []
+        return min(options, key=lambda option: self._cost(demand, option), default=None)
 
-    def _accepts(self, demand: Demand, decode: WorkerView, ready: Sequence[WorkerView]) -> bool:
+    def _accepts(self, demand: Demand, decode: WorkerView, group: "_Group") -> bool:
         """Whether such a prompt may be computed for `decode` now."""
         capacity = decode.capacity
         if capacity is None or capacity.fits(demand.prompt_tokens):
             return True
-        decode_workers = sum(worker.role == "decode" for worker in ready)
-        prefill_tokens = sum(worker.kv_tokens for worker in ready if worker.role == "prefill") / decode_workers
+        prefill_tokens = sum(worker.kv_tokens for worker in group.prefills) / len(group.decodes)
         backlog = (capacity.promised_blocks + capacity.blocks_for(demand.prompt_tokens)) * capacity.block_size
         return backlog <= self._backlog_share * prefill_tokens
 
-    def _cost(self, demand: Demand, option: Sequence[WorkerView]) -> tuple[int, int, int]:
-        """Sort key: workers to avoid, then load, then the latest turn."""
+    def _cost(self, demand: Demand, option: Sequence[WorkerView]) -> tuple[int, int, int, int]:
+        """Sort key: workers to avoid, then company that a trial puts at risk, then load, then the latest turn.
+
+        All but the last are sums over the workers, so the best pair consists of the best of each role.
+        """
         return (
             sum(worker.id in demand.avoid for worker in option),
+            sum((worker.requests if demand.on_trial else worker.trials) > 0 for worker in option),
             sum(worker.load for worker in option),
             max(self._last_turn.get(worker.id, 0) for worker in option),
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The workers of one digest that a request may use: without those to avoid, unless nothing else is left."""
+
+    prefills: list[WorkerView]
+    decodes: list[WorkerView]
+    colocated: list[WorkerView]
+    any_pair: bool
+    """Whether to use the pairs to avoid as well, since there are no others."""
+    troubled: bool
+    """Whether every option has a worker or a pair to avoid."""
+
+    @classmethod
+    def of(cls, workers: Sequence[WorkerView], demand: Demand) -> "_Group | None":
+        """None if the workers can't serve the request."""
+        prefills, prefills_bad = _usable(workers, "prefill")
+        decodes, decodes_bad = _usable(workers, "decode")
+        colocated, colocated_bad = _usable(workers, "colocated")
+        if not demand.decode_tokens:
+            decodes, decodes_bad, any_pair, paired = [], False, True, bool(prefills)
+        else:
+            any_pair = not any(decode.id not in prefill.bad_peers for prefill in prefills for decode in decodes)
+            paired = bool(prefills and decodes)
+        if not paired and not colocated:
+            return None
+        pair_bad = not paired or prefills_bad or decodes_bad or (bool(demand.decode_tokens) and any_pair)
+        alone_bad = not colocated or colocated_bad
+        if pair_bad and not alone_bad:
+            prefills, decodes = [], []
+        elif alone_bad and not pair_bad:
+            colocated = []
+        return cls(prefills, decodes, colocated, any_pair, pair_bad and alone_bad)
+
+    def allows(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        return self.any_pair or decode.id not in prefill.bad_peers
+
+
+def _usable(workers: Sequence[WorkerView], role: WorkerRole) -> tuple[list[WorkerView], bool]:
+    """The workers of a role that need not be avoided, or all of them and True if each has to be."""
+    all_ = [worker for worker in workers if worker.role == role]
+    good = [worker for worker in all_ if not worker.avoided]
+    return (good, False) if good else (all_, bool(all_))
+
+
+def _groups(ready: Sequence[WorkerView]) -> list[list[WorkerView]]:
+    """The workers by digest, the preferred digest first."""
+    digests = {worker.compatibility for worker in ready}
+    if len(digests) <= 1:
+        return [list(ready)] if ready else []
+    ranked = rank((worker.role, worker.compatibility) for worker in ready)
+    return [[worker for worker in ready if worker.compatibility == digest] for digest in ranked]
+
+
 def complete(workers: Sequence[WorkerView]) -> bool:
-    """Whether any request can be placed: a prefill and a decode worker, or a co-located one, are ready."""
-    roles = {worker.role for worker in workers if worker.ready}
-    return "colocated" in roles or {"prefill", "decode"} <= roles
+    """Whether any request can be placed: on a prefill and a decode worker of one digest, or on a co-located one."""
+    for group in _groups([worker for worker in workers if worker.ready]):
+        roles = {worker.role for worker in group}
+        if "colocated" in roles or {"prefill", "decode"} <= roles:
+            return True
+    return False

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -17,8 +17,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, RouterHello
+from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
 from kvrelay.router.worker_stream import WorkerStream
+from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,18 @@ class _Worker:
     role: WorkerRole
     address: str
     state: MemberState
+    compatibility: str
+    draining: bool = False
+    """It has returned a request because it drains; the membership may say so later."""
     listed: bool = True
     """In the latest membership. A supervisor that has just started doesn't list every member yet."""
     stream: WorkerStream | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the membership and the worker itself allow new requests."""
+        return self.state == MEMBER_STATE_READY and not self.draining
 
     @property
     def wanted(self) -> bool:
@@ -54,23 +64,32 @@ class WorkerRegistry:
         DEAD, or replaced under its name    the stream is closed at once, which fails every request on it
         not listed any more                 serves on until its stream ends
 
-    The first worker reached determines the cluster's model; a worker with another model is not used.
+    The cluster's model is that of the first worker reached, until only workers with another model can serve a request.
+    A worker with another model is not used.
     """
 
     def __init__(
-        self, name: str, incarnation: str, on_change: Callable[[], None], on_load: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        incarnation: str,
+        health: FleetHealth,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             name: the router's.
             incarnation: the router's.
+            health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
         """
         self._name = name
         self._incarnation = incarnation
+        self._health = health
         self._on_change = on_change
         self._on_load = on_load
+        self._unpaired: list[str] = []
         self._workers: dict[WorkerId, _Worker] = {}
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
@@ -88,6 +107,18 @@ class WorkerRegistry:
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy sees them now."""
         return [self._view(worker) for worker in self._workers.values()]
+
+    def doubts(self, workers: Iterable[WorkerId]) -> bool:
+        """Whether one of the workers is gone, suspected or stops, by the membership or by its own word."""
+        known = (self._workers.get(worker) for worker in workers)
+        return any(worker is None or not worker.takes_requests for worker in known)
+
+    def drains(self, workers: Iterable[WorkerId]) -> None:
+        """Takes these workers' own word that they stop: they get no new requests."""
+        for worker in workers:
+            if worker in self._workers:
+                self._workers[worker].draining = True
+        self._notify()
 
     def stream(self, worker: WorkerId) -> WorkerStream:
         """The stream to a worker that `view` lists as ready.
@@ -112,16 +143,20 @@ class WorkerRegistry:
             member = listed.get(worker.id)
             worker.listed = member is not None
             if member is not None:
-                worker.state = member.state
+                worker.state, worker.compatibility = member.state, member.compatibility
                 if member.state == MEMBER_STATE_DEAD:
                     self._drop(worker, "declared dead")
             elif worker.id.name in names:
                 self._drop(worker, "replaced by a new incarnation")
         for worker_id, member in listed.items():
             if member.state == MEMBER_STATE_READY and worker_id not in self._workers:
-                worker = _Worker(worker_id, ROLES[member.role], member.address, member.state)
+                worker = _Worker(
+                    worker_id, ROLES[member.role], member.address, member.state, compatibility=member.compatibility
+                )
                 self._workers[worker_id] = worker
                 worker.task = asyncio.create_task(self._keep_stream(worker), name=f"stream to {worker_id.name}")
+        self._health.keep(self._workers)
+        self._note_unpaired(members)
         self._notify()
 
     async def close(self) -> None:
@@ -158,6 +193,14 @@ class WorkerRegistry:
             worker.task.cancel()
         logger.info("worker dropped", extra=_log_fields(worker) | {"reason": reason})
 
+    def _note_unpaired(self, members: Sequence[Member]) -> None:
+        """Logs which workers can't be paired, once per change."""
+        found = unpaired(members)
+        for sentence in found:
+            if sentence not in self._unpaired:
+                logger.error("workers not paired", extra={"reason": sentence})
+        self._unpaired = found
+
     def _on_stream(self) -> None:
         """A stream has come up or is lost."""
         self._choose_model()
@@ -171,9 +214,8 @@ class WorkerRegistry:
         ]
         if not up:
             return  # requests are still checked by the last known model
-        same = [model for _, model in up if self._model is not None and model.fingerprint == self._model.fingerprint]
-        if not same:
-            same = [model for _, model in up if model.fingerprint == up[0][1].fingerprint]
+        fingerprint = self._preferred_model(up)
+        same = [model for _, model in up if model.fingerprint == fingerprint]
         chosen = ModelInfo()
         chosen.CopyFrom(same[0])
         chosen.max_context = min(model.max_context for model in same)
@@ -182,6 +224,20 @@ class WorkerRegistry:
             if model.fingerprint != chosen.fingerprint:
                 different = {"fingerprint": model.fingerprint, "cluster_fingerprint": chosen.fingerprint}
                 logger.error("worker not used: it serves another model", extra=_log_fields(worker) | different)
+
+    def _preferred_model(self, up: Sequence[tuple[_Worker, ModelInfo]]) -> str:
+        """Fingerprint of the model to serve: the present one while its workers can serve a request, or nobody else can;
+        else that of the workers that can serve most requests."""
+
+        def serves(fingerprint: str) -> bool:
+            roles = {worker.role for worker, model in up if model.fingerprint == fingerprint}
+            return "colocated" in roles or {"prefill", "decode"} <= roles
+
+        ranked = rank((worker.role, model.fingerprint) for worker, model in up)
+        present = "" if self._model is None else self._model.fingerprint
+        if present in ranked and (serves(present) or not serves(ranked[0])):
+            return present
+        return ranked[0]
 
     def _view(self, worker: _Worker) -> WorkerView:
         stream = worker.stream
@@ -193,11 +249,16 @@ class WorkerRegistry:
         return WorkerView(
             worker.id,
             worker.role,
-            ready=worker.state == MEMBER_STATE_READY and same,
+            ready=worker.takes_requests and same,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
             capacity=_capacity(stream) if worker.role == "decode" else None,
+            compatibility=worker.compatibility,
+            avoided=self._health.avoids(worker.id),
+            bad_peers=self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset(),
+            requests=stream.requests,
+            trials=stream.trials,
         )
 
     def _notify(self) -> None:

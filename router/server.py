@@ -23,7 +23,8 @@ from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
-from kvrelay.router.placement import LeastLoaded
+from kvrelay.router.health import FleetHealth
+from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
@@ -31,7 +32,7 @@ from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import bind, join
 from kvrelay.rpc.heartbeat import HeartbeatClient
-from kvrelay.rpc.options import server_options
+from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,17 @@ class RouterServer:
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
         policy = LeastLoaded(config.backlog_share)
-        self._queue = PlacementQueue(lambda demand: policy.place(demand, self.registry.view()), config.max_queue)
-        self.registry = WorkerRegistry(config.name, self.incarnation, self._on_change, self._queue.wake_first)
-        dispatch = Dispatch(config, self.registry, self._queue, RetryBudget(), self._tokenizer.token_bytes)
+        fleet = FleetHealth()
+
+        def decide(demand: Demand) -> Placement | NoPlace:
+            return policy.place(demand, self.registry.view())
+
+        self._queue = PlacementQueue(decide, config.max_queue)
+        self._trials = PlacementQueue(decide, config.max_requests)
+        self.registry = WorkerRegistry(config.name, self.incarnation, fleet, self._on_change, self._wake_queues)
+        dispatch = Dispatch(
+            config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
+        )
         self._face = InferenceFace(dispatch, self._tokenizer, observer)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
@@ -84,8 +93,8 @@ class RouterServer:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue for capacity on a decode worker."""
-        return len(self._queue)
+        """Requests in the queues for capacity on a decode worker, or for workers without another request on trial."""
+        return len(self._queue) + len(self._trials)
 
     async def start(self) -> int:
         """Binds, serves and joins the membership; returns the port.
@@ -93,7 +102,7 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        self._server = server = grpc.aio.server(options=server_options(self.config.max_message_bytes))
+        self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
         server.add_generic_rpc_handlers((self._face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -139,6 +148,10 @@ class RouterServer:
         if self._load_observer is not None:
             self._load_observer(load)
         return member, load
+
+    def _wake_queues(self) -> None:
+        self._trials.wake_first()
+        self._queue.wake_first()
 
     # Health.
 

@@ -4,6 +4,11 @@
       ^                             | a worker is lost, or returns the request
       +-----------------------------+ prompt + tokens so far; avoids these workers; first in the queue
 
+An attempt that fails because a worker drains is a migration: neither the retry budget nor max_attempts limits it. One
+that fails because of a lost, frozen or suspected worker, or a way to it that was not known to be broken, is outside the
+budget. A request that was running on a lost worker is tried apart from others like it (`router/suspects.py`), and fails
+if that ends a second worker.
+
 However the request ends (finish, stop string, error, client gone), it is cancelled on every worker that still has a
 part of it. Every wait has a limit:
 
@@ -29,9 +34,11 @@ from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import TokenBytes
 from kvrelay.router.errors import DeadlineExceeded, Exhausted, InternalError, InvalidArgument, RequestError, Unavailable
+from kvrelay.router.health import FleetHealth, Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
@@ -44,6 +51,9 @@ REPORT_SECONDS = 0.25
 
 BACKOFF_SECONDS = 0.05
 """Pause before an attempt that follows a refusal; doubles with each attempt."""
+
+APART_SECONDS = 5.0
+"""How long a request on trial waits for workers without another one on trial."""
 
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
@@ -58,6 +68,9 @@ class Dispatch:
     config: RouterConfig
     registry: WorkerRegistry
     queue: PlacementQueue
+    trials: PlacementQueue
+    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
+    health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
 
@@ -78,6 +91,9 @@ class Session:
         self._completion = Completion(request, dispatch.token_bytes)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried: frozenset[WorkerId] = frozenset()
+        self._suspicion = Suspicion()
+        self._trial: Trial | None = None
+        """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
         self._progress = trace.received
@@ -98,6 +114,7 @@ class Session:
         finally:
             self._alarm.close()
             attempt.close()
+            self._end_trial()
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -131,9 +148,11 @@ class Session:
             )
         return attempt
 
-    def _demand(self) -> Demand:
+    def _demand(self, *, apart: bool = False) -> Demand:
+        """What the next attempt needs; with `apart`, workers without another request on trial."""
         have = self._trace.completion_tokens
-        return Demand(self._trace.prompt_tokens + have, self._request.sampling.max_tokens - have - 1, self._avoid)
+        left = self._request.sampling.max_tokens - have
+        return Demand(self._trace.prompt_tokens + have, left - 1, self._avoid, on_trial=apart)
 
     def _start(self, placement: Placement) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
@@ -141,8 +160,14 @@ class Session:
         self._tried |= placement.workers
         decode = None if placement.decode is None else registry.stream(placement.decode)
         attempt = Attempt(
-            self._request, trace, tuple(self._completion.tokens), registry.stream(placement.prefill), decode
+            self._request,
+            trace,
+            tuple(self._completion.tokens),
+            registry.stream(placement.prefill),
+            decode,
+            on_trial=self._suspicion.needs_trial(trace.completion_tokens),
         )
+        self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
@@ -158,6 +183,7 @@ class Session:
             if token_ids or finish_reason:
                 piece = self._completion.add(token_ids, finish_reason)
                 self._trace.completion_tokens = len(self._completion.tokens)
+                self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
                     await self._end(attempt, piece, write)
                     return piece.finish_reason
@@ -166,6 +192,18 @@ class Session:
                 return FINISH_REASON_UNSPECIFIED
             else:
                 await self._wait(attempt)
+
+    def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
+        if self._trial is not None and attempt.delivered:
+            self._trial.delivered()
+            if finished:
+                self._trial.finished()
+        if finished or not self._suspicion.needs_trial(self._trace.completion_tokens):
+            attempt.clear()
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.end()
 
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
@@ -242,22 +280,71 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
-        logger.warning("attempt failed", extra=self._log_fields() | {"reason": failure.message})
+        excused = self._learn(failure)
+        moves = failure.cause == Failure.CAUSE_DRAINING
+        reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
+        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | reason)
         if failure.code == Failure.CODE_INVALID:
             # The worker's limits differ from those that the router checked.
             raise InvalidArgument(failure.message)
         if failure.code not in (Failure.CODE_RETRY, Failure.CODE_FULL):
             raise InternalError(failure.message)
-        if failed.number >= self._dispatch.config.max_attempts:
-            raise self._given_up(failure, f"after {failed.number} attempts")
         self._avoid |= failure.blamed
+        if moves:
+            self._trace.migrations += 1
+            return await self._place_again(failure)
+        tries = failed.number - self._trace.migrations
         if not failure.lost:
             # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
-            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (failed.number - 1))
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
             self._check_deadline()
-            if not failed.lost_worker and not self._dispatch.budget.take():
-                raise self._given_up(failure, "the router's retry budget is spent")
+        self._judge(failed)
+        if tries >= self._dispatch.config.max_attempts:
+            raise self._given_up(failure, f"after {tries} attempts")
+        excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
+        if not excused and not self._dispatch.budget.take():
+            raise self._given_up(failure, "the router's retry budget is spent")
         return await self._place_again(failure)
+
+    def _learn(self, failure: AttemptFailure) -> bool:
+        """Notes what the failure shows about the workers; returns whether it was news of ill workers or a broken way.
+
+        The router could not have known, so the retry is outside the budget. Retries over what is known to fail are not,
+        so a cluster without a working way doesn't retry without limit.
+        """
+        trial, registry = self._trial, self._dispatch.registry
+        if trial is None:
+            return False
+        if failure.cause == Failure.CAUSE_DRAINING:
+            registry.drains(failure.blamed)
+        elif failure.handoff:
+            trial.handoff_failed()
+        elif failure.code in (Failure.CODE_RETRY, Failure.CODE_INTERNAL) and not failure.lost:
+            trial.failed(failure.reporters)
+        trial.end()
+        return (failure.handoff or failure.silent) and not trial.doubtful
+
+    def _judge(self, failed: Attempt) -> None:
+        """Suspects the request if a worker was lost that may have been computing it.
+
+        Raises:
+            InternalError: it has ended too many workers.
+        """
+        tried = failed.lost_while_computing()
+        if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
+            return
+        sampling = self._request.sampling
+        shape = {
+            "prompt_tokens": self._trace.prompt_tokens,
+            "completion_tokens": self._trace.completion_tokens,
+            "sampling": {field.name: value for field, value in sampling.ListFields() if field.name != "stop_token_ids"},
+            "losses": self._suspicion.losses,
+        }
+        logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
+        raise InternalError(
+            f"suspected of ending workers: {self._suspicion.losses} were lost while they computed this request. It is "
+            "not tried again"
+        )
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
@@ -269,7 +356,9 @@ class Session:
             return self._start(placement)
 
         while True:
-            attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
+            attempt = await self._place_apart(limit, start)
+            if attempt is NoPlace.NO_CAPACITY:
+                attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
                 raise self._given_up(failure, "no capacity on a decode worker")
@@ -281,6 +370,14 @@ class Session:
             except TimeoutError:
                 self._check_deadline()
                 raise self._given_up(failure, "no worker replaced the lost one") from None
+
+    async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
+        """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
+        workers, or if the request needs no trial."""
+        if not self._suspicion.needs_trial(self._trace.completion_tokens):
+            return NoPlace.NO_CAPACITY
+        until = min(limit, time.monotonic() + APART_SECONDS)
+        return await self._dispatch.trials.place(self._demand(apart=True), until, start)
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:

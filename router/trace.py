@@ -19,6 +19,8 @@ class RequestRecord:
     completion_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
+    migrations: int = 0
+    """How often it moved away from workers that were stopped on purpose; not among the retries."""
     ttft_seconds: float | None = None
     """Request received to first token sent."""
     tpot_seconds: float | None = None
@@ -51,6 +53,8 @@ class RequestTrace:
     first_sent: float | None = None
     last_sent: float | None = None
     attempts: int = 0
+    migrations: int = 0
+    """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
     decode_worker: str = ""
@@ -64,7 +68,8 @@ class RequestTrace:
 
     @property
     def retries(self) -> int:
-        return max(0, self.attempts - 1)
+        """Attempts after a failed one."""
+        return max(0, self.attempts - 1 - self.migrations)
 
     @property
     def cached_tokens(self) -> int:
@@ -93,6 +98,7 @@ class RequestTrace:
             total_seconds=now - self.received,
             transfer_bytes=self.transfer_bytes,
             retries=self.retries,
+            migrations=self.migrations,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
         )
@@ -107,6 +113,7 @@ class RequestTrace:
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
             retries=self.retries,
+            migrations=self.migrations,
             ttft_seconds=None if self.first_sent is None else timeline.first_token_seconds,
             tpot_seconds=None if self.first_sent is None else tpot,
             total_seconds=timeline.total_seconds,

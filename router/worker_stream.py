@@ -21,12 +21,10 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.options import HELLO_SECONDS, channel_options
 
-HELLO_SECONDS = 5.0
 FRESH_SECONDS = 1.0
 """Age at which a load report no longer tells how much work a worker has: an idle worker sends none."""
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
@@ -60,6 +58,12 @@ class WorkerStream:
         """Why the stream ended; None while it has not."""
         self.outstanding_tokens = 0
         """Tokens that this router's live attempts have yet to get from the worker; kept by the attempts."""
+        self.requests = 0
+        """This router's live attempts on the worker; kept by the attempts."""
+        self.trials = 0
+        """Those of them that are on trial (`router/suspects.py`)."""
+        self.trials_begun = 0
+        """How many trials have begun here so far."""
         self.last_load: Load | None = None
         """The worker's latest load report, however old. A worker reports whenever it has freed blocks."""
         self._load_time = -math.inf
@@ -103,6 +107,11 @@ class WorkerStream:
             self._unseen.append((self._submits, len(submit.token_ids)))
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
+    def end_trial(self) -> None:
+        """One attempt less is on trial here: another may begin."""
+        self.trials -= 1
+        self._on_load()
+
     def forget(self, key: tuple[str, int]) -> None:
         """Drops the callbacks of (request_id, attempt), which has ended on the worker."""
         self._listeners.pop(key, None)
@@ -117,7 +126,7 @@ class WorkerStream:
         task = self._task = asyncio.current_task()
         reason = "closed"
         try:
-            async with grpc.aio.insecure_channel(self._address, options=channel_options(MAX_MESSAGE_BYTES)) as channel:
+            async with grpc.aio.insecure_channel(self._address, options=channel_options()) as channel:
                 stub = WorkerServiceStub(channel)
                 reason = await self._relay(stub.Relay())
         except TimeoutError:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import grpc
 
-from kvrelay.internal.v1.supervisor_pb2 import AttendRequest, AttendResponse, Member
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.options import channel_options
@@ -20,7 +20,9 @@ RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 class HeartbeatClient:
     """Keeps the supervisor informed about this member, and this member about the membership.
 
-    While the supervisor is down, the last membership stays in force; heartbeats resume when it is back.
+    While the supervisor is down, the last membership stays in force; heartbeats resume when it is back. A supervisor
+    that has just started may not have heard of all members: until it says that its membership is complete, one that is
+    absent is kept as it was known.
     """
 
     def __init__(
@@ -44,6 +46,10 @@ class HeartbeatClient:
         self._on_members = on_members
         self._on_fenced = on_fenced
         self._interval = interval
+        self._generation = 0
+        """Of this member, once the supervisor has issued it."""
+        self._members: Sequence[Member] = ()
+        """As last passed on."""
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -104,9 +110,11 @@ class HeartbeatClient:
     async def _beat(self, call: "grpc.aio.StreamStreamCall[AttendRequest, AttendResponse]") -> None:
         while True:
             member, load = self._describe()
+            heartbeat = AttendRequest(member=member, load=load)
+            heartbeat.member.generation = self._generation
             self._now.clear()
             try:
-                await call.write(AttendRequest(member=member, load=load))
+                await call.write(heartbeat)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reading side of the same call reports why
             with suppress(TimeoutError):
@@ -116,8 +124,16 @@ class HeartbeatClient:
         if response.fenced:
             logger.error("fenced: the supervisor has declared this incarnation dead")
             self._on_fenced()
-        else:
-            self._on_members(response.members)
+            return
+        self._generation = response.generation or self._generation
+        self._members = response.members if response.complete else merged(self._members, response.members)
+        self._on_members(self._members)
+
+
+def merged(known: Sequence[Member], partial: Sequence[Member]) -> list[Member]:
+    """A membership that may lack members, completed with those that were known under other names."""
+    names = {member.name for member in partial}
+    return [*partial, *(member for member in known if member.name not in names and member.state != MEMBER_STATE_DEAD)]
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:

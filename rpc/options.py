@@ -1,11 +1,34 @@
-"""gRPC options of channels between kvrelay's processes, and of all servers."""
+"""gRPC options of all channels and servers.
+
+Internal connections, between kvrelay's own processes, notice a dead or frozen peer within three seconds: both ends
+ping every second. Public ones, between clients and routers, give the other end 20 s to answer: a healthy process that
+gets no CPU for some seconds must not lose its streams.
+"""
 
 from collections.abc import Sequence
 
 Option = tuple[str, int | str]
 
+HELLO_SECONDS = 5.0
+"""How long either end of an internal stream waits for the first message of the other end."""
+
+INTERNAL_MESSAGE_BYTES = 64 * 2**20
+"""Largest message between kvrelay's own processes, in both directions. The largest ones are a Submit, at most five
+bytes for each token of the context, and the events that a worker has gathered for a slow router."""
+
+PUBLIC_RECEIVE_FACTOR = 4
+"""How much larger than the router's own limit a request may be, and still be refused by the router, which names the
+limit, rather than by gRPC."""
+
+MAX_PENDING_CALLS = 1_000_000
+"""Calls that have arrived and that the server has not begun to handle. gRPC's own default of 1,000 to 3,000 ends some
+of them at random, as CANCELLED; the router refuses what is too much, with a reason."""
+
+PUBLIC_PING_SECONDS = 20
+"""Silence after which either end of a public connection pings, and how long the answer may take."""
+
 # keepalive_timeout_ms alone, without ping_timeout_ms, notices a frozen peer only after a minute.
-_KEEPALIVE: tuple[Option, ...] = (
+_INTERNAL_KEEPALIVE: tuple[Option, ...] = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 1000),
@@ -13,25 +36,46 @@ _KEEPALIVE: tuple[Option, ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+_PUBLIC_KEEPALIVE: tuple[Option, ...] = (
+    ("grpc.keepalive_time_ms", PUBLIC_PING_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", PUBLIC_PING_SECONDS * 1000),
+    ("grpc.http2.ping_timeout_ms", PUBLIC_PING_SECONDS * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
-def channel_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
-    """Options of a channel between kvrelay's own processes: notices a dead or frozen peer within three seconds."""
+_SERVER: tuple[Option, ...] = (
+    # Without it, a second server could bind the same port and take half of its calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[Option]:
+    """Options of a channel between kvrelay's own processes."""
     return (
-        *_KEEPALIVE,
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        *_INTERNAL_KEEPALIVE,
+        *_message_limits(max_message_bytes, max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 
-def server_options(max_message_bytes: int = 4 * 2**20) -> Sequence[Option]:
-    """Options of a server. Without so_reuseport=0, a second server could bind its port and take half of its calls."""
+def server_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[Option]:
+    """Options of a server for kvrelay's own processes."""
+    return (*_INTERNAL_KEEPALIVE, *_SERVER, *_message_limits(max_message_bytes, max_message_bytes))
+
+
+def public_server_options(max_message_bytes: int) -> Sequence[Option]:
+    """Options of a server for clients, which refuses requests above `max_message_bytes` itself."""
     return (
-        *_KEEPALIVE,
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        *_PUBLIC_KEEPALIVE,
+        *_SERVER,
+        *_message_limits(INTERNAL_MESSAGE_BYTES, PUBLIC_RECEIVE_FACTOR * max_message_bytes),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     )
+
+
+def _message_limits(send: int, receive: int) -> Sequence[Option]:
+    return ("grpc.max_send_message_length", send), ("grpc.max_receive_message_length", receive)

@@ -1,10 +1,16 @@
-"""The main function of a server in the foreground: `python -m kvrelay.<part> --config FILE`."""
+"""The main function of a server in the foreground: `python -m kvrelay.<part> --config FILE`.
+
+Every stop has a deadline. A process whose server doesn't stop in time, or whose threads don't end (a model that loads,
+a step of the engine that hangs), ends by `os._exit`.
+"""
 
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +21,16 @@ from kvrelay.rpc import log
 
 ConfigT = TypeVar("ConfigT")
 STOP_GRACE_SECONDS = 5.0
+"""For requests to finish, where the configuration has no `drain_seconds`."""
+FAILED_GRACE_SECONDS = 0.5
+"""For requests to be given back by a server that can't go on."""
+STOP_SECONDS = 5.0
+"""For a server to stop, beyond the time for its requests."""
+EXIT_SECONDS = 1.0
+"""For the interpreter to end when the server has stopped: it waits for threads."""
+FAILED_CODE = 1
+USAGE_CODE = 2
+"""A mistake in the configuration or the environment: another try would fail as well."""
 
 
 class Server(Protocol):
@@ -37,10 +53,14 @@ class Server(Protocol):
         """Returns when the server can't continue, with the reason."""
 
 
-def main(kind: type[ConfigT], make: Callable[[ConfigT], Server], description: str) -> int:
+def main(
+    kind: type[ConfigT], make: Callable[[ConfigT], Server], description: str, stop_seconds: float = STOP_SECONDS
+) -> int:
     """Reads the configuration and serves until SIGTERM or SIGINT; returns the exit code, 2 for a user's mistake.
 
-    Prints one JSON line, {"address": "host:port"}, to stdout when the server listens.
+    Prints one JSON line, {"address": "host:port"}, to stdout when the server listens. A configuration with
+    `drain_seconds` says how long requests may take to finish when the process is to end; `stop_seconds` is the time for
+    the server itself.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON file with the process's options")
@@ -51,46 +71,94 @@ def main(kind: type[ConfigT], make: Callable[[ConfigT], Server], description: st
         for problem in error.errors():
             where = ".".join(str(part) for part in problem["loc"])
             print(f"{path}: {where or 'file'}: {problem['msg']}", file=sys.stderr)
-        return 2
+        return USAGE_CODE
     except OSError as error:
         print(f"--config {path}: {error.strerror}", file=sys.stderr)
-        return 2
+        return USAGE_CODE
     try:
         server = make(config)
     except (ValueError, OSError) as error:
         print(f"{error}", file=sys.stderr)
-        return 2
-    return run(server, part=kind.__name__.removesuffix("Config").lower(), name=str(getattr(config, "name", "")))
+        return USAGE_CODE
+    log.configure(part=kind.__name__.removesuffix("Config").lower(), name=str(getattr(config, "name", "")))
+    return run(server, float(getattr(config, "drain_seconds", STOP_GRACE_SECONDS)), stop_seconds)
 
 
-def run(server: Server, **fields: str) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code; each log line carries `fields`."""
-    log.configure(**fields)
+def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS) -> int:
+    """Serves until SIGTERM or SIGINT and returns the exit code: 0 stopped, 1 failed, 2 a mistake of the user.
+
+    The process ends at most `grace` + `stop_seconds` + EXIT_SECONDS after a signal; a server that hasn't started yet
+    gets no `grace`.
+    """
+    deadline = ExitDeadline()
+    code = FAILED_CODE
     try:
-        return asyncio.run(_serve(server))
+        code = asyncio.run(_serve(server, grace, stop_seconds, deadline))
     except (ValueError, OSError) as error:
         print(f"{error}", file=sys.stderr)
-        return 2
+        code = USAGE_CODE
+    finally:
+        deadline.set(EXIT_SECONDS, code)
+    return code
 
 
-async def _serve(server: Server) -> int:
+class ExitDeadline:
+    """Ends this process when the time is over, whatever its threads do."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def set(self, seconds: float, code: int, message: str = "") -> None:
+        """In `seconds` from now, in place of the time that was set before, the process ends with `code`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, _exit, (code, message))
+        self._timer.daemon = True
+        self._timer.start()
+
+
+def _exit(code: int, message: str) -> None:
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+async def _serve(server: Server, grace: float, stop_seconds: float, deadline: ExitDeadline) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    failing: asyncio.Task[BaseException] | None = None
+    stopping = asyncio.create_task(stop.wait())
+    serving = asyncio.create_task(_start(server))
+    code = FAILED_CODE
+    left = 0.0
     try:
-        await server.start()
-        print(json.dumps({"address": server.address}), flush=True)
-        stopping = asyncio.create_task(stop.wait())
-        failing = asyncio.create_task(server.failed())
-        await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if failing.done():
-            print(f"{failing.result()}", file=sys.stderr)
-            return 1
-        return 0
-    finally:
-        if failing is not None:
+        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises what `start` raised
+            left = grace
+            failing = asyncio.create_task(server.failed())
+            await asyncio.wait((stopping, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                left = min(grace, FAILED_GRACE_SECONDS)
+                print(f"{failing.result()}", file=sys.stderr)
+                return code
             failing.cancel()
-        await server.stop(STOP_GRACE_SECONDS)
+        code = 0
+        return code
+    except (ValueError, OSError):
+        code = USAGE_CODE
+        raise
+    finally:
+        for task in (stopping, serving):
+            task.cancel()
+        seconds = left + stop_seconds
+        deadline.set(seconds, code or FAILED_CODE, f"did not stop within {seconds:g} s")
+        await server.stop(left)
+        # `asyncio.run` waits for the threads of `to_thread`: a model that loads.
+        deadline.set(EXIT_SECONDS, code)
+
+
+async def _start(server: Server) -> None:
+    await server.start()
+    print(json.dumps({"address": server.address}), flush=True)

@@ -1,6 +1,7 @@
 """How two workers introduce themselves on a control stream, and whether they can hand KV over."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.rpc.identity import WorkerId
@@ -32,6 +33,14 @@ class LocalWorker:
             gpu=self.gpu,
             frame_bytes=config.frame_bytes,
         )
+
+    def digest(self, config: TransferConfig) -> str:
+        """Equal for two workers that have no `objection` to each other: what can't be converted must be equal."""
+        layout = replace(self.layout, order="NHD", block_size=1)
+        if config.convert_dtype:
+            layout = replace(layout, dtype="float32")
+        common = f"{VERSION} {self.fingerprint} {layout} {config.checksum} {config.convert_dtype}"
+        return hashlib.sha256(common.encode()).hexdigest()[:16]
 
     def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
         """Why this worker and the author of `hello` can't hand KV over, with the name of the field.

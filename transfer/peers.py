@@ -35,16 +35,24 @@ class PeerTable:
 
     def __init__(self, peers: Iterable[Peer] = ()) -> None:
         self._peers: dict[str, Peer] = {}
-        # Kept for ever: about 100 bytes for each worker that was replaced.
+        # Kept for ever: about 100 bytes for each worker that was lost.
         self._former: set[str] = set()
         self._changed = asyncio.Event()
         self.update(peers)
 
-    def update(self, peers: Iterable[Peer]) -> None:
-        """Replaces the membership. A name has one incarnation at a time; the last one given counts."""
+    def update(self, peers: Iterable[Peer], dead: Iterable[WorkerId] = ()) -> None:
+        """Takes a new membership. A name has one incarnation at a time; the last one given counts.
+
+        A peer leaves the table only if it is `dead`, or if another incarnation has its name. One that is merely not
+        listed stays: a supervisor that has just started does not know every member yet.
+        """
         before = {peer.incarnation for peer in self}
-        self._peers = {peer.name: peer for peer in peers}
-        self._former = (self._former | before) - {peer.incarnation for peer in self}
+        self._peers |= {peer.name: peer for peer in peers if peer.incarnation not in self._former}
+        for worker in dead:
+            if self.get(worker) is not None:
+                del self._peers[worker.name]
+            self._former.add(worker.incarnation)
+        self._former |= before - {peer.incarnation for peer in self}
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -57,11 +65,11 @@ class PeerTable:
         return self.get(worker)
 
     def is_news(self, worker: WorkerId) -> bool:
-        """Whether this worker is no member and never was one, so that it may still become one."""
+        """Whether this worker is unknown here, so that it may still become a member."""
         return self.get(worker) is None and worker.incarnation not in self._former
 
     def get(self, worker: WorkerId) -> Peer | None:
-        """Exactly this incarnation of the worker; None if it is not, or no longer, a member."""
+        """Exactly this incarnation of the worker; None if it is unknown, dead or replaced."""
         peer = self._peers.get(worker.name)
         return peer if peer is not None and peer.incarnation == worker.incarnation else None
 

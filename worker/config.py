@@ -39,6 +39,9 @@ class WorkerConfig:
     max_waiting: int = 1024
     """Requests that may wait here; one more is refused."""
 
+    drain_seconds: float = 30.0
+    """Time that requests are given to finish when the worker is to end."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engine."""
 
@@ -49,4 +52,5 @@ class WorkerConfig:
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         require(self.role in ("prefill", "decode", "colocated"), "role", self.role, "prefill, decode, colocated")
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
         require(self.max_waiting >= 1, "max_waiting", self.max_waiting, "1 or more")

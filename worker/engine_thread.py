@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Command = Callable[[], object]
+
+STEP_FACTOR = 20.0
+"""A step that takes so many times as long as the slowest recent one is taken for hung."""
+SLOWEST_DECAY = 0.999
+"""By which the slowest step counts less with every later one."""
 
 
 class EngineEndedError(RuntimeError):
@@ -47,6 +53,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[tuple[Command, Command] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
+        self._step_began: float | None = None
+        self._slowest_step = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -57,6 +65,22 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread runs no more commands."""
+        return self._ended
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the running step started; 0 if none runs. Any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def step_limit(self) -> float:
+        """Seconds that a step may take: STEP_FACTOR times the slowest of the recent ones. 0 before the first step."""
+        return STEP_FACTOR * self._slowest_step
 
     def post(self, command: Command) -> None:
         """Runs `command` on the engine thread before its next step; never, if the thread has ended."""
@@ -104,17 +128,26 @@ class EngineThread:
     def _run(self) -> None:
         # A step without progress had no work, or only work that waits for blocks that a command will free.
         stalled = True
+        failure: BaseException | None = None
         try:
             while self._run_commands(block=stalled):
-                progress = self._engine.step() if self._engine.has_work else []
-                if progress:
-                    self._on_step(progress)
+                progress = self._step() if self._engine.has_work else []
                 stalled = not progress
         except BaseException as error:  # whatever it was, the process must learn of it
             logger.exception("the engine failed")
-            self._on_failure(error)
-        finally:
-            self._end()
+            failure = error
+        self._end()
+        if failure is not None:
+            self._on_failure(failure)
+
+    def _step(self) -> Sequence[Progress]:
+        began = self._step_began = time.monotonic()
+        progress = self._engine.step()
+        if progress:
+            self._on_step(progress)
+        self._step_began = None
+        self._slowest_step = max(SLOWEST_DECAY * self._slowest_step, time.monotonic() - began)
+        return progress
 
     def _run_commands(self, *, block: bool) -> bool:
         """Runs the queued commands; with `block`, waits for a first one. False if the thread must end."""
@@ -131,6 +164,7 @@ class EngineThread:
 
     def _end(self) -> None:
         """Fails the calls that wait; later ones fail at once."""
+        self._step_began = None
         with self._lock:
             self._ended = True
         while not self._commands.empty():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
@@ -21,6 +22,15 @@ from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
 from kvrelay.worker.worker import Key, Role, Worker
 
+CAUSES = {
+    Code.CLOSED: Failure.CAUSE_PEER_LOST,
+    Code.TIMEOUT: Failure.CAUSE_PEER_LOST,
+    Code.UNKNOWN_PEER: Failure.CAUSE_PEER_LOST,
+    Code.LINK: Failure.CAUSE_LINK,
+    Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,
+}
+"""Failures of a hand-off that the other worker, or the way to it, is the cause of."""
+
 # A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
@@ -35,6 +45,7 @@ class HandoffRole(Role):
         self.peers = PeerTable()
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
+        self.compatibility = self.setup.local.digest(self.setup.config)
         self._early: dict[Key, asyncio.Task[None]] = {}
         """Requests whose peer is unknown here yet: the router may know a new worker first."""
 
@@ -50,11 +61,14 @@ class HandoffRole(Role):
         )
 
     def members_changed(self, members: Sequence[Member]) -> None:
-        self.peers.update(
-            Peer(WorkerId(member.name, member.incarnation), member.address, tuple(member.transports))
-            for member in members
-            if member.role == self.peer_role and member.state in REACHABLE
-        )
+        peers, dead = [], []
+        for member in members:
+            worker = WorkerId(member.name, member.incarnation)
+            if member.state == MEMBER_STATE_DEAD:
+                dead.append(worker)
+            elif member.role == self.peer_role and member.state in REACHABLE:
+                peers.append(Peer(worker, member.address, tuple(member.transports)))
+        self.peers.update(peers, dead)
 
     def take(self, request: Request, submit: Submit) -> None:
         """Begins this role's part of a request."""
@@ -81,8 +95,12 @@ class HandoffRole(Role):
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
         """Returns the request to its router, which places it again if that may help."""
-        verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
-        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")
+        failure = Failure(code=Failure.CODE_INTERNAL, message=f"hand-off {code.value}: {message}")
+        if code is Code.NO_CAPACITY:
+            failure.code = Failure.CODE_FULL
+        elif code.retryable or code is Code.INCOMPATIBLE:
+            failure.code, failure.cause = Failure.CODE_RETRY, CAUSES.get(code, Failure.CAUSE_UNSPECIFIED)
+        self.worker.fail(key, failure)
 
 
 def peer_of(submit: Submit) -> WorkerId | None:

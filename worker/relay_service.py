@@ -8,6 +8,7 @@ import grpc
 
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RelayResponse
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer
+from kvrelay.rpc.options import HELLO_SECONDS
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of
 from kvrelay.worker.worker import Worker
@@ -29,7 +30,11 @@ class RelayService(WorkerServiceServicer):
         context: "grpc.aio.ServicerContext[RelayRequest, RelayResponse]",
     ) -> None:
         worker = self._worker
-        first = await anext(request_iterator, None)
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                first = await anext(request_iterator, None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS:g} s")
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a relay must be hello")
         if first.hello.worker_incarnation != worker.id.incarnation:
@@ -62,6 +67,6 @@ class RelayService(WorkerServiceServicer):
                         stream.submits_seen += 1
                         self._worker.submit(request.submit, stream)
                     case "cancel":
-                        self._worker.cancel(key_of(request.cancel))
+                        self._worker.cancel(key_of(request.cancel), stream)
         finally:
             stream.close()

@@ -173,10 +173,10 @@ class WorkerShell:
         logger.info("ready", extra={"address": self.address, "incarnation": self._id.incarnation})
 
     async def stop(self, grace: float) -> None:
-        """Drains the worker and ends everything."""
+        """Drains the worker and ends everything. A worker that has failed is not given any grace."""
         if self.worker is not None:
             await self._enter(MEMBER_STATE_DRAINING)
-            await self.worker.drain(grace)
+            await self.worker.drain(0.0 if self.failure.done() else grace)
         await self._server.stop(0.5)
         if self._heartbeat is not None:
             await self._heartbeat.stop()
@@ -205,8 +205,9 @@ class WorkerShell:
             pid=os.getpid(),
             state=self._state,
             loaded=self._loaded,
-            transports=() if worker is None else worker.role.transports,
         )
+        if worker is not None:
+            worker.describe(member)
         load = Load() if worker is None else worker.load()
         if self._observer is not None:
             self._observer(load)

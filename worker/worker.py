@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import grpc
 
@@ -27,6 +27,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Blocks,
     Failure,
     Load,
+    PeerRef,
     Phase,
     Promised,
     RequestEvent,
@@ -43,7 +44,6 @@ from kvrelay.worker.requests import key_of, model_info, request_of
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Key = tuple[str, int]
 
 CHECK_SECONDS = 10.0
@@ -61,6 +61,8 @@ class Role:
     """Of the requests that this role takes."""
     transports: Sequence[str] = ()
     """How the membership lists this worker's transports, best first."""
+    compatibility: str = ""
+    """Digest of all that two workers must have in common to hand KV over."""
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
@@ -81,6 +83,11 @@ class Role:
     def promised(self) -> Promised:
         """Requests of this role that will need blocks and have none yet."""
         return Promised()
+
+    @property
+    def active(self) -> int:
+        """Hand-offs that may hold blocks."""
+        return 0
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
@@ -136,19 +143,29 @@ class Worker:
         self._idle.set()
         self._draining = False
         self._checked = 0.0
+        self._submitted = 0
+        """Requests that have come so far."""
         self._load = self._read_load()
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
-        """Takes nothing new, gives live requests `grace` seconds to end, then fails them."""
+        """Takes nothing new, gives live requests `grace` seconds to end, then returns them: they move elsewhere."""
         self._draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         for key in list(self._live):
-            self.fail(key, Failure.CODE_RETRY, f"worker {self.id.name} is shutting down")
+            self.fail(key, Failure(**self._moving))
         await self.role.stop()
+
+    @property
+    def _moving(self) -> dict[str, Any]:
+        """The failure of a request that this worker returns because it ends."""
+        why = "its engine has failed" if self._thread.ended else "is draining"
+        cause = Failure.CAUSE_PEER_LOST if self._thread.ended else Failure.CAUSE_DRAINING
+        me = PeerRef(name=self.id.name, incarnation=self.id.incarnation)
+        return {"code": Failure.CODE_RETRY, "message": f"worker {self.id.name}: {why}", "cause": cause, "blamed": [me]}
 
     async def stop(self) -> None:
         """Ends the engine thread."""
@@ -169,7 +186,7 @@ class Worker:
             try:
                 self._engine.scheduler.add(request, handoff=handoff)
             except ValueError as error:
-                self.post_to_loop(self.fail, request.key, Failure.CODE_INVALID, str(error))
+                self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INVALID, message=str(error)))
 
         self._thread.post(add)
 
@@ -207,7 +224,7 @@ class Worker:
                 self._engine.scheduler.resume(request, first_token, reservation.hold)
             except ValueError as error:
                 reservation.release()
-                self.post_to_loop(self.fail, request.key, Failure.CODE_INTERNAL, str(error))
+                self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
             else:
                 done()
 
@@ -248,16 +265,26 @@ class Worker:
         if last:
             self._forget(key)
 
-    def fail(self, key: Key, code: Failure.Code, message: str) -> None:
+    def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
         if key not in self._live:
             return
-        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": message})
-        event = RequestEvent(request_id=key[0], attempt=key[1], failure=Failure(code=code, message=message))
+        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
+        event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key)
         self.send(event, last=True)
 
     # For the relay and the heartbeat.
+
+    def describe(self, member: Member) -> None:
+        """Adds to this worker's heartbeat what its engine does, and who it can hand KV over with."""
+        thread, role = self._thread, self.role
+        member.transports.extend(role.transports)
+        member.compatibility = role.compatibility
+        member.step_age_seconds = thread.step_age
+        member.step_limit_seconds = thread.step_limit
+        member.work_queued = bool(self._live)
+        member.failed = thread.ended
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""
@@ -284,12 +311,14 @@ class Worker:
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         self._live[key] = LiveRequest(request, stream, expiry)
+        self._submitted += 1
         self._idle.clear()
         self.role.submit(request, submit)
 
-    def cancel(self, key: Key) -> None:
-        """Ends a request without another event. Unknown keys are allowed."""
-        if key in self._live:
+    def cancel(self, key: Key, stream: RelayStream) -> None:
+        """Ends a request that came on `stream`, without another event. Other keys are ignored."""
+        live = self._live.get(key)
+        if live is not None and live.stream is stream:
             self._release(key)
             self._forget(key)
 
@@ -297,7 +326,7 @@ class Worker:
         """The stream is over: cancels every request that was submitted on it."""
         self._streams.discard(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
-            self.cancel(key)
+            self.cancel(key, stream)
 
     def _refusal(self, submit: Submit) -> Failure | None:
         name, most = self.id.name, self.config.max_waiting
@@ -306,14 +335,15 @@ class Worker:
         if submit.phase not in self.role.phases:
             return Failure(code=Failure.CODE_INTERNAL, message=f"a {self.config.role} worker takes no such phase")
         if self._draining:
-            return Failure(code=Failure.CODE_RETRY, message=f"worker {name} is draining")
+            return Failure(**self._moving)
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
         return None
 
     def _expire(self, key: Key) -> None:
-        self.fail(key, Failure.CODE_FULL, f"no token within the request's time on worker {self.id.name}")
+        message = f"no token within the request's time on worker {self.id.name}"
+        self.fail(key, Failure(code=Failure.CODE_FULL, message=message))
 
     def _release(self, key: Key) -> None:
         """Frees what the request has in the engine and in the role."""
@@ -333,7 +363,12 @@ class Worker:
         self._idle.set()
         if self._loop.time() - self._checked >= CHECK_SECONDS:
             self._checked = self._loop.time()
-            self._thread.post(self._engine.scheduler.check_integrity)
+            # What the engine thread has posted to this loop must arrive first: it may carry holds that end at once.
+            self._thread.post(partial(self.post_to_loop, self._check_blocks, self._submitted))
+
+    def _check_blocks(self, submitted: int) -> None:
+        idle = not self._live and self._submitted == submitted and self.role.active == 0
+        self._thread.post(partial(self._engine.scheduler.check_integrity, idle=idle))
 
     def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         """A defect in a task must not pass unnoticed: its request would wait until its deadline."""

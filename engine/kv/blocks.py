@@ -189,6 +189,16 @@ class BlockPool:
         if self.free + self.cached + held != self.total:
             raise IntegrityError(f"free {self.free} + cached {self.cached} + held {held} != total {self.total}")
 
+    def check_idle(self) -> None:
+        """Checks that no hold is left, while nothing may hold a block.
+
+        Raises:
+            IntegrityError: a hold is live; names its owner and blocks.
+        """
+        if self._holds:
+            leaked = ", ".join(f"{hold.owner} {list(hold.blocks)}" for hold in self._holds)
+            raise IntegrityError(f"no request is left, and blocks are held: {leaked}")
+
     def _take(self, count: int) -> list[int] | None:
         if count < 0:
             raise ValueError(f"count is {count}; it must be at least 0")

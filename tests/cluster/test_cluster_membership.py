@@ -1,13 +1,21 @@
 """Membership: whatever members and clocks do, an incarnation that was declared dead never comes back."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvrelay.cluster.membership import InvalidMember, Membership
+from kvrelay.cluster.membership import (
+    DRAIN_MARGIN_SECONDS,
+    FAILED_SECONDS,
+    InvalidMember,
+    Membership,
+    Verdict,
+    incompatible,
+)
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -21,6 +29,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     ROLE_UNSPECIFIED,
     Member,
+    MembershipRecord,
     MemberState,
     Role,
 )
@@ -45,8 +54,9 @@ def member(
     incarnation: str = "a",
     role: Role = ROLE_PREFILL,
     state: MemberState = MEMBER_STATE_READY,
+    **more: Any,
 ) -> Member:
-    return Member(name=name, role=role, incarnation=incarnation, address="127.0.0.1:1", state=state)
+    return Member(name=name, role=role, incarnation=incarnation, address="127.0.0.1:1", state=state, **more)
 
 
 def state_of(membership: Membership, name: str) -> MemberState | None:
@@ -71,7 +81,7 @@ def wait(clock: Clock, membership: Membership) -> Callable[[float], list[WorkerI
         died = []
         for _ in range(round(seconds / TICK)):
             clock.now += TICK
-            died += membership.tick()
+            died += [verdict.worker for verdict in membership.tick()]
         return died
 
     return passes
@@ -197,8 +207,160 @@ def test_a_heartbeat_without_a_required_field_is_refused(membership: Membership,
     assert membership.members() == []
 
 
+# Restarts.
+
+
+def restarted(membership: Membership, clock: Clock) -> Membership:
+    """Another supervisor's membership, which continues from the record of this one as it is written."""
+    fresh = Membership(clock=clock)
+    fresh.restore(MembershipRecord.FromString(membership.snapshot().SerializeToString()))
+    return fresh
+
+
+def ticks(membership: Membership, clock: Clock, seconds: float) -> list[Verdict]:
+    """As the fixture `wait`, for any membership."""
+    died = []
+    for _ in range(round(seconds / TICK)):
+        clock.now += TICK
+        died += membership.tick()
+    return died
+
+
+def test_generations_grow_over_all_names_and_restarts(membership: Membership, clock: Clock) -> None:
+    issued = []
+    for number in range(6):
+        process = WorkerId(("prefill-0", "decode-0")[number % 2], f"#{number}")
+        assert membership.attend(member(process.name, process.incarnation), Load())
+        issued.append(membership.generation(process))
+        membership = restarted(membership, clock)
+        assert membership.generation(process) == issued[-1]
+    assert issued == sorted(set(issued))
+    assert issued[0] > 0
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["knows its generation", "was frozen before it was told"])
+def test_a_zombie_cannot_fence_its_replacement_after_a_restart(
+    membership: Membership, clock: Clock, told: bool
+) -> None:
+    membership.attend(member(incarnation="zombie"), Load())
+    generation = membership.generation(WorkerId("prefill-0", "zombie")) if told else 0
+    membership.attend(member(incarnation="zombie", generation=generation), Load())
+    membership.attend(member(incarnation="replacement"), Load())
+    for _ in range(3):
+        membership = restarted(membership, clock)
+        assert not membership.attend(member(incarnation="zombie", generation=generation), Load())
+        assert membership.present("prefill-0") == WorkerId("prefill-0", "replacement")
+
+
+def test_what_was_declared_dead_or_removed_stays_so_after_a_restart(membership: Membership, clock: Clock) -> None:
+    membership.attend(member("prefill-0", "a"), Load())
+    membership.attend(member("decode-0", "b", ROLE_DECODE), Load())
+    membership.gone(WorkerId("prefill-0", "a"))
+    membership.remove("decode-0")
+    membership = restarted(membership, clock)
+    assert not membership.attend(member("prefill-0", "a"), Load())
+    assert not membership.attend(member("decode-0", "b", ROLE_DECODE), Load())
+    assert state_of(membership, "prefill-0") == MEMBER_STATE_DEAD
+    assert membership.present("decode-0") is None
+    assert membership.attend(member("decode-0", "c", ROLE_DECODE), Load())
+
+
+def test_a_lost_record_is_learned_from_the_members(clock: Clock) -> None:
+    membership = Membership(clock=clock)
+    assert membership.attend(member(incarnation="zombie", generation=3), Load())
+    assert membership.attend(member(incarnation="present", generation=7), Load())
+    assert not membership.attend(member(incarnation="zombie", generation=3), Load())
+    assert not membership.attend(member(incarnation="other", generation=7), Load()), "the same number twice"
+    assert membership.attend(member("decode-0", "new", ROLE_DECODE), Load())
+    assert membership.generation(WorkerId("decode-0", "new")) == 8
+
+
+def test_restored_members_keep_their_state_until_they_had_time_to_come(membership: Membership, clock: Clock) -> None:
+    membership.attend(member(), Load())
+    fresh = restarted(membership, clock)
+    assert not fresh.complete
+    assert ticks(fresh, clock, 3 + 1.4) == []
+    assert state_of(fresh, "prefill-0") == MEMBER_STATE_READY
+    assert fresh.statuses()[0].heartbeat_age_seconds >= 0
+    ticks(fresh, clock, 0.2)
+    assert state_of(fresh, "prefill-0") == MEMBER_STATE_SUSPECT
+    assert not fresh.complete
+    (verdict,) = ticks(fresh, clock, 1.6)
+    assert verdict.worker == WorkerId("prefill-0", "a")
+    assert fresh.complete
+
+
+# Progress of the engine.
+
+
+def test_an_old_step_makes_suspect_then_dead_and_only_while_work_waits(membership: Membership, clock: Clock) -> None:
+    def beats(age: float, **more: Any) -> MemberState | None:
+        assert membership.attend(member(step_age_seconds=age, **more), Load())
+        return state_of(membership, "prefill-0")
+
+    assert beats(2.9, work_queued=True) == MEMBER_STATE_READY
+    assert beats(3.0, work_queued=True) == MEMBER_STATE_SUSPECT
+    assert beats(0.0, work_queued=True) == MEMBER_STATE_READY
+    assert beats(500.0, work_queued=False) == MEMBER_STATE_READY
+    assert beats(19.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_READY
+    assert beats(20.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_SUSPECT
+    assert beats(31.0, work_queued=True, step_limit_seconds=60.0) == MEMBER_STATE_READY
+    assert ticks(membership, clock, TICK) == []
+    assert beats(30.1, work_queued=True) == MEMBER_STATE_SUSPECT
+    ((worker, reason),) = ticks(membership, clock, TICK)
+    assert (worker.incarnation, reason) == ("a", "its step has been running for 30.1 s")
+    assert not membership.attend(member(), Load())
+
+
+def test_the_engines_figures_are_not_told_to_the_others(membership: Membership) -> None:
+    membership.attend(member(step_age_seconds=1, work_queued=True, step_limit_seconds=9), Load())
+    version = membership.version
+    membership.attend(member(step_age_seconds=2, work_queued=True, step_limit_seconds=9), Load())
+    assert membership.version == version
+    (published,) = membership.members()
+    assert published == member(generation=1)
+
+
+def test_a_failed_engine_is_given_two_seconds(membership: Membership, clock: Clock) -> None:
+    for _ in range(round(FAILED_SECONDS / TICK) - 1):
+        assert membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+        assert state_of(membership, "prefill-0") == MEMBER_STATE_SUSPECT
+        assert ticks(membership, clock, TICK) == []
+    membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+    ((_, reason),) = ticks(membership, clock, 2 * TICK)
+    assert "engine failed" in reason
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool) -> None:
+    membership = Membership(clock=clock, drain_seconds=7)
+    membership.attend(member(), Load())
+    if asked:
+        membership.leave("prefill-0")
+    died: list[Verdict] = []
+    seconds = 0.0
+    while not died and seconds < 60:
+        membership.attend(member(state=MEMBER_STATE_DRAINING), Load())
+        died = ticks(membership, clock, TICK)
+        seconds += TICK
+    assert bool(died) is not asked
+    if not asked:
+        assert seconds == pytest.approx(7 + DRAIN_MARGIN_SECONDS, abs=2 * TICK)
+        assert "draining" in died[0].reason
+
+
+def test_workers_are_grouped_by_their_digest() -> None:
+    given = [member(f"prefill-{n}", compatibility=digest) for n, digest in enumerate("xyyx")]
+    given.append(member("decode-0", compatibility="y"))
+    given.append(member("router-0", role=ROLE_ROUTER))
+    given.append(member("decode-1", compatibility="z", state=MEMBER_STATE_DEAD))
+    assert incompatible(given) == [["decode-0", "prefill-1", "prefill-2"], ["prefill-0", "prefill-3"]]
+    assert incompatible(given[:1]) == [["prefill-0"]]
+
+
 class Fencing(RuleBasedStateMachine):
-    """Processes of three names start, send heartbeats, fall silent, wake up and are replaced, in any order."""
+    """Processes of three names start, send heartbeats, fall silent, wake up and are replaced, in any order, while the
+    supervisor restarts."""
 
     processes = Bundle("processes")
 
@@ -208,25 +370,48 @@ class Fencing(RuleBasedStateMachine):
         self.membership = Membership(clock=self.clock)
         self.given_up: set[str] = set()
         self.heard: dict[str, float] = {}
+        self.generations: dict[str, int] = {}
+        """What each incarnation knows of its generation."""
         self.count = 0
         self.version = 0
+        self.issued = 0
 
     @rule(target=processes, name=st.sampled_from(["prefill-0", "decode-0", "router-0"]))
     def spawn(self, name: str) -> WorkerId:
         self.count += 1
         return WorkerId(name, f"{name}#{self.count}")
 
-    @rule(process=processes, state=st.sampled_from([MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING]))
-    def beat(self, process: WorkerId, state: MemberState) -> None:
+    @rule(
+        process=processes,
+        state=st.sampled_from([MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING]),
+        answered=st.booleans(),
+    )
+    def beat(self, process: WorkerId, state: MemberState, answered: bool) -> None:
         before = self.membership.present(process.name)
-        admitted = self.membership.attend(member(process.name, process.incarnation, ROLE_PREFILL, state), Load())
+        known = self.generations.get(process.incarnation, 0)
+        beat = member(process.name, process.incarnation, ROLE_PREFILL, state, generation=known)
+        admitted = self.membership.attend(beat, Load())
         assert admitted == (process.incarnation not in self.given_up)
         if admitted:
             if before is not None and before != process:
                 self.given_up.add(before.incarnation)
             assert self.membership.present(process.name) == process
             assert state_of(self.membership, process.name) == state
+            generation = self.membership.generation(process)
+            if before != process and not known:
+                assert generation > self.issued, "issued in order"
+                self.issued = generation
+            assert generation <= self.issued
+            assert known in (0, generation)
             self.heard[process.incarnation] = self.clock.now
+            if answered:
+                self.generations[process.incarnation] = generation
+
+    @rule(seconds=st.floats(0, 100))
+    def supervisor_restarts(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.membership = restarted(self.membership, self.clock)
+        self.version = 0
 
     @rule(process=consumes(processes))
     def end(self, process: WorkerId) -> None:
@@ -247,7 +432,7 @@ class Fencing(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         for _ in range(round(seconds / TICK)):
             self.clock.now += TICK
-            for worker in self.membership.tick():
+            for worker, _ in self.membership.tick():
                 assert self.clock.now - self.heard[worker.incarnation] >= 3.0 - 1e-6
                 self.given_up.add(worker.incarnation)
 
@@ -257,7 +442,7 @@ class Fencing(RuleBasedStateMachine):
         """The supervisor's own pause declares no member dead that sent a heartbeat just before it."""
         fresh = {name for name, at in self.heard.items() if self.clock.now - at < 1}
         self.clock.now += seconds
-        for worker in self.membership.tick():
+        for worker, _ in self.membership.tick():
             assert worker.incarnation not in fresh
             self.given_up.add(worker.incarnation)
 

@@ -129,12 +129,16 @@ def test_status_shows_what_the_members_reported() -> None:
             assert shown["ready"] is True
             assert shown["router"] == f"127.0.0.1:{ROLE_ROUTER}"
             assert sorted(worker["name"] for worker in shown["workers"]) == ["decode-0", "prefill-0"]
+            assert shown["supervised"] is True
+            assert shown["incompatible"] == []
+            assert sorted(worker.pop("generation") for worker in shown["workers"] + shown["routers"]) == [1, 2, 3]
             assert {
                 "name": "prefill-0",
                 "role": "prefill",
                 "pid": 7,
                 "incarnation": "prefill-0#1",
                 "state": "ready",
+                "compatibility": "",
                 "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
                 "requests": {"waiting": 1, "running": 2},
             } in shown["workers"]
@@ -214,10 +218,17 @@ class FakeLauncher:
         self.calls: list[str] = []
         self.lives: dict[str, asyncio.Future[Ended]] = {}
         self.count = 0
+        self.broken = ""
+        """The member whose process can't be started."""
+
+    async def adopt(self, name: str) -> bool:
+        return False
 
     async def run(self, name: str, supervisor: str) -> Ended:
         self.count += 1
         self.calls.append(f"run {name}")
+        if name == self.broken:
+            raise RuntimeError("a defect")
         if name == self.hopeless:
             return Ended("model /nope: no such folder", mistake=True)
         assert name not in self.lives, "two processes of one name"
@@ -322,17 +333,35 @@ def test_stopping_ends_the_routers_first_and_replaces_nobody() -> None:
 
 
 def test_a_supervisor_that_fails_leaves_the_members_running() -> None:
-    class Broken(FakeLauncher):
-        async def run(self, name: str, supervisor: str) -> Ended:
-            if name == "prefill-0":
-                raise RuntimeError("a defect")
-            return await super().run(name, supervisor)
-
     async def test() -> None:
-        launcher = Broken()
+        launcher = FakeLauncher()
         async with launched(launcher) as server:
+            await until(lambda: server.membership.ready, "ready")
+            server.membership.tick = fail  # type: ignore[method-assign]
             assert str(await asyncio.wait_for(server.failed(), SECONDS)) == "a defect"
         assert [call for call in launcher.calls if call.startswith(("stop", "kill"))] == []
+
+    run(test)
+
+
+def fail() -> list[Any]:
+    raise RuntimeError("a defect")
+
+
+def test_the_failure_of_one_members_keeper_is_that_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "FIRST_SECONDS", 0.05)
+
+    async def test() -> None:
+        launcher = FakeLauncher()
+        launcher.broken = "prefill-0"
+        async with launched(launcher) as server:
+            await until(lambda: launcher.calls.count("run prefill-0") >= 3, "tried again")
+            await until(lambda: {"router-0", "decode-0"} <= launcher.lives.keys(), "the others run")
+            (progress,) = [entry for entry in server.startup().members if entry.failures]
+            assert (progress.name, progress.reason, progress.hopeless) == ("prefill-0", "RuntimeError: a defect", False)
+            launcher.broken = ""
+            await until(lambda: server.membership.ready, "the member is back")
+            assert [launcher.calls.count(f"run {name}") for name in ("router-0", "decode-0")] == [1, 1]
 
     run(test)
 

@@ -1,7 +1,8 @@
 """The launcher's script, with fake `ray`, `kvrelay` and `sleep` commands that record their calls.
 
 The fakes use files in one folder: `gcs` exists while Ray's GCS answers, `running` while kvrelay runs; `broken` and
-`flaky` have one line for each call of `up` and `status` that is to fail; `calls` has a line for each call.
+`flaky` have one line for each call of `up` and `status` that is to fail; `unsupervised` exists while kvrelay serves
+without its supervisor; `calls` has a line for each call.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ FAKES = {
         case "$1" in
           status)
             if [ -s "$WORLD/flaky" ]; then sed -i 1d "$WORLD/flaky"; exit 1; fi
+            if [ -e "$WORLD/unsupervised" ]; then exit 3; fi
             [ -e "$WORLD/running" ] ;;
           down) echo down >> "$WORLD/calls"; rm -f "$WORLD/running" ;;
           up)
@@ -150,6 +152,16 @@ def test_it_does_not_restart_a_supervisor_that_is_slow_to_answer(world, launcher
     world.wait(lambda: world.calls[-1] == "sleep 30")
     assert "down" not in world.calls
     assert world.starts == []
+
+
+def test_it_leaves_a_kvrelay_that_serves_without_its_supervisor_alone(world, launcher):
+    world.set("unsupervised")
+    world.set("gcs")
+    world.wait(lambda: world.calls.count("sleep 30") >= 5)
+    assert "down" not in world.calls
+    assert world.starts == []
+    world.clear("unsupervised")
+    world.wait(lambda: len(world.starts) == 1)
 
 
 def test_a_signal_ends_it(world, launcher):

@@ -42,6 +42,8 @@ OUT_OF_RANGE = [
     ("service.type", "ExternalName"),
     ("service.nodePort", 80),
     ("networkPolicy.nodeCidrs.0", "10.0.0.0"),
+    ("heartbeat.step_suspect_seconds", 0.1),
+    ("drainSeconds", -1),
     ("terminationGracePeriodSeconds", -1),
     ("fullnameOverride", "x" * 41),
 ]

@@ -240,7 +240,7 @@ def scene(
         losses: whether workers are killed here.
         variables: seconds by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place.
+            place; `worker`, other options of every worker.
     """
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
     environment = {name: str(value) for name, value in times.items()}
@@ -261,7 +261,7 @@ def scene(
                 "pico",
                 prefill=prefill,
                 decode=decode,
-                worker={"engine": engine, "transfer": dict(options.get("transfer", TRANSFER))},
+                worker={"engine": engine, "transfer": dict(options.get("transfer", TRANSFER)), **options.get("worker", {})},
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,

@@ -117,8 +117,9 @@ class Job:
         )
         self.stream.put_nowait(RelayResponse(events=[event]))
 
-    def fail(self, code: Failure.Code, message: str = "scripted") -> None:
-        self.send(failure=Failure(code=code, message=message))
+    def fail(self, code: Failure.Code, message: str = "scripted", **more: Any) -> None:
+        """Returns the request; `more` are further fields of the failure."""
+        self.send(failure=Failure(code=code, message=message, **more))
 
 
 def length_if(last: bool) -> FinishReason:
@@ -177,8 +178,9 @@ async def silent(job: Job) -> None:
 class FakeWorker(WorkerServiceServicer):
     """Serves the relay; a script, run as one task per submitted part, sends the answers."""
 
-    def __init__(self, name: str, role: str, script: Script, **model: Any) -> None:
+    def __init__(self, name: str, role: str, script: Script, *, compatibility: str = "", **model: Any) -> None:
         self.name = name
+        self.compatibility = compatibility
         self.role = role
         self.script = script
         self.incarnation = uuid.uuid4().hex
@@ -223,6 +225,7 @@ class FakeWorker(WorkerServiceServicer):
             incarnation=self.incarnation,
             address=f"127.0.0.1:{self.port}",
             state=state,
+            compatibility=self.compatibility,
         )
 
     async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:

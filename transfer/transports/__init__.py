@@ -1,1 +1,1 @@
-"""What carries the bulk bytes: one file for each transport, behind the interface in `base`."""
+"""Transports of bulk bytes: one file each, all with the interface of `base`."""

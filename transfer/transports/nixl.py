@@ -3,7 +3,7 @@
 NIXL writes one-sided into the other process's registered memory, and also carries short notifications. A two-sided send
 consists of both:
 
-    receiver   "room": frame n, where its buffer is               ->  sender
+    receiver   "target": frame n, where its buffer is              ->  sender
     sender     writes the bytes there; with them "came": frame n  ->  receiver
 
 - An agent makes progress only inside calls. Its own progress thread would take half a core or more while idle, so it is
@@ -36,7 +36,7 @@ _MAX_FRAME_BYTES = 2**31
 _MAX_METADATA_BYTES = 4096
 _BACKEND = "UCX"
 
-_TARGET = "room"
+_TARGET = "target"
 """Name of the notification that says where the receiver wants a frame; in Python such a place is a target."""
 _FRAME = Number(1, 2**48)
 _NOTIFICATIONS: dict[str, tuple[Rule, ...]] = {

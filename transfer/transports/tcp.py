@@ -1,7 +1,7 @@
 """Links over plain TCP sockets that carry host memory in place, on the thread that calls.
 
 One thread hashes a piece and sends it, or receives it and hashes it, while the piece is in its core's cache; no other
-thread is woken in between. `abort` ends a blocked call at once. `benchmarks/NOTES.md` has what that is worth.
+thread is woken in between. `abort` ends a blocked call at once. `benchmarks/NOTES.md` has the measurements.
 
     receiver    listens, publishes address and token    -- rendezvous -->    sender
                 accepts, checks the token               <--  connect  --     sends the token
@@ -24,7 +24,7 @@ from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pendin
 
 TOKEN_BYTES = 32
 SOCKET_BUFFER_BYTES = 4 * 2**20
-"""Requested where the system allows as much; elsewhere the kernel sizes the buffers by itself."""
+"""Requested if the system allows as much; otherwise the kernel sizes the buffers itself."""
 MAX_RUNS = 256
 """Memory runs of one system call at most; Linux allows 1024."""
 _LIMITS = {socket.SO_SNDBUF: "wmem_max", socket.SO_RCVBUF: "rmem_max"}

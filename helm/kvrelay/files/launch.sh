@@ -1,6 +1,6 @@
 #!/bin/bash
-# Starts kvrelay on this pod's Ray cluster, and again when its supervisor is lost: after a restart of Ray's container
-# (a new, empty cluster), after the loss of the supervisor's pod, after a failed start.
+# Starts kvrelay on this pod's Ray cluster, and again when it is lost: after a restart of Ray's container (a new, empty
+# cluster), after a failed start. Ray itself restarts a supervisor that ends.
 # Never ends, so it works under every restartPolicy that KubeRay gives the pod.
 set -u
 
@@ -13,6 +13,9 @@ strikes=3
 
 say() { echo "launcher: $*"; }
 
+# Exit code of `kvrelay status`: requests are served without the supervisor, which Ray starts again by itself.
+serving=3
+
 silent=0
 wait=$pause
 while true; do
@@ -22,6 +25,10 @@ while true; do
   elif kvrelay status > /dev/null 2>&1; then
     silent=0
     wait=$pause
+    sleep "$check"
+  elif (($? == serving)); then
+    say "the supervisor is away; requests are served"
+    silent=0
     sleep "$check"
   elif ((++silent < strikes)); then
     sleep "$pause"

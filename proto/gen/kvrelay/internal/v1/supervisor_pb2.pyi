@@ -37,7 +37,7 @@ MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "work_queued", "step_limit_seconds", "failed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,12 @@ class Member(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORK_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    STEP_LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -54,7 +60,13 @@ class Member(_message.Message):
     state: MemberState
     transports: _containers.RepeatedScalarFieldContainer[str]
     loaded: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ...) -> None: ...
+    compatibility: str
+    generation: int
+    step_age_seconds: float
+    work_queued: bool
+    step_limit_seconds: float
+    failed: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., work_queued: _Optional[bool] = ..., step_limit_seconds: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
@@ -65,14 +77,18 @@ class AttendRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
-    __slots__ = ("version", "members", "fenced")
+    __slots__ = ("version", "members", "fenced", "generation", "complete")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     fenced: bool
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., fenced: _Optional[bool] = ...) -> None: ...
+    generation: int
+    complete: bool
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., fenced: _Optional[bool] = ..., generation: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -95,3 +111,33 @@ class GetStatusResponse(_message.Message):
     ready: bool
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...
+
+class NameRecord(_message.Message):
+    __slots__ = ("name", "generation", "member", "acknowledged", "fenced")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    member: Member
+    acknowledged: bool
+    fenced: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., acknowledged: _Optional[bool] = ..., fenced: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MembershipRecord(_message.Message):
+    __slots__ = ("generation", "names")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    names: _containers.RepeatedCompositeFieldContainer[NameRecord]
+    def __init__(self, generation: _Optional[int] = ..., names: _Optional[_Iterable[_Union[NameRecord, _Mapping]]] = ...) -> None: ...
+
+class SupervisorRecord(_message.Message):
+    __slots__ = ("membership", "address")
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    membership: MembershipRecord
+    address: str
+    def __init__(self, membership: _Optional[_Union[MembershipRecord, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...

@@ -140,7 +140,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "cause", "blamed")
     class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CODE_UNSPECIFIED: _ClassVar[Failure.Code]
@@ -153,11 +153,27 @@ class Failure(_message.Message):
     CODE_RETRY: Failure.Code
     CODE_INTERNAL: Failure.Code
     CODE_FULL: Failure.Code
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[Failure.Cause]
+        CAUSE_PEER_LOST: _ClassVar[Failure.Cause]
+        CAUSE_DRAINING: _ClassVar[Failure.Cause]
+        CAUSE_LINK: _ClassVar[Failure.Cause]
+        CAUSE_REFUSED: _ClassVar[Failure.Cause]
+    CAUSE_UNSPECIFIED: Failure.Cause
+    CAUSE_PEER_LOST: Failure.Cause
+    CAUSE_DRAINING: Failure.Cause
+    CAUSE_LINK: Failure.Cause
+    CAUSE_REFUSED: Failure.Cause
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    BLAMED_FIELD_NUMBER: _ClassVar[int]
     code: Failure.Code
     message: str
-    def __init__(self, code: _Optional[_Union[Failure.Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    cause: Failure.Cause
+    blamed: _containers.RepeatedCompositeFieldContainer[PeerRef]
+    def __init__(self, code: _Optional[_Union[Failure.Code, str]] = ..., message: _Optional[str] = ..., cause: _Optional[_Union[Failure.Cause, str]] = ..., blamed: _Optional[_Iterable[_Union[PeerRef, _Mapping]]] = ...) -> None: ...
 
 class PrefillReport(_message.Message):
     __slots__ = ("queue_seconds", "prefill_seconds", "cached_tokens")

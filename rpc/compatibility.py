@@ -1,0 +1,72 @@
+"""Which workers of a fleet can hand KV over to one another: those whose digests in the membership are equal.
+
+A digest covers all that two workers must have in common: protocol version, model, options of the hand-off. It is
+compared as a whole; an empty one equals an empty one only. The members with one digest form a group; requests go to the
+group that can serve most of them at once.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    ROLE_COLOCATED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    Member,
+)
+
+SHOWN_CHARACTERS = 8
+
+
+def rank(workers: Iterable[tuple[str, str]]) -> list[str]:
+    """The digests of `workers`, each (role, digest), the preferred one first.
+
+    Args:
+        workers: roles are "prefill", "decode" and "colocated".
+
+    Returns:
+        Digests by the number of complete pairs (a co-located worker counts as one), then by the number of workers, then
+        in the order of the alphabet, so that every router prefers the same.
+    """
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"prefill": 0, "decode": 0, "colocated": 0})
+    for role, digest in workers:
+        counts[digest][role] += 1
+    return sorted(counts, key=lambda digest: (-_pairs(counts[digest]), -sum(counts[digest].values()), digest))
+
+
+def unpaired(members: Sequence[Member]) -> list[str]:
+    """One sentence for each group of workers that can't be paired with the preferred group; empty if all can.
+
+    Args:
+        members: of the whole cluster, in any state; routers and dead members are not considered.
+    """
+    names = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
+    workers = [member for member in members if member.role in names and member.state != MEMBER_STATE_DEAD]
+    digests = rank((names[member.role], member.compatibility) for member in workers)
+    groups = {digest: [member for member in workers if member.compatibility == digest] for digest in digests}
+    sentences = []
+    for digest in digests[1:]:
+        ours, others = groups[digest], groups[digests[0]]
+        sentence = (
+            f"{_list(ours)} (digest {_shown(digest)}) can't be paired with "
+            f"{_list(others)} (digest {_shown(digests[0])}): they differ in version, model or options of the hand-off"
+        )
+        roles = {member.role for member in ours}
+        if ROLE_COLOCATED not in roles and not {ROLE_PREFILL, ROLE_DECODE} <= roles:
+            missing = "decode" if ROLE_PREFILL in roles else "prefill"
+            sentence += f"; without a {missing} worker of the same digest, no request is placed there"
+        sentences.append(sentence)
+    return sentences
+
+
+def _pairs(counts: Mapping[str, int]) -> int:
+    return min(counts["prefill"], counts["decode"]) + counts["colocated"]
+
+
+def _list(members: Sequence[Member]) -> str:
+    return ", ".join(sorted(member.name for member in members))
+
+
+def _shown(digest: str) -> str:
+    return digest[:SHOWN_CHARACTERS] or "none"

@@ -1,0 +1,104 @@
+"""Workers of several versions in one fleet: which are paired, and what an operator is told."""
+
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    Member,
+)
+from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement, WorkerRole, WorkerView, complete
+from kvrelay.rpc.compatibility import rank, unpaired
+from kvrelay.rpc.identity import WorkerId
+
+ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerView]:
+    names = [WorkerId(f"w{index}", "i") for index in range(7)]
+    roles = [draw(st.sampled_from(ROLES)) for _ in range(draw(st.integers(1, 7)))]
+    return [
+        WorkerView(
+            worker,
+            role,
+            ready=True,
+            outstanding_tokens=draw(st.integers(0, 5)),
+            compatibility=draw(st.sampled_from("ab")),
+            avoided=draw(st.booleans()),
+            bad_peers=draw(st.frozensets(st.sampled_from(names))) if role == "prefill" else frozenset(),
+            trials=draw(st.integers(0, 1)),
+            requests=draw(st.integers(0, 1)),
+        )
+        for worker, role in zip(names, roles, strict=False)
+    ]
+
+
+@settings(max_examples=500, deadline=None)
+@given(fleets(), st.booleans())
+def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[WorkerView], on_trial: bool) -> None:
+    by_id = {worker.id: worker for worker in workers}
+    of = {role: [worker for worker in workers if worker.role == role] for role in ROLES}
+    options = [(worker, worker) for worker in of["colocated"]]
+    options += [
+        (prefill, decode)
+        for prefill, decode in product(of["prefill"], of["decode"])
+        if prefill.compatibility == decode.compatibility
+    ]
+
+    def bad(option: tuple[WorkerView, WorkerView]) -> bool:
+        return option[0].avoided or option[1].avoided or option[1].id in option[0].bad_peers
+
+    def apart(option: tuple[WorkerView, WorkerView]) -> bool:
+        return not on_trial or not (option[0].trials or option[1].trials)
+
+    good = [option for option in options if not bad(option)]
+    placed = LeastLoaded().place(Demand(5, 5, on_trial=on_trial), workers)
+    assert complete(workers) == bool(options)
+    if isinstance(placed, Placement):
+        assert placed.decode is not None
+        chosen = by_id[placed.prefill], by_id[placed.decode]
+        assert chosen in options
+        assert apart(chosen)
+        assert chosen in good or not good
+    elif placed is NoPlace.NO_WORKERS:
+        assert not options
+    else:
+        assert not any(map(apart, good))
+
+
+def test_the_group_with_the_most_pairs_is_preferred() -> None:
+    old = [("prefill", "old"), ("decode", "old"), ("decode", "old"), ("decode", "old")]
+    new = [("prefill", "new"), ("prefill", "new"), ("decode", "new"), ("decode", "new")]
+    assert rank(old + new) == ["new", "old"]
+    assert rank([*old, *new, ("prefill", "old"), ("prefill", "old")]) == ["old", "new"]
+    workers = [
+        WorkerView(WorkerId(f"w{at}", "i"), role, True, compatibility=digest)
+        for at, (role, digest) in enumerate(old + new)
+    ]  # type: ignore[arg-type]  # a role
+    placed = LeastLoaded().place(Demand(5, 5), workers)
+    assert isinstance(placed, Placement)
+    assert {worker.name for worker in placed.workers} <= {"w4", "w5", "w6", "w7"}
+
+
+def member(name: str, role: int, digest: str, state: int = MEMBER_STATE_READY) -> Member:
+    return Member(name=name, role=role, compatibility=digest, state=state)  # type: ignore[arg-type]  # enum values
+
+
+def test_the_operator_is_told_who_cant_be_paired_with_whom() -> None:
+    fleet = [
+        member("prefill-0", ROLE_PREFILL, "aaaaaaaaaaaa"),
+        member("decode-0", ROLE_DECODE, "aaaaaaaaaaaa"),
+        member("router-0", ROLE_ROUTER, ""),
+        member("decode-2", ROLE_DECODE, "cccc", MEMBER_STATE_DEAD),
+    ]
+    assert unpaired(fleet) == []
+    (sentence,) = unpaired([*fleet, member("decode-1", ROLE_DECODE, "")])
+    assert sentence.startswith("decode-1 (digest none) can't be paired with decode-0, prefill-0 (digest aaaaaaaa): ")
+    assert "without a prefill worker of the same digest" in sentence

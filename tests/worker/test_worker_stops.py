@@ -1,0 +1,125 @@
+"""How a worker ends, and what its heartbeat says of its engine."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from test_worker_server import checkpoint, relay, submit, worker
+
+from kvrelay.internal.v1.supervisor_pb2 import Member
+from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.rpc import options
+from kvrelay.worker import relay_service
+from kvrelay.worker import worker as worker_module
+from kvrelay.worker.engine_thread import EngineEndedError
+from kvrelay.worker.server import WorkerServer
+
+__all__ = ["checkpoint"]
+SECONDS = 10.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110  # the condition may be about anything
+            await asyncio.sleep(0.005)
+
+
+def heartbeat(server: WorkerServer) -> Member:
+    member = Member()
+    server.worker.describe(member)
+    return member
+
+
+def test_a_drained_worker_returns_its_streams_as_migrations(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            await router.send(submit=submit("long", sampling={"max_tokens": 400, "top_p": 1.0, "ignore_eos": True}))
+            await router.event()
+            stopping = asyncio.create_task(server.stop(0.0))
+            failure = (await router.last()).failure
+            assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_DRAINING)
+            assert [ref.name for ref in failure.blamed] == ["colocated-0"]
+            await stopping
+
+    asyncio.run(test())
+
+
+def test_a_step_that_does_not_return_shows_in_the_heartbeat(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            engine, release = server.worker._engine, threading.Event()
+            step = engine.step
+            engine.step = lambda: (release.wait(SECONDS) and step()) or []  # type: ignore[method-assign, func-returns-value]
+            await router.send(submit=submit("stuck"))
+            await until(lambda: heartbeat(server).step_age_seconds > 0.2)
+            assert heartbeat(server).work_queued
+            engine.step = step  # type: ignore[method-assign]
+            release.set()
+            await router.last()
+            await until(lambda: heartbeat(server).step_age_seconds == 0 and not heartbeat(server).work_queued)
+            assert heartbeat(server).step_limit_seconds > 0
+
+    asyncio.run(test())
+
+
+def test_an_engine_that_raises_fails_its_worker_and_what_waits_for_it(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+
+            def broken() -> None:
+                raise RuntimeError("broken by the test")
+
+            server.worker._engine.step = broken  # type: ignore[assignment, method-assign]
+            await router.send(submit=submit("first"))
+            assert "broken" in str(await asyncio.wait_for(server.failed(), SECONDS))
+            assert heartbeat(server).failed
+            with pytest.raises(EngineEndedError):
+                await asyncio.wait_for(server.worker._thread.call(lambda: None), SECONDS)
+            stopping = asyncio.create_task(server.stop(30.0))
+            failure = (await router.last()).failure
+            assert (failure.code, failure.cause) == (Failure.CODE_RETRY, Failure.CAUSE_PEER_LOST)
+            await asyncio.wait_for(stopping, SECONDS)
+
+    asyncio.run(test())
+
+
+def test_a_relay_without_hello_is_ended(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_service, "HELLO_SECONDS", 0.2)
+    assert options.HELLO_SECONDS == 5.0
+
+    async def test() -> None:
+        async with worker(checkpoint) as server, grpc.aio.insecure_channel(server.address) as channel:
+            call = WorkerServiceStub(channel).Relay()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await asyncio.wait_for(call.read(), SECONDS)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(test())
+
+
+def test_only_the_router_that_submitted_a_request_can_cancel_it(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as owner, relay(server) as other:
+            await owner.send(submit=submit("mine"))
+            await other.send(cancel={"request_id": "mine", "attempt": 1})
+            assert not (await owner.last()).HasField("failure"), "another router's cancel ended it"
+
+    asyncio.run(test())
+
+
+def test_blocks_that_nobody_gave_back_end_an_idle_worker(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.0)
+
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            pool = server.worker._engine.scheduler._pool
+            await server.worker._thread.call(lambda: pool.allocate(2, "forgotten by the test"))
+            await router.send(submit=submit("last"))
+            await router.last()
+            assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
+
+    asyncio.run(test())
