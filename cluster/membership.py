@@ -111,6 +111,8 @@ class _Entry:
     """Since when it reports that it drains, or has failed."""
     asked: bool = False
     """It was asked to end."""
+    restored: bool = False
+    """Known from the record only."""
 
     @property
     def id(self) -> WorkerId:
@@ -165,7 +167,7 @@ class Membership:
                 # Not heard yet: its silence counts when it had dead_seconds to find this supervisor.
                 entry = _Entry(name.member, Load(), self._now + self._timeouts.dead_seconds, Member())
                 entry.report.CopyFrom(name.member)
-                entry.acknowledged = name.acknowledged
+                entry.acknowledged, entry.restored = name.acknowledged, True
                 self._entries[name.name] = entry
         self.version += 1
 
@@ -189,6 +191,7 @@ class Membership:
         entry.report, entry.load, entry.heard = Member(), load, self._now
         entry.report.CopyFrom(member)
         entry.acknowledged |= member.generation != 0
+        entry.restored = False
         leaving = member.failed or member.state == MEMBER_STATE_DRAINING
         if not leaving:
             entry.leaving = None
@@ -246,7 +249,12 @@ class Membership:
         """All members with load and heartbeat age."""
         self._advance()
         return [
-            MemberStatus(member=entry.member, load=entry.load, heartbeat_age_seconds=max(0.0, self._now - entry.heard))
+            MemberStatus(
+                member=entry.member,
+                load=entry.load,
+                heartbeat_age_seconds=max(0.0, self._now - entry.heard),
+                restored=entry.restored,
+            )
             for entry in self._entries.values()
         ]
 

@@ -86,7 +86,7 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             _state(member.state),
             str(member.pid),
             *map(str, counts),
-            f"{entry.heartbeat_age_seconds:.1f} s",
+            "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
             member.incarnation[:8],
         )
     return table

@@ -40,7 +40,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import server_options
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvrelay.cluster.supervisor")  # __name__ is __main__ in a process of its own
 
 TICK_SECONDS = 0.1
 ALL_STOP_SECONDS = 2 * (STOP_SECONDS + EXIT_SECONDS) + STOP_SECONDS

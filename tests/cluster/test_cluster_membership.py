@@ -282,6 +282,7 @@ def test_restored_members_keep_their_state_until_they_had_time_to_come(membershi
     assert ticks(fresh, clock, 3 + 1.4) == []
     assert state_of(fresh, "prefill-0") == MEMBER_STATE_READY
     assert fresh.statuses()[0].heartbeat_age_seconds >= 0
+    assert fresh.statuses()[0].restored
     ticks(fresh, clock, 0.2)
     assert state_of(fresh, "prefill-0") == MEMBER_STATE_SUSPECT
     assert not fresh.complete

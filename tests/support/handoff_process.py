@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from support.handoff import (
     serving,
     setup,
 )
+from support.link_process import quick_start
 
 START_SECONDS = 60.0
 BLOCKS = 256
@@ -60,7 +60,7 @@ class SideProcess:
 @contextlib.contextmanager
 def _spawned(side: Callable[..., Any], *arguments: Any) -> Iterator[SideProcess]:
     """Runs the coroutine `side(connection, *arguments)` in another process, and always ends that."""
-    context = multiprocessing.get_context("spawn")
+    context = quick_start()
     here, there = context.Pipe()
     process = context.Process(target=_run, args=(side, there, *arguments), daemon=True)
     process.start()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Literal
 
 import torch
@@ -14,16 +16,23 @@ from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
 
-TIMEOUT = 20.0
+TIMEOUT = 30.0
 HOST = "127.0.0.1"
 Behaviour = Literal["send", "idle", "abort"]
 
 
+def quick_start() -> BaseContext:
+    """Starts processes by forking a server that has imported torch: in milliseconds, where a new one takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvrelay.prefill_worker.handoff_client", "kvrelay.decode_worker.handoff_service"])
+    return context
+
+
 def transport_named(name: str) -> Transport:
-    """The transport of this name, between buffers in host memory unless it is one between GPUs.
+    """The transport of this name, in host memory unless it is one between GPUs.
 
     Raises:
-        ValueError: it can't be done here.
+        ValueError: this machine lacks it.
     """
     return available_transports(HOST, name, gpu=name in ("cuda_ipc", "nccl"))[name]
 
@@ -53,12 +62,12 @@ def _other_end(connection: Connection, name: str, behaviour: Behaviour, sizes: l
 
 
 def pattern(size: int) -> torch.Tensor:
-    """Bytes that differ from place to place and from size to size."""
+    """Bytes that depend on the position and on the size."""
     return (torch.arange(size, dtype=torch.int64) * 31 + size).to(torch.uint8)
 
 
 def filled(link: Link, size: int) -> torch.Tensor:
-    """A buffer of the link with the pattern in it."""
+    """A buffer of the link that holds the pattern."""
     buffer = link.buffer(size)
     buffer.copy_(pattern(size))
     return buffer
@@ -66,16 +75,16 @@ def filled(link: Link, size: int) -> torch.Tensor:
 
 @dataclass
 class LinkedProcess:
-    """This process's receiving end, and the process that has the other one."""
+    """The receiving end, in this process, and the process of the sending end."""
 
     link: Link
-    process: "multiprocessing.process.BaseProcess"
+    process: BaseProcess
 
 
 @contextlib.contextmanager
 def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
     """Starts a process that sends frames of `sizes`, aborts, or does nothing; always ends it."""
-    context = multiprocessing.get_context("spawn")
+    context = quick_start()
     here, there = context.Pipe()
     process = context.Process(target=_other_end, args=(there, name, behaviour, sizes), daemon=True)
     process.start()
@@ -100,13 +109,13 @@ def meetings(timeout: float) -> tuple[Rendezvous, Rendezvous]:
 
 
 def beside(work: Callable[[], None]) -> Callable[[], None]:
-    """Runs `work` on a thread; what is returned waits for its end and raises what it raised."""
+    """Runs `work` on a thread. The returned call waits for its end and raises its exception."""
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001  # raised again by `join`
             failures.append(error)
 
     thread = threading.Thread(target=run)

@@ -32,6 +32,8 @@ from support.simulated_links import Link, Stream
 from support.simulated_workers import DecodeProcess, PrefillProcess, Process, config_of
 
 ATTEMPTS = 3
+END_SECONDS = 300.0
+"""When every world must be over: several times as long as all deadlines of all attempts together."""
 
 
 class Router:
@@ -203,6 +205,8 @@ class World:
                 self._number += 1
                 heapq.heappush(heap, (process.frozen, self._number, process, what, arguments))
                 continue
+            if at > END_SECONDS:
+                raise Violation("leak", f"{process}: attempts are left that end by no deadline")
             self.now = self.observer.clock = at
             self.events += 1
             try:

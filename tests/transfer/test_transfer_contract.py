@@ -108,11 +108,11 @@ def test_a_frame_longer_than_the_receive_ends_no_process(name: str) -> None:
 
     def send(link: Link) -> None:
         with suppress(LinkError):
-            link.send(link.buffer(5000)).wait(WAIT)
+            link.send(link.buffer(5000)).wait(1)
 
     def receive(link: Link) -> None:
         with suppress(LinkError):
-            link.recv(link.buffer(5000)[:100]).wait(WAIT)
+            link.recv(link.buffer(5000)[:100]).wait(1)
 
     joined(name, send, receive)
     joined(
@@ -257,7 +257,7 @@ def test_links_up_and_down_leave_no_thread_no_descriptor_and_no_memory(name: str
         one_link(number % 2 == 0)
     threads, descriptors = held()
     before = resident()
-    for number in range(60):
+    for number in range(40):
         one_link(number % 2 == 0)
     after = held()
     assert after[0] <= threads

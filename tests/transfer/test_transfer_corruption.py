@@ -21,7 +21,7 @@ from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.transports.base import ByteStream, Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
 from support.fake_transport import FakeTransport, Fault
-from support.handoff import FIRST_TOKEN, HOST, Pair, blocks_of, content, pair, prompt, raw
+from support.handoff import FIRST_TOKEN, HOST, RECEIVER, Pair, blocks_of, content, pair, prompt, raw
 from support.handoff import LAYOUT as BIG
 from support.loopback import Crossing, Loopback
 
@@ -236,6 +236,7 @@ def test_a_flipped_bit_is_never_committed(number: int) -> None:
             world.compute(("r", 2), blocks_of(count))
             await world.settled(("r", 2))
             world.check_equal(("r", 2), blocks_of(count), count)
+            assert world.sender.epoch(RECEIVER.incarnation) == 2, "after a corrupt frame the link must be replaced"
 
     asyncio.run(test())
 
@@ -305,8 +306,8 @@ def test_a_bit_flipped_in_place_fails_the_hand_off_and_harms_no_later_one(kind: 
                 world.announce((name, 1), prompt(count))
                 world.compute((name, 1), blocks_of(count), chunk_blocks=7)
                 await world.settled((name, 1))
-            assert world.ends.export_failed["bad", 1][0] is Code.CORRUPT
             assert list(world.ends.imported) == [("good", 1)]
+            assert world.ends.export_failed["bad", 1][0] is Code.CORRUPT
             world.check_equal(("good", 1), blocks_of(count), count)
 
     asyncio.run(test())

@@ -124,6 +124,21 @@ def test_without_free_blocks_in_time_the_hand_off_fails_at_both_ends() -> None:
     asyncio.run(test())
 
 
+def test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_at_both_ends() -> None:
+    async def test() -> None:
+        async with pair(CONFIG) as world:
+            ended = RuntimeError("the engine has ended")
+            world.receiving.reserve = lambda key, answer: world.receiver.runtime.post(answer, ended)  # type: ignore[method-assign]
+            world.announce(("r", 1), prompt(20))
+            world.compute(("r", 1), blocks_of(20))
+            await world.settled(("r", 1))
+            assert world.ends.export_failed["r", 1][0] is Code.CLOSED
+            assert str(ended) in world.ends.import_failed["r", 1][1]
+            assert not world.receiver.active
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("by", ["prefill", "decode"])
 @pytest.mark.parametrize("when", ["announced", "no blocks", "prefilling", "transferring"])
 def test_a_cancel_frees_both_ends_at_once(by: str, when: str) -> None:

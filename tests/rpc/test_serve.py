@@ -1,0 +1,95 @@
+"""Every process ends in time after SIGTERM, or when its server has failed, whatever its threads do."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.rpc.serve import EXIT_SECONDS
+from support.processes import Process, wait_until
+
+FOR_EVER = 600.0
+GRACE = 0.5
+STOP = 1.0
+SLACK = 1.0
+"""For a busy machine."""
+
+
+def start(folder: Path, **config: Any) -> Process:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    process = Process("support.stubborn_server", ["--config", str(path)], folder / "log")
+    wait_until(lambda: "starting" in process.log.read_text(), "it starts", 30)
+    return process
+
+
+def ended(process: Process, number: signal.Signals | None = signal.SIGTERM) -> tuple[int, float]:
+    """Exit status, and seconds since the signal."""
+    started = time.monotonic()
+    try:
+        if number is not None:
+            process.popen.send_signal(number)
+        return process.popen.wait(30), time.monotonic() - started
+    finally:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_ends_in_time_while_its_model_loads(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, load_seconds=FOR_EVER)
+    code, seconds = ended(process, number)
+    assert code == 0
+    assert seconds < 2
+    assert "stop with 0 s" in process.log.read_text()
+
+
+def test_a_server_is_told_the_configured_time_for_its_requests(tmp_path: Path) -> None:
+    process = start(tmp_path, drain_seconds=7.5)
+    process.address()
+    code, seconds = ended(process)
+    assert code == 0
+    assert seconds < EXIT_SECONDS + SLACK
+    assert "stop with 7.5 s" in process.log.read_text()
+
+
+@pytest.mark.parametrize("trouble", ["stop_seconds", "blocked_seconds"])
+def test_a_server_that_never_stops_is_ended(tmp_path: Path, trouble: str) -> None:
+    process = start(tmp_path, drain_seconds=GRACE, **{trouble: FOR_EVER})
+    process.address()
+    code, seconds = ended(process)
+    assert code == 1
+    assert GRACE + STOP <= seconds < GRACE + STOP + SLACK
+    assert "did not stop within 1.5 s" in process.log.read_text()
+
+
+def test_a_thread_that_never_ends_holds_nobody_up(tmp_path: Path) -> None:
+    process = start(tmp_path, thread_seconds=FOR_EVER)
+    process.address()
+    code, seconds = ended(process)
+    assert code == 0
+    assert seconds < EXIT_SECONDS + SLACK
+
+
+def test_a_failed_server_ends_in_time_and_says_why(tmp_path: Path) -> None:
+    process = start(tmp_path, fails=True, drain_seconds=FOR_EVER, stop_seconds=FOR_EVER, thread_seconds=FOR_EVER)
+    code, seconds = ended(process, None)
+    assert code == 1
+    assert seconds < 0.5 + STOP + EXIT_SECONDS + SLACK
+    text = process.log.read_text()
+    assert "the engine failed" in text
+    assert "stop with 0.5 s" in text
+
+
+def test_a_real_worker_ends_in_time_while_its_model_loads(tmp_path: Path) -> None:
+    """The module that is run in production; its native kernels and its weights load in threads."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"name": "colocated-0", "role": "colocated", "model": "pico"}))
+    process = Process("support.slow_worker", ["--config", str(path)], tmp_path / "log")
+    wait_until(lambda: "loading" in process.log.read_text(), "it loads", 60)
+    code, seconds = ended(process)
+    assert code == 0
+    assert seconds < 2

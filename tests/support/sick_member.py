@@ -1,0 +1,62 @@
+"""A member that only sends heartbeats, and whose first life falls ill: `python -m support.sick_member --config FILE`.
+
+It ignores SIGTERM, as a process does whose event loop hangs.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    ROLE_PREFILL,
+    Member,
+)
+from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.rpc.heartbeat import HeartbeatClient
+
+HEALTHY_SECONDS = 0.5
+
+
+async def main(options: dict[str, str], sick: bool) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    incarnation = uuid.uuid4().hex
+    started = time.monotonic()
+
+    def describe() -> tuple[Member, Load]:
+        member = Member(
+            name=options["name"],
+            role=ROLE_PREFILL,
+            incarnation=incarnation,
+            address="127.0.0.1:1",
+            pid=os.getpid(),
+            state=MEMBER_STATE_READY,
+        )
+        ill = time.monotonic() - started - HEALTHY_SECONDS
+        if sick and ill > 0:
+            if options["sickness"] == "failed":
+                member.state, member.failed = MEMBER_STATE_DRAINING, True
+            elif options["sickness"] == "draining":
+                member.state = MEMBER_STATE_DRAINING
+            else:
+                member.step_age_seconds, member.work_queued = ill, True
+        return member, Load()
+
+    fenced = asyncio.Event()
+    heartbeat = HeartbeatClient(options["supervisor"], describe, lambda members: None, fenced.set, interval=0.1)
+    heartbeat.start()
+    await fenced.wait()
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[2]).read_text())
+    marker = Path(given["marker"])
+    first = not marker.exists()
+    marker.touch()
+    asyncio.run(main(given, first))

@@ -1,0 +1,54 @@
+"""Servers that don't stop as they should: `python -m support.stubborn_server --config FILE`."""
+
+import asyncio
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from kvrelay.rpc.serve import main
+
+
+@dataclass(frozen=True, slots=True)
+class StubbornConfig:
+    """What goes wrong, each for that many seconds."""
+
+    load_seconds: float = 0.0
+    """A thread of `start`, as a model that loads."""
+    stop_seconds: float = 0.0
+    """`stop`, beyond its grace."""
+    thread_seconds: float = 0.0
+    """A thread that outlives the server, as a step of an engine that hangs."""
+    blocked_seconds: float = 0.0
+    """The event loop itself, in `stop`."""
+    fails: bool = False
+    """The server fails once it has started."""
+    drain_seconds: float = 0.5
+
+
+class StubbornServer:
+    """Serves nothing."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self, config: StubbornConfig) -> None:
+        self.config = config
+
+    async def start(self) -> None:
+        print("starting", file=sys.stderr, flush=True)
+        await asyncio.to_thread(time.sleep, self.config.load_seconds)
+        threading.Thread(target=time.sleep, args=(self.config.thread_seconds,)).start()
+
+    async def stop(self, grace: float) -> None:
+        print(f"stop with {grace:g} s", file=sys.stderr, flush=True)
+        time.sleep(self.config.blocked_seconds)  # noqa: ASYNC251  # it blocks the loop on purpose
+        await asyncio.sleep(self.config.stop_seconds)
+
+    async def failed(self) -> BaseException:
+        if not self.config.fails:
+            await asyncio.Event().wait()
+        return RuntimeError("the engine failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main(StubbornConfig, StubbornServer, "A server that doesn't stop.", stop_seconds=1.0))

@@ -1,0 +1,120 @@
+"""A cluster of plain processes that its supervisor starts, finds again after its own death, and replaces."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvrelay.cluster.processes import Process as Running
+from kvrelay.cluster.processes import find
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    GetStatusRequest,
+    GetStatusResponse,
+    MemberStatus,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from support.hash_worker import MODULE
+from support.processes import START_SECONDS, Process, wait_until
+
+
+@dataclass
+class Supervised:
+    """The supervisor's process and what it is told."""
+
+    folder: Path
+    config: dict[str, Any]
+    process: Process | None = None
+    address: str = ""
+    lives: int = 0
+    seen: set[Running] = field(default_factory=set)
+    """Every process of a member that this harness has come across."""
+
+    def start(self) -> None:
+        """Starts the supervisor, or another one after its end."""
+        path = self.folder / "supervisor.json"
+        path.write_text(json.dumps(self.config))
+        self.lives += 1
+        self.process = Process(
+            "kvrelay.cluster.supervisor", ["--config", str(path)], self.folder / f"supervisor-{self.lives}.log"
+        )
+        self.address = self.process.address()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor alone."""
+        if self.process is not None and self.process.popen.poll() is None:
+            self.process.popen.kill()
+            self.process.popen.communicate()
+
+    def status(self) -> GetStatusResponse:
+        with grpc.insecure_channel(self.address) as channel:
+            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5)
+
+    def member(self, name: str) -> MemberStatus:
+        return next((status for status in self.status().members if status.member.name == name), MemberStatus())
+
+    def ready(self) -> bool:
+        states = {status.member.name: status.member.state for status in self.status().members}
+        return all(states.get(name) == MEMBER_STATE_READY for name in self.config["members"])
+
+    def pid(self, name: str) -> int:
+        """Of the process that was started last under this name."""
+        pid = int(json.loads((self.folder / f"{name}.pid").read_text())["pid"])
+        if (running := find(pid)) is not None:
+            self.seen.add(running)
+        return pid
+
+    def pids(self) -> dict[str, int]:
+        return {name: self.pid(name) for name in self.config["members"]}
+
+    def alive(self) -> list[int]:
+        """The processes of members that run, with those of earlier lives."""
+        with suppress(FileNotFoundError):
+            self.pids()
+        return sorted(running.pid for running in self.seen if running.alive)
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+
+@contextmanager
+def supervised(folder: Path, members: dict[str, dict[str, Any]], **options: Any) -> Iterator[Supervised]:
+    """A supervisor of these members (`MemberProcess` each), on a free port; nothing of it is left at the end."""
+    # Members inherit it: the modules of the tests.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        dict.fromkeys(
+            filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(Path(__file__).parents[1])])
+        )
+    )
+    config = {"state_path": str(folder / "record.json"), "members": members, **options}
+    cluster = Supervised(folder, config)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        with suppress(FileNotFoundError):
+            cluster.pids()
+        cluster.kill()
+        for running in cluster.seen:
+            if running.alive:
+                os.kill(running.pid, 9)
+
+
+def hash_members(prefill: int = 1, decode: int = 1, **worker: Any) -> dict[str, dict[str, Any]]:
+    """A whole cluster on the hash model, for `supervised`."""
+    members: dict[str, dict[str, Any]] = {
+        f"{role}-{index}": {"module": MODULE, "options": {"role": role, "model": "pico", "dtype": "float32", **worker}}
+        for role, count in (("prefill", prefill), ("decode", decode))
+        for index in range(count)
+    }
+    members["router-0"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": 0}}
+    return members
+
+
+def all_ready(cluster: Supervised) -> None:
+    wait_until(cluster.ready, lambda: f"all ready: {cluster.log()[-4000:]}", START_SECONDS)
