@@ -35,7 +35,7 @@ OUT = 64
 
 
 class Timed:
-    """Calls through to a function, and adds up the CPU seconds of the thread that calls."""
+    """Calls a function, and adds up the CPU seconds that the calling thread spends in it."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
@@ -59,7 +59,7 @@ class Bench:
 
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, float, float]:
         """A batch of requests, from first to last step: wall time, CPU time of the stepping thread, and how much of
-        that was the forward pass. CPU time is what neighbours disturb least."""
+        that was the forward pass. Other processes disturb CPU time least."""
         sampling = SamplingParams(max_tokens=out, temperature=0.0)
         for _ in range(batch):
             self._requests += 1

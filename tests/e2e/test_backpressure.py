@@ -1,4 +1,4 @@
-"""A full decode worker holds prompts back at the router, and prefill's memory stays free for prompts that compute."""
+"""With a full decode worker, prompts wait at the router, so prefill's memory stays free for prompts that compute."""
 
 import random
 import threading
@@ -18,9 +18,9 @@ from support.processes import ProcessCluster, process_cluster, wait_until
 REQUESTS = 48
 OUT = 24
 LONG = 250
-"""With its prompt, nearly all that decode has room for, and five seconds of steps."""
+"""Tokens that fill nearly all of decode's blocks, with their prompt, and take five seconds of steps."""
 HOLDERS = 12
-"""Of the smallest prompts, 9 blocks, more than decode has room for and than may wait for it in prefill's memory."""
+"""Even of the smallest prompts (9 blocks), more than fit into decode's blocks and prefill's backlog together."""
 PREFILL_BLOCKS = 512
 DECODE_BLOCKS = 48
 SHARE = 0.1
@@ -28,9 +28,9 @@ SHARE = 0.1
 
 @contextmanager
 def pressed_cluster(folder: Path, decode_blocks: int = DECODE_BLOCKS, **router: int) -> Iterator[ProcessCluster]:
-    """One worker of each role on the hash model; decode has room for three or four of the prompts.
+    """One worker of each role on the hash model; decode's blocks fit three or four of the prompts.
 
-    A step takes so long that what holds decode's room holds it through several heartbeats, which bring the status.
+    Steps are so slow that decode's blocks stay held for several heartbeats, so the status shows them.
     """
 
     def engine(blocks: int) -> dict[str, dict[str, int]]:
@@ -60,7 +60,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 
 class Watch:
-    """The most that was held on prefill and that waited at the router, as the status showed it."""
+    """The most blocks held on prefill, and the most requests waiting at the router, that the status showed."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
@@ -93,7 +93,7 @@ def test_the_crowd_waits_at_the_router_and_not_in_prefills_memory(cluster: Proce
 
         for prompt, tokens in zip(crowd, pool.map(ask, crowd), strict=True):
             assert list(tokens) == expected_tokens(prompt, OUT, WORKER_LAYOUT)
-    # What may wait for room, what is on its way into room that there is, and a prompt that computes.
+    # The backlog that may wait for decode, hand-offs into decode's free blocks, and the prompts that compute.
     assert watch.held <= SHARE * PREFILL_BLOCKS + DECODE_BLOCKS + 2 * 14
     assert watch.waited >= REQUESTS // 2
     cluster.wait_idle()
@@ -112,7 +112,7 @@ def test_a_cancel_in_the_queue_is_over_at_once_and_lets_others_on(cluster: Proce
                 for prompt in some
             ]
 
-        # Calls reach the router in any order: short ones that came before the long ones would find room, and be over.
+        # Calls reach the router in any order, and short ones that came first would be served before the long ones.
         holders = generate(crowd[:HOLDERS], LONG)
         wait_until(lambda: waiting() >= 1, lambda: f"long ones wait at the router: {cluster.status()}")
         others = generate(crowd[HOLDERS:], 4)
@@ -123,12 +123,12 @@ def test_a_cancel_in_the_queue_is_over_at_once_and_lets_others_on(cluster: Proce
         for prompt, stream in zip(crowd[HOLDERS:], others, strict=True):
             tokens = [token for chunk in stream for token in chunk.token_ids]
             assert tokens == expected_tokens(prompt, 4, WORKER_LAYOUT)
-        wait_until(lambda: waiting() == 0, "nobody waits")
+        wait_until(lambda: waiting() == 0, "no request waits")
         assert time.monotonic() - before < 20
     cluster.wait_idle()
 
 
-def test_where_decode_has_room_nobody_waits(tmp_path: Path) -> None:
+def test_no_request_waits_while_decode_has_free_blocks(tmp_path: Path) -> None:
     """A request that would have to wait is refused by a router at which none may."""
     crowd = prompts(2, 24)
     with pressed_cluster(tmp_path, PREFILL_BLOCKS, max_queue=0) as cluster, Client(cluster.router) as client:

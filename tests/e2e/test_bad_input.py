@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the field, the value and the limit, and everything lives on."""
+"""Bad input gets an error that names the field, the value and the limit; the servers serve on."""
 
 import json
 import math
@@ -44,7 +44,7 @@ REQUESTS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("prompt", "options", "named"), REQUESTS, ids=lambda value: str(value)[:40])
-def test_a_bad_request_is_told_why(
+def test_a_bad_request_is_refused_with_the_reason(
     pair: ProcessCluster, prompt: Any, options: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with Client(pair.router) as client:
@@ -69,7 +69,7 @@ def test_invalid_utf8_is_named(pair: ProcessCluster) -> None:
 
 @contextmanager
 def refused_start(tmp_path: Path, module: str, config: dict[str, Any]) -> Iterator[list[str]]:
-    """A server that must end with status 2; yields the lines that it wrote, of which the last says why."""
+    """A server that must end with status 2; yields its log, whose last line has the reason."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     process = Process(module, ["--config", str(path)], tmp_path / "log")

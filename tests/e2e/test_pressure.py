@@ -1,4 +1,4 @@
-"""Many more requests than there is room for: workers that are full wait in turn, and never for each other."""
+"""Many more requests than the pools fit: they wait for free blocks, and no deadlock arises."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ TOKENS = 24
 
 
 def test_pools_of_a_few_prompts_serve_a_crowd(checkpoint: Path, tmp_path: Path) -> None:
-    """Two workers of each role, each with room for about four of the prompts; equal tokens, alone and in the crowd."""
+    """Two workers of each role, each with blocks for about four prompts: equal tokens alone and in the crowd."""
     rng = random.Random(0)
     prompts = [rng.choices(range(300), k=rng.randrange(100, 220)) for _ in range(REQUESTS)]
     engine = {"max_batch_tokens": 64, "kv_memory_bytes": 2**20, "threads": 1}

@@ -1,4 +1,4 @@
-"""The whole road, router -> prefill -> link -> decode in separate processes, against the transformers library."""
+"""A request end to end, router -> prefill -> link -> decode in separate processes, against transformers."""
 
 import random
 import subprocess

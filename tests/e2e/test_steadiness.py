@@ -1,4 +1,4 @@
-"""Nothing grows with the requests served."""
+"""Memory and threads don't grow with the number of requests."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def threads(cluster: ProcessCluster) -> dict[str, int]:
 
 
 def serve(cluster: ProcessCluster, requests: int, seed: int) -> None:
-    """Mixed requests, eight at once; one in eight goes away after its first token."""
+    """Mixed requests, eight at once; one in eight is cancelled after its first token."""
     rng = random.Random(seed)
     jobs = [(rng.choices(range(300), k=rng.randrange(1, 200)), rng.randrange(1, 24)) for _ in range(requests)]
 
@@ -41,7 +41,7 @@ def serve(cluster: ProcessCluster, requests: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_thousand_requests_leave_memory_flat_and_every_block_accounted_for(tmp_path: Path) -> None:
-    """In bfloat16 and with steps of every size, which oneDNN keeps code for."""
+    """In bfloat16 and with steps of every size, because oneDNN caches code for each size."""
     worker = {"dtype": "bfloat16", "engine": {"kv_memory_bytes": 64 * 2**20, "threads": 1}}
     with process_cluster(tmp_path, "pico", worker=worker) as cluster:
         serve(cluster, 500, seed=0)

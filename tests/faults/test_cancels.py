@@ -1,4 +1,4 @@
-"""A client that goes away, in each state of its hand-off: both sides are free at once, by notice.
+"""A client cancels in each state of its hand-off: both sides free their blocks at once, by notice.
 
 Leases and timeouts are a minute here, so only a notice can free a block in time. Where a state needs a decode worker
 without free blocks, or without a free row, another request takes them.
@@ -50,7 +50,7 @@ def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 @contextmanager
 def decoding(it: Scene, name: str, length: int) -> Iterator[int]:
-    """A request that decodes meanwhile, in the only row; yields the blocks that it holds there at most."""
+    """During the block, a request decodes in the only row; yields the most blocks that it may hold there."""
     request = it.begin(name, length, 90)
     wait_until(lambda: request.tokens >= 3 and it.held("prefill-0") == 0, f"{name} decodes", seconds=5)
     yield WORKER_LAYOUT.blocks_for(length + 90) + 1
@@ -61,8 +61,8 @@ def decoding(it: Scene, name: str, length: int) -> Iterator[int]:
 def free_after_cancel(
     it: Scene, name: str, length: int, reached: Callable[[int, int, int], bool], beside: int = 0
 ) -> float:
-    """Asks, goes away once `reached` (tokens here, blocks held on prefill, on decode), and returns how many seconds
-    it took both sides to be free, but for `beside` blocks of another request on decode."""
+    """Cancels a request once `reached` (tokens received, blocks held on prefill, on decode) is true. Returns seconds
+    until both sides have freed their blocks, except `beside` blocks of another request on decode."""
     request = it.begin(name, length)
     wait_until(
         lambda: reached(request.tokens, it.held("prefill-0"), it.held("decode-0")),

@@ -1,8 +1,8 @@
-"""A worker that stands still for ten seconds in a hand-off (SIGSTOP) and then goes on, with the options' defaults.
+"""A worker that is frozen in a hand-off for ten seconds (SIGSTOP) and then goes on, with default options.
 
-What is measured, from the signal on:
-    suspected    the supervisor takes it out of what new requests are placed on
-    given up     the router has heard that the hand-off under way is lost, and places the request anew
+Measured from the signal on:
+    suspected    the supervisor takes it out of placement
+    given up     the router knows that the hand-off under way failed, and places the request again
     dead         the supervisor has fenced that incarnation
 """
 
@@ -22,7 +22,7 @@ from support.processes import wait_until
 FROZEN_SECONDS = 10.0
 DETECT_SECONDS = 3.0
 SLACK_SECONDS = 0.5
-"""For what comes after the detection: the supervisor's tick, and this process's own polls."""
+"""For the delay after the detection: the supervisor's tick, and the polls here."""
 ROLES = ("prefill", "decode")
 # Either makes a transfer take some four seconds, so that the signal falls into it: on a link of bytes, mid-frame.
 SLOW = Weather(rate=60e3)
@@ -76,7 +76,9 @@ def test_a_worker_frozen_for_ten_seconds(it: Scene, role: str) -> None:
     frozen = pair[0] if role == "prefill" else pair[1]
     it.signal(frozen, signal.SIGSTOP)
     stopped = time.monotonic()
-    suspected = until(lambda: it.cluster.member(frozen).member.state in (MEMBER_STATE_SUSPECT, MEMBER_STATE_DEAD), "x")
+    suspected = until(
+        lambda: it.cluster.member(frozen).member.state in (MEMBER_STATE_SUSPECT, MEMBER_STATE_DEAD), "suspected"
+    )
     until(lambda: any(line["at"] > stopped for line in it.failures()), "the hand-off was given up", 8)
     given_up = next(line["at"] for line in it.failures() if line["at"] > stopped) - stopped
     until(lambda: it.cluster.member(frozen).member.state == MEMBER_STATE_DEAD, "declared dead", 5)
@@ -89,7 +91,7 @@ def test_a_worker_frozen_for_ten_seconds(it: Scene, role: str) -> None:
     it.settle(3, but=[frozen])
     time.sleep(max(0.0, stopped + FROZEN_SECONDS - time.monotonic()))
     it.signal(frozen, signal.SIGCONT)
-    # What the zombie has queued up must change nothing of what runs meanwhile.
+    # Messages that the zombie has queued must not change the requests that run now.
     for number in range(4):
         it.ask_in_company(f"while {frozen} wakes {number}")
     wait_until(lambda: it.ended() == [frozen], "the fenced incarnation has ended", seconds=10)

@@ -1,4 +1,4 @@
-"""The judge of histories accepts a right one, and rejects each kind of wrong one."""
+"""The judge accepts a correct history, and rejects each kind of wrong one."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A worker that dies, at each step of a hand-off, costs time and no token; nothing stays held for it."""
+"""A worker that dies at any step of a hand-off costs time and no token, and no block stays held."""
 
 import signal
 from collections.abc import Iterator

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from support.chaos import CLEAR, HELD, SWALLOWED, Proxy, Weather
-from support.faults import PROMPT, SLOW_GLOO, TRANSFER, Running, Scene, scene, until
+from support.faults import OUT, PROMPT, SLOW_GLOO, TRANSFER, Running, Scene, scene, until
 from support.hash_worker import WORKER_LAYOUT
 
 RESET_SECONDS = 0.1
-ERROR_SECONDS = 4.0
 COMPANY = 5
 FRAME_SECONDS = 3.0
 """The default of `transfer.frame_timeout_seconds`."""
+SLACK_SECONDS = 0.5
 SILENCES = {
     "black hole": (SWALLOWED, SWALLOWED),
     "nothing gets there": (SWALLOWED, CLEAR),
@@ -47,12 +47,12 @@ def moved(it: Scene) -> dict[str, int]:
 
 
 def lost(it: Scene, since: float) -> list[dict[str, object]]:
-    """What prefill has logged of lost links."""
+    """The lost links in prefill's log."""
     return [line for line in it.log("prefill-0") if line["message"] == "link lost" and line["at"] >= since]
 
 
 def in_a_transfer(it: Scene, name: str) -> tuple[Running, Proxy]:
-    """A request whose transfer is under way for a while, and the link that carries it."""
+    """A request whose slow transfer is under way, and the link that carries it."""
     it.chaos.clear()
     # The router tries again for one request in five of the last ten seconds.
     it.ask_all(unique("so that others may be tried again", 40), 16, 2)
@@ -63,6 +63,14 @@ def in_a_transfer(it: Scene, name: str) -> tuple[Running, Proxy]:
     until(lambda: any(now > before[decode] + 10_000 for decode, now in moved(it).items()), f"{name}: bytes move")
     decode = max(it.decodes, key=lambda decode: moved(it)[decode] - before[decode])
     return request, it.link("prefill-0", decode)
+
+
+def usual(it: Scene, count: int = 1, length: int = PROMPT, tokens: int = OUT) -> float:
+    """Seconds that so many requests take now without a fault: a busy machine is no fault of the link."""
+    it.chaos.clear()
+    started = time.monotonic()
+    it.ask_all(unique("usual", count), length, tokens)
+    return time.monotonic() - started
 
 
 def test_all_bytes_of_a_transfer_go_through_the_proxy(it: Scene) -> None:
@@ -97,8 +105,9 @@ def test_a_reset_is_known_at_once_and_costs_no_attempt(it: Scene) -> None:
     ids=lambda value: value if isinstance(value, str) else "for good" if value else "this connection",
 )
 def test_silence_on_a_link(it: Scene, name: str, lasting: bool) -> None:
-    """The request whose frame is stuck goes elsewhere. What else is on the link goes on over the next connection, and,
-    where that can't be made either, elsewhere too."""
+    """The request whose frame is stuck is placed elsewhere. The others on the link continue over the next connection;
+    if none can be made, they are placed elsewhere too."""
+    limit = FRAME_SECONDS + SLACK_SECONDS + 2 * usual(it, COMPANY + 1)
     request, link = in_a_transfer(it, f"{name} {lasting}")
     started = time.monotonic()
     link.set(*SILENCES[name])
@@ -111,11 +120,11 @@ def test_silence_on_a_link(it: Scene, name: str, lasting: bool) -> None:
     retries = [running.result().timeline.retries for running in (request, *others)]
     took = request.ended - started
     last = max(running.ended for running in others) - started
-    print(f"{name}: it ended after {took:.2f} s, the last beside it after {last:.2f} s; retries {retries}")
+    print(f"{name}: it ended after {took:.2f} s, others after {last:.2f} s of {limit:.2f} s; retries {retries}")
     link.clear()
     assert max(retries) <= 1
-    assert took < ERROR_SECONDS
-    assert last < ERROR_SECONDS + (FRAME_SECONDS if lasting else 0)
+    assert took < limit
+    assert last < limit + (FRAME_SECONDS if lasting else 0)
     it.settle(4)
 
 
@@ -130,7 +139,7 @@ def test_a_megabyte_a_second_is_slow_and_no_error(it: Scene) -> None:
 
 
 def test_a_frame_too_large_for_half_a_megabyte_a_second_is_given_up(tmp_path: Path) -> None:
-    """Four megabytes in one frame, for which a link has three seconds: sent elsewhere, and not for ever again."""
+    """Four megabytes in one frame, for which a link has three seconds: it is placed elsewhere, and only once."""
     tokens = 4000
     with scene(
         tmp_path,
@@ -140,6 +149,7 @@ def test_a_frame_too_large_for_half_a_megabyte_a_second_is_given_up(tmp_path: Pa
         transfer={"transport": "tcp", "frame_bytes": 2**22},
     ) as it:
         until(lambda: it.ask_all(unique("dial", 4), count=2) and all(moved(it).values()), "every pair has a link")
+        limit = FRAME_SECONDS + SLACK_SECONDS + 2 * usual(it, 1, tokens, 4)
         for decode in it.decodes:
             it.link("prefill-0", decode).set(forward=Weather(rate=5e5))
         before = moved(it)
@@ -155,5 +165,5 @@ def test_a_frame_too_large_for_half_a_megabyte_a_second_is_given_up(tmp_path: Pa
         assert done.timeline.transfer_bytes > 2 * FRAME_SECONDS * 5e5, "more than twice what the limit allows"
         assert done.timeline.retries == 1
         assert done.timeline.decode_worker != slow
-        assert took < ERROR_SECONDS
+        assert took < limit
         it.settle(3)

@@ -1,4 +1,4 @@
-"""Pairs that come and go leave nothing behind: threads, sockets, memory stay as they were."""
+"""Pairs that connect and part leave nothing behind: threads, sockets and memory stay as they were."""
 
 import asyncio
 import gc

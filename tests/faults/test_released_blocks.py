@@ -1,9 +1,9 @@
-"""Blocks are read and written late, when what they were held for has long ended: they are never another's by then.
+"""A link may read or write blocks long after their request has ended; until then no other request gets them.
 
-Leases last 50 ms, pools are small and churned, reads of the sending link are delayed by 2 s, links hold back what they
-carry in the middle of a frame, clients go away meanwhile, and decode's event loop stands still now and then for longer
-than a lease. Were a block given away while a link is at it, another request's KV would be sent from it, or be written
-over; the hash model would show either in the next token.
+Leases last 50 ms, pools are small and churned, reads of the sending link are delayed by 2 s, links hold back bytes in
+mid-frame, clients cancel, and decode's event loop is sometimes blocked for longer than a lease. If a block were reused
+while a link still uses it, another request's KV would be sent or overwritten, and the hash model's next token would
+show it.
 """
 
 import random
@@ -39,7 +39,7 @@ STALLS = ("decode.before_commit,share=0.04:sleep(0.15)", "decode.after_reserve,s
 
 @contextmanager
 def gusts(it: Scene, seed: int) -> Iterator[None]:
-    """Meanwhile each link holds back what it carries, a fifth of a second at a time, and is slow in between."""
+    """During the block, links hold back their bytes for 0.2 s at a time, and are slow in between."""
     over = threading.Event()
     chance = random.Random(seed)
 
@@ -62,7 +62,7 @@ def gusts(it: Scene, seed: int) -> Iterator[None]:
 
 
 def churn(it: Scene, seed: int, requests: int) -> tuple[int, int, int]:
-    """Requests of all lengths, a quarter of which are cancelled; how many finished, were cancelled, and failed."""
+    """Requests of all lengths, a quarter of them cancelled; returns how many finished, were cancelled and failed."""
     chance = random.Random(seed)
     asked = [(f"{seed} {number}", chance.randrange(9, 60), chance.random() < 0.25) for number in range(requests)]
 
@@ -99,7 +99,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ],
 )
 def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> None:
-    """`share` of the frames is read late; with all of them late, a hand-off takes two seconds and waits its turn."""
+    """`share` of the frames is read late."""
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rules = [f"transfer.read,share={share},seed={seed}:sleep({READ_SECONDS})", *STALLS]
@@ -108,7 +108,7 @@ def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> 
         tmp_path,
         rules,
         chaos=True,
-        losses=True,  # so many hand-offs fail that clients may see it; what they got must be right
+        losses=True,  # so many hand-offs fail that some requests fail too; their tokens must still be right
         variables={STEP_SECONDS: 0.0},
         engine=memory,
         transfer={**TRANSFER, "transport": transport},

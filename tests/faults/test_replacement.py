@@ -1,4 +1,4 @@
-"""A worker that has just come may be known to the router before its peers know it; that costs no request an attempt."""
+"""The router may know a new worker before the worker's peers do; that costs no request a retry."""
 
 import signal
 import time

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from triton_compile import Compiler
 
 from kvrelay.kernels.cpu.library import library
-from support.triton_compile import Compiler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 from torch import Tensor
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels import add_rmsnorm, reference, silu_mul
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.rope_kv_write import rope_kv_write
-from support.triton_compile import ARCHITECTURES, Compiler
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter truncates when it converts to bfloat16, so only the tests of compilation use that type.

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_kv import Sequences, blank, check_close, make_sequences
 from torch import Tensor
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels.flash_prefill import Tile, choose_tile, flash_prefill, flops, plan_tiles
 from kvrelay.kernels.paged import PagedKV
-from support.paged_kv import Sequences, blank, check_close, make_sequences
-from support.triton_compile import ARCHITECTURES, Compiler
 
 SMALL = Tile(rows=32, keys=32, warps=4, stages=2)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels import kv_checksum as kernel
 from kvrelay.kernels.reference import kv_checksum
-from support.triton_compile import ARCHITECTURES, Compiler
 
 
 def on_device(data: bytes, device: torch.device) -> int:

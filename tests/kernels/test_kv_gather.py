@@ -7,12 +7,12 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import reference
 from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
-from support.triton_compile import ARCHITECTURES, Compiler
 
 Order = Literal["NHD", "HND"]
 BLOCKS, LAYERS = 9, 3

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_kv import Sequences, blank, check_close, make_sequences
 from torch import Tensor
+from triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
 
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import (
@@ -20,8 +22,6 @@ from kvrelay.kernels.paged_decode import (
     paged_decode,
     splits_span,
 )
-from support.paged_kv import Sequences, blank, check_close, make_sequences
-from support.triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
 
 
 def run(case: Sequences, window: int = 0, count: int = 4, span: int = STEP) -> Tensor:

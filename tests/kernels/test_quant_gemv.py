@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.kernels.quant_gemv import (
     GROUPS,
@@ -18,7 +19,6 @@ from kvrelay.kernels.quant_gemv import (
     quantize_int8,
     unpack_int4,
 )
-from support.triton_compile import ARCHITECTURES, Compiler
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

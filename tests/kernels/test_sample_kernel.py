@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_compile import ARCHITECTURES, Compiler
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.noise import exponential, noise_keys
@@ -16,7 +17,6 @@ from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.sampling.sampler import sample as sample_on_cpu
 from kvrelay.kernels import sample as kernel
 from kvrelay.kernels.reference import token_probabilities
-from support.triton_compile import ARCHITECTURES, Compiler
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NEAR = 2e-5

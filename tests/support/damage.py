@@ -13,7 +13,7 @@ sent      sender     kill          the frame is announced, and SIGKILL ends this
 arrived   receiver   corrupt(n)    flips one bit in n of the received bytes, before they are verified
 
 Conditions: `request` (the client's request id), `attempt`, `index` (of the frame), `share` (a probability, drawn by
-`seed`), `times` (at most so often). The first rule that applies acts.
+`seed`), `times` (at most so often), `after` (not the first so many times). The first rule that applies acts.
 """
 
 import os
@@ -46,6 +46,7 @@ class Rule:
     times: int
     share: float
     chance: random.Random
+    after: int = 0
 
     def applies(self, place: str, key: Key, index: int) -> bool:
         values = {"request": key[0].partition("/")[0], "attempt": str(key[1]), "index": str(index)}
@@ -55,7 +56,8 @@ class Rule:
             or any(values[name] != want for name, want in self.conditions.items())
         ):
             return False
-        if self.share < 1 and self.chance.random() >= self.share:
+        self.after -= 1
+        if self.after >= 0 or (self.share < 1 and self.chance.random() >= self.share):
             return False
         self.times -= 1
         return True
@@ -69,7 +71,8 @@ def parse(text: str) -> list[Rule]:
         conditions = dict(pair.split("=", 1) for pair in match[2].split(",")[1:])
         times, share = int(conditions.pop("times", "1000000")), float(conditions.pop("share", "1"))
         chance = random.Random(f"{conditions.pop('seed', '0')} {part}")
-        rules.append(Rule(match[1], conditions, match[3], int(match[4] or 1), times, share, chance))
+        after = int(conditions.pop("after", "0"))
+        rules.append(Rule(match[1], conditions, match[3], int(match[4] or 1), times, share, chance, after))
     return rules
 
 

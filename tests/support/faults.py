@@ -261,7 +261,11 @@ def scene(
                 "pico",
                 prefill=prefill,
                 decode=decode,
-                worker={"engine": engine, "transfer": dict(options.get("transfer", TRANSFER)), **options.get("worker", {})},
+                worker={
+                    "engine": engine,
+                    "transfer": dict(options.get("transfer", TRANSFER)),
+                    **options.get("worker", {}),
+                },
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,

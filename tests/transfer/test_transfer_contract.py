@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 import torch
+from device_twin import DriverTwin
 
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous, Transport
 from kvrelay.transfer.transports.cuda_ipc import CudaMemory
 from kvrelay.transfer.transports.nixl import nixl_missing
 from kvrelay.transfer.transports.same_host import SameHostTransport
-from support.device_twin import DriverTwin
 from support.fake_transport import FakeTransport
 from support.link_process import beside, filled, linked_process, meetings, pattern, transport_named
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_twin import DriverTwin
 
 from kvrelay.transfer.packing import pack
 from kvrelay.transfer.ports import RECEIVER, SENDER
@@ -17,7 +18,6 @@ from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
 from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory
 from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory
-from support.device_twin import DriverTwin
 from support.link_process import beside, filled, meetings, pattern
 
 WAIT = 10.0

@@ -1,4 +1,4 @@
-"""The engine thread: commands between steps, errors to whom they belong, an end that is an end."""
+"""The engine thread: commands run between steps, errors reach their caller, and it ends for good."""
 
 import asyncio
 import threading
@@ -70,7 +70,7 @@ def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:
     assert started.failures.empty()
 
 
-def test_a_caller_that_gave_up_does_not_hurt(started: Started) -> None:
+def test_a_caller_may_give_up(started: Started) -> None:
     release = threading.Event()
 
     async def main() -> None:
@@ -83,7 +83,7 @@ def test_a_caller_that_gave_up_does_not_hurt(started: Started) -> None:
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_a_failing_step_ends_the_thread_and_is_told_once() -> None:
+def test_a_failing_step_ends_the_thread_and_is_reported_once() -> None:
     failures: SimpleQueue[BaseException] = SimpleQueue()
     steps: SimpleQueue[list[Progress]] = SimpleQueue()
     engine = ScriptedEngine(work=1, error=MemoryError("no more"))

@@ -1,4 +1,4 @@
-"""A worker as its routers see it: what it refuses, what it frees, and that nothing a router says ends it."""
+"""A worker as its routers see it: what it refuses, what it frees; no message of a router ends it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -100,7 +100,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 async def free_again(server: WorkerServer) -> None:
     """Waits until the engine holds no block."""
     async with asyncio.timeout(SECONDS):
-        while server.worker.load().blocks.held:  # noqa: ASYNC110 # no event tells it
+        while server.worker.load().blocks.held:  # noqa: ASYNC110 # there is no event for it
             await asyncio.sleep(0.005)
 
 
@@ -142,7 +142,7 @@ def test_a_phase_of_another_role_and_a_second_submit_are_defects(checkpoint: Pat
     run(test)
 
 
-def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_is_given_back(checkpoint: Path) -> None:
+def test_a_full_worker_refuses_and_a_request_without_a_token_in_time_fails(checkpoint: Path) -> None:
     async def test() -> None:
         async with worker(checkpoint, max_waiting=1) as server, relay(server) as router:
             release, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -176,7 +176,7 @@ def test_a_stream_that_ends_frees_what_was_submitted_on_it(checkpoint: Path) -> 
     run(test)
 
 
-def test_another_incarnation_is_not_taken_for_this_one(checkpoint: Path) -> None:
+def test_a_stream_to_another_incarnation_is_refused(checkpoint: Path) -> None:
     async def test() -> None:
         async with worker(checkpoint) as server, relay(server, incarnation="yesterday's") as router:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
