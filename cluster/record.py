@@ -4,6 +4,7 @@ On a Ray cluster with fault tolerance of the GCS the internal KV is in Redis, so
 """
 
 import asyncio
+import json
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,8 +59,11 @@ class FileStore:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"state_path {self._path}: {error}") from None
         try:
-            return json_format.Parse(text, SupervisorRecord(), ignore_unknown_fields=True)
-        except json_format.ParseError as error:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("not a JSON object")  # an empty list would pass for an empty record
+            return json_format.ParseDict(values, SupervisorRecord(), ignore_unknown_fields=True)
+        except (ValueError, json_format.ParseError) as error:
             raise ValueError(f"state_path {self._path} isn't a supervisor's record: {error}") from None
 
     def save(self, record: SupervisorRecord) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 from google.protobuf.message import DecodeError
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
@@ -106,7 +106,7 @@ def connect(problem: str, **options: Any) -> Any:
     """
     try:
         return ray.init(log_to_driver=False, configure_logging=False, **options)
-    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+    except Exception as error:  # Ray raises Exception itself if one of its processes doesn't start in time
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

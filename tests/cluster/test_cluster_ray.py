@@ -187,6 +187,61 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     assert world.call("status").returncode == 1
 
 
+def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go_on(world: World) -> None:
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 2\n")
+    up = world.up("--detach", "--config", str(config))
+    assert up.returncode == 0, up.stderr + world.log()
+    before = world.json("status")
+    address = world.remembered()["supervisor"]
+    answer = world.generate()["token_ids"]
+    stream = subprocess.Popen(
+        [KVRELAY, "generate", PROMPT, "--temperature", "0", "--max-tokens", "900", "--ignore-eos", "--json"],
+        env=world.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def supervisors() -> list[Process]:
+        return [process for process in started_by(world) if re.search(rb"ray::\w*-?[Ss]upervisor", title(process))]
+
+    for _ in range(2):
+        (killed,) = until(supervisors, "the supervisor's process")
+        os.kill(killed.pid, signal.SIGKILL)
+        until(lambda killed=killed: killed not in supervisors(), "it has ended")
+        assert world.call("status").returncode in (0, 3)
+        assert world.generate("--target", before["router"])["token_ids"] == answer, "served without it"
+        until(lambda: world.call("status").returncode == 0, "it is back", START_SECONDS)
+    after = world.json("status")
+    assert [(worker["pid"], worker["incarnation"], worker["generation"]) for worker in after["workers"]] == [
+        (worker["pid"], worker["incarnation"], worker["generation"]) for worker in before["workers"]
+    ], "no doubles"
+    assert after["router"] == before["router"]
+    assert world.remembered()["supervisor"] == address
+    output, _ = stream.communicate(timeout=START_SECONDS)
+    assert stream.returncode == 0
+    assert json.loads(output)["usage"]["completion_tokens"] == 900
+
+    # A worker that was adopted is watched as before.
+    lost = world.worker("decode-0")
+    os.kill(lost["pid"], signal.SIGKILL)
+    until(
+        lambda: (worker := world.worker("decode-0"))["state"] == "ready" and worker["generation"] > lost["generation"],
+        "replaced",
+        START_SECONDS,
+    )
+    assert find(world.remembered()["pid"]) is not None, "`kvrelay up` goes on watching"
+    down = world.call("down", seconds=STOP_SECONDS)
+    assert down.returncode == 0, down.stderr + world.log()
+    assert started_by(world) == []
+
+
+def title(process: Process) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    return b""
+
+
 METRICS = {
     "ray_kvrelay_router_requests_total",
     "ray_kvrelay_router_ttft_seconds_count",

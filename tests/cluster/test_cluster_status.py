@@ -1,0 +1,123 @@
+"""`kvrelay status` and its exit codes: with a supervisor, without one, and with workers that can't be paired."""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvrelay.cluster.cli import main
+from kvrelay.cluster.state import ClusterState, save
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    GetStatusRequest,
+    GetStatusResponse,
+    Member,
+    MemberStatus,
+    Role,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a router with this health."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    servicer = health.HealthServicer()
+    servicer.set("", request.param)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize("router", [SERVING], indirect=True)
+def test_a_cluster_that_serves_without_its_supervisor_is_no_dead_one(nobody: str, router: str) -> None:
+    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
+    status = call("status")
+    assert status.exit_code == 3
+    assert status.stdout.startswith(f"the supervisor is down; the router {router} serves")
+    status = call("status", "--json")
+    shown = json.loads(status.stdout)
+    assert (status.exit_code, shown["supervised"], shown["ready"], shown["router"]) == (3, False, True, router)
+    up = call("up", "--address", nobody)
+    assert up.exit_code == 1
+    assert "already running" in up.stderr
+
+
+@pytest.mark.parametrize("router", [NOT_SERVING], indirect=True)
+def test_a_router_that_cannot_serve_is_none(nobody: str, router: str) -> None:
+    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
+    assert call("status").exit_code == 1
+    assert json.loads(call("status", "--json").stdout)["ready"] is False
+
+
+def test_neither_answers(nobody: str) -> None:
+    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=nobody))
+    status = call("status")
+    assert (status.exit_code, status.stdout) == (1, "a cluster is starting, or does not answer\n")
+
+
+class FakeSupervisor(SupervisorServiceServicer):
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+
+    def GetStatus(self, request: GetStatusRequest, context: grpc.ServicerContext) -> GetStatusResponse:
+        return GetStatusResponse(ready=True, members=[MemberStatus(member=member) for member in self._members])
+
+
+def member(name: str, role: Role, compatibility: str = "") -> Member:
+    return Member(name=name, role=role, state=MEMBER_STATE_READY, incarnation="i", compatibility=compatibility)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
+    members = [
+        member("router-0", ROLE_ROUTER),
+        member("prefill-0", ROLE_PREFILL, "a"),
+        member("decode-0", ROLE_DECODE, "a"),
+        member("decode-1", ROLE_DECODE, "b" if mixed else "a"),
+    ]
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_SupervisorServiceServicer_to_server(FakeSupervisor(members), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        save(ClusterState(pid=None, namespace="kvrelay", supervisor=f"127.0.0.1:{port}"))
+        status, shown = call("status"), json.loads(call("status", "--json").stdout)
+    finally:
+        server.stop(None).wait()
+    assert status.exit_code == 0
+    assert ("decode-1 can't hand KV over to or from decode-0, prefill-0" in status.stdout) is mixed
+    assert shown["incompatible"] == ([["decode-0", "prefill-0"], ["decode-1"]] if mixed else [])
+    assert [worker["compatibility"] for worker in shown["workers"]] == ["a", "a", "b" if mixed else "a"]
