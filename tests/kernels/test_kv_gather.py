@@ -72,21 +72,20 @@ def test_equals_its_definition(
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize("layers", [None, (1, 2)])
-def test_frames_are_those_of_the_pool(device: torch.device, order: Order, layers: tuple[int, int] | None) -> None:
+def test_frames_are_those_of_the_pool(device: torch.device, order: Order) -> None:
     layout = KVLayout(LAYERS, kv_heads=2, head_dim=32, block_size=8, dtype="float16", order=order)
     pools = [KVPool(layout, BLOCKS, device) for _ in range(2)]
     pools[0].tensor.copy_(make_pool(order, 2, 8, 32, torch.float16, device).nan_to_num(1.0, 2.0, 3.0))
     table, tokens = [7, 3, 5, 0, 1], 21
     frames = [torch.zeros(tokens * layout.token_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    size = pools[0].read(table, 8, tokens, frames[0], layers)
+    size = pools[0].read(table, 8, tokens, frames[0])
     blocks = torch.tensor(table[1:4], device=device)
-    assert kv_gather(pools[0].tensor, blocks, tokens, frames[1], order, layers) == size
+    assert kv_gather(pools[0].tensor, blocks, tokens, frames[1], order) == size
     assert torch.equal(*frames)
     for pool in pools:
         pool.tensor.fill_(5.0)
-    pools[0].write(table, 8, tokens, frames[0], layers)
-    kv_scatter(pools[1].tensor, blocks, tokens, frames[0], order, layers)
+    pools[0].write(table, 8, tokens, frames[0])
+    kv_scatter(pools[1].tensor, blocks, tokens, frames[0], order)
     assert torch.equal(pools[0].tensor, pools[1].tensor)
 
 
