@@ -25,6 +25,16 @@ from kvrelay.worker.worker import Key, Role, Worker
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
 
+CAUSES: dict[Code, Failure.Cause] = {
+    Code.CLOSED: Failure.CAUSE_PEER_LOST,
+    Code.UNKNOWN_PEER: Failure.CAUSE_PEER_LOST,
+    Code.LINK: Failure.CAUSE_LINK,
+    Code.TIMEOUT: Failure.CAUSE_LINK,
+    Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,
+}
+"""What a router is told of the reason, so that it blames the way between the two workers and not the request."""
+
+
 class HandoffRole(Role):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
@@ -81,8 +91,9 @@ class HandoffRole(Role):
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
         """Returns the request to its router, which places it again if that may help."""
-        verdict = Failure.CODE_RETRY if code.retryable else Failure.CODE_INTERNAL
-        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}")
+        cause = CAUSES.get(code, Failure.CAUSE_UNSPECIFIED)
+        verdict = Failure.CODE_RETRY if code.retryable or cause else Failure.CODE_INTERNAL
+        self.worker.fail(key, verdict, f"hand-off {code.value}: {message}", cause)
 
 
 def peer_of(submit: Submit) -> WorkerId | None:

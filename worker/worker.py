@@ -147,7 +147,7 @@ class Worker:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
         for key in list(self._live):
-            self.fail(key, Failure.CODE_RETRY, f"worker {self.id.name} is shutting down")
+            self.fail(key, Failure.CODE_RETRY, f"worker {self.id.name} is shutting down", Failure.CAUSE_DRAINING)
         await self.role.stop()
 
     async def stop(self) -> None:
@@ -250,12 +250,16 @@ class Worker:
         if last:
             self._forget(key)
 
-    def fail(self, key: Key, code: Failure.Code, message: str) -> None:
+    def fail(
+        self, key: Key, code: Failure.Code, message: str, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
+    ) -> None:
         """Returns a live request to its router, and frees what it has here."""
         if key not in self._live:
             return
         logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": message})
-        event = RequestEvent(request_id=key[0], attempt=key[1], failure=Failure(code=code, message=message))
+        event = RequestEvent(
+            request_id=key[0], attempt=key[1], failure=Failure(code=code, message=message, cause=cause)
+        )
         self._release(key)
         self.send(event, last=True)
 
@@ -313,7 +317,8 @@ class Worker:
         if submit.phase not in self.role.phases:
             return Failure(code=Failure.CODE_INTERNAL, message=f"a {self.config.role} worker takes no such phase")
         if self._draining:
-            return Failure(code=Failure.CODE_RETRY, message=f"worker {name} is draining")
+            message = f"worker {name} is draining"
+            return Failure(code=Failure.CODE_RETRY, message=message, cause=Failure.CAUSE_DRAINING)
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
