@@ -59,6 +59,9 @@ def from_grpc(error: grpc.RpcError) -> KvrelayError:
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return KvrelayError(str(error))
     code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        # gRPC's own limit, of this process or of the router, far above what the router allows.
+        return InvalidRequest(message, grpc.StatusCode.INVALID_ARGUMENT)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
         delay = str(metadata.get(RETRY_DELAY_KEY, ""))

@@ -14,6 +14,7 @@ worker.
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +26,6 @@ from kvrelay.internal.v1.worker_pb2 import (
     PeerRef,
     Phase,
     RequestEvent,
-    Submit,
 )
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -121,7 +121,7 @@ class Attempt:
         self,
         request: CheckedRequest,
         trace: RequestTrace,
-        generated: tuple[int, ...],
+        generated: Sequence[int],
         prefill: WorkerStream,
         decode: WorkerStream | None,
         *,
@@ -144,7 +144,7 @@ class Attempt:
         self._request = request
         self._trace = trace
         self._key = (request.wire_id, self.number)
-        self._tokens = request.tokens + generated
+        self._generated = tuple(generated)
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
         self._seen: list[int] = []
@@ -156,7 +156,7 @@ class Attempt:
         self._wake = asyncio.Event()
         trace.prefill_worker = prefill.worker.name
         trace.decode_worker = "" if decode is None else decode.worker.name
-        work = len(self._tokens)
+        work = len(request.prompt) + self._base
         if decode is prefill:
             self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
             self._decode: _Part | None = None
@@ -208,16 +208,14 @@ class Attempt:
             idle_seconds: how much later the second token may come.
         """
         for part in reversed(self._parts):
-            submit = Submit(
-                request_id=self._request.wire_id,
-                attempt=self.number,
-                phase=part.phase,
-                token_ids=self._tokens,
-                prompt_tokens=len(self._request.tokens),
-                sampling=self._request.sampling,
-                tenant=self._request.tenant,
-                timeout_seconds=first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0),
-            )
+            submit = self._request.prompt.submit(self._generated)
+            submit.request_id = self._request.wire_id
+            submit.attempt = self.number
+            submit.prompt_tokens = len(self._request.prompt)
+            submit.sampling.CopyFrom(self._request.sampling)
+            submit.tenant = self._request.tenant
+            submit.phase = part.phase
+            submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
             part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part))

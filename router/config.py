@@ -17,7 +17,12 @@ class RouterOptions:
     """Port of the public gRPC; 0 takes a free one."""
 
     max_requests: int = 1024
-    """Requests in flight at once; one more is refused with RESOURCE_EXHAUSTED."""
+    """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_queued_bytes: int = 256 * 2**20
+    """Bytes that the requests in flight may hold in the router, half of it those of one client address; one more is
+    refused with RESOURCE_EXHAUSTED. A request counts with its size as sent and one to three bytes per token of its
+    prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
 
     max_queue: int = 512
     """Requests that may wait in the router for capacity on a decode worker; one more is refused with
@@ -29,7 +34,7 @@ class RouterOptions:
     whenever a request ends. With a large share, finished prompts may fill prefill memory."""
 
     max_message_bytes: int = 4 * 2**20
-    """Largest size of a request."""
+    """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
 
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
@@ -45,6 +50,7 @@ class RouterOptions:
             ("grpc_port", 0, 65535),
             ("max_requests", 1, 1_000_000),
             ("max_queue", 0, 1_000_000),
+            ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
@@ -53,6 +59,11 @@ class RouterOptions:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
+        if self.max_queued_bytes < 10 * self.max_message_bytes:
+            least = 10 * self.max_message_bytes
+            raise ValueError(
+                f"max_queued_bytes is {self.max_queued_bytes}; allowed: at least {least}, ten times max_message_bytes"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,13 @@ class TokenBytes:
         self._anchor = None if self._byte_level else _anchor(tokenizer)
         self._known: dict[int, bytes] = {}
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest token of the vocabulary, at least 1."""
+        # With byte-level tokenizers, each character of a piece stands for a byte.
+        vocabulary = self._tokenizer.get_vocab()
+        return max((len(piece) if self._byte_level else len(piece.encode()) for piece in vocabulary), default=1)
+
     def __getitem__(self, token: int) -> bytes:
         known = self._known.get(token)
         if known is None:

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
@@ -12,24 +13,38 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
-from kvrelay.router.errors import Exhausted, InternalError, InvalidArgument, RequestError, SlowReader, Unavailable
+from kvrelay.router.config import RouterOptions
+from kvrelay.router.errors import (
+    InternalError,
+    InvalidArgument,
+    InvalidRequest,
+    RequestError,
+    SlowReader,
+    Unavailable,
+)
+from kvrelay.router.prompt import PART_TOKENS
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
-from kvrelay.router.validation import CheckedRequest, check, check_ids, prompt_tokens
+from kvrelay.router.validation import CheckedRequest, check, checked_ids, text_tokens
+from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.v1 import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+TOKENIZE_BYTES = 512 * 1024
+"""Largest text of Tokenize, and most ids of Detokenize: what the event loop can send in some milliseconds."""
+
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 def parser(kind: type[RequestT]) -> Callable[[bytes], RequestT | InvalidArgument]:
-    """A gRPC request deserializer that returns its error: gRPC would send the text of an exception to the client."""
+    """Parses a request, or returns its error: the text of protobuf's own exceptions may contain the data."""
 
     def parse(data: bytes) -> RequestT | InvalidArgument:
         try:
@@ -40,12 +55,38 @@ def parser(kind: type[RequestT]) -> Callable[[bytes], RequestT | InvalidArgument
     return parse
 
 
+@dataclass(slots=True)
+class Received:
+    """A request as it came. `take` parses it once, and doesn't keep the result: a request waits long, and parsed it is
+    several times as large."""
+
+    data: bytes
+
+    def take(self, kind: type[RequestT], config: RouterOptions, max_numbers: int) -> RequestT:
+        """
+        Args:
+            max_numbers: most entries of a list of numbers.
+
+        Raises:
+            InvalidArgument: it is too large, or malformed.
+        """
+        size = len(self.data)
+        if size > config.max_message_bytes:
+            raise InvalidRequest("request: number of bytes", size, f"up to {config.max_message_bytes}")
+        try:
+            check_outline(self.data, kind.DESCRIPTOR, max_numbers)
+        except BadOutline as error:
+            raise InvalidArgument(f"not a valid {kind.DESCRIPTOR.full_name}: {error}") from None
+        request = parser(kind)(self.data)
+        if isinstance(request, InvalidArgument):
+            raise request
+        return request
+
+
 class Writer:
     """Writes one request's messages, each within a time limit: a client that stops reading blocks a write for ever."""
 
-    def __init__(
-        self, context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]", limit: float
-    ) -> None:
+    def __init__(self, context: "grpc.aio.ServicerContext[Received, pb.GenerateResponse]", limit: float) -> None:
         """
         Args:
             limit: seconds that one write may take.
@@ -93,32 +134,31 @@ class InferenceFace:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._observer = observer
-        self._running = 0
+        config = dispatch.config
+        self._admission = Admission(config.max_requests, config.max_queued_bytes)
 
     @property
     def running(self) -> int:
-        """Requests that were received and have not ended."""
-        return self._running
+        """Calls that were admitted and have not ended."""
+        return self._admission.calls
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """The service's methods. Each gets a request, or the error of one that can't be parsed."""
-        generate = grpc.unary_stream_rpc_method_handler(
-            self._generate, parser(pb.GenerateRequest), pb.GenerateResponse.SerializeToString
-        )
+        """The service's methods. Each gets its request unparsed."""
+        generate = grpc.unary_stream_rpc_method_handler(self._generate, Received, pb.GenerateResponse.SerializeToString)
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Generate": generate,
-                "GetModelInfo": _unary(pb.GetModelInfoRequest, self._get_model_info),
-                "Tokenize": _unary(pb.TokenizeRequest, self._tokenize),
-                "Detokenize": _unary(pb.DetokenizeRequest, self._detokenize),
+                "GetModelInfo": self._unary(self._get_model_info),
+                "Tokenize": self._unary(self._tokenize),
+                "Detokenize": self._unary(self._detokenize),
             },
         )
 
     async def _generate(
         self,
-        request: pb.GenerateRequest | InvalidArgument,
-        context: "grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]",
+        received: Received,
+        context: "grpc.aio.ServicerContext[Received, pb.GenerateResponse]",
     ) -> None:
         trace = RequestTrace(time.monotonic())
         # None if there is no deadline; the type stubs don't say so.
@@ -127,10 +167,11 @@ class InferenceFace:
         writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
-        self._running += 1
         try:
-            checked = await self._check(request, trace)
-            finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
+            with self._admission.admit(_host(context.peer()), len(received.data)) as ticket:
+                checked = await self._check(received, trace)
+                ticket.set(len(received.data) + checked.prompt.nbytes)
+                finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
             outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome
@@ -141,21 +182,17 @@ class InferenceFace:
             logger.exception("request failed because of a defect", extra={"request": trace.wire_id})
             failure, outcome = InternalError("a defect in the router"), "internal"
         finally:
-            self._running -= 1
             writer.close()
             self._note_end(trace, outcome, failure)
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _check(self, request: pb.GenerateRequest | InvalidArgument, trace: RequestTrace) -> CheckedRequest:
-        if isinstance(request, InvalidArgument):
-            raise request
+    async def _check(self, received: Received, trace: RequestTrace) -> CheckedRequest:
+        model = self._model()
+        request = received.take(pb.GenerateRequest, self._dispatch.config, model.max_context)
         trace.wire_id = request.request_id
-        limit = self._dispatch.config.max_requests
-        if self._running > limit:
-            raise Exhausted(f"{limit} requests are in flight, the router's max_requests")
-        checked = await check(request, self._model(), self._tokenizer)
-        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.tokens)
+        checked = await check(request, model, self._tokenizer)
+        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.prompt)
         return checked
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None) -> None:
@@ -173,7 +210,7 @@ class InferenceFace:
         if self._observer is not None:
             self._observer(record)
 
-    async def _get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+    async def _get_model_info(self, _: Received) -> pb.GetModelInfoResponse:
         model = self._model()
         return pb.GetModelInfoResponse(
             name=model.name,
@@ -186,12 +223,23 @@ class InferenceFace:
             version=version("kvrelay"),
         )
 
-    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(token_ids=await prompt_tokens(request, self._tokenizer))
+    async def _tokenize(self, received: Received) -> pb.TokenizeResponse:
+        request = received.take(pb.TokenizeRequest, self._dispatch.config, 0)
+        tokens = await text_tokens(request, self._tokenizer, TOKENIZE_BYTES, "send a longer text in parts")
+        response = pb.TokenizeResponse()
+        for start in range(0, len(tokens), PART_TOKENS):
+            response.token_ids.extend(tokens[start : start + PART_TOKENS])
+            await asyncio.sleep(0)
+        return response
 
-    async def _detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        check_ids("token_ids", request.token_ids, self._model().vocab_size)
-        return pb.DetokenizeResponse(text=await self._tokenizer.decode(request.token_ids))
+    async def _detokenize(self, received: Received) -> pb.DetokenizeResponse:
+        model = self._model()
+        request = received.take(pb.DetokenizeRequest, self._dispatch.config, TOKENIZE_BYTES)
+        if len(request.token_ids) > TOKENIZE_BYTES:
+            limit = f"up to {TOKENIZE_BYTES}, send more in parts"
+            raise InvalidRequest("token_ids: number of ids", len(request.token_ids), limit)
+        tokens = await checked_ids("token_ids", request.token_ids, model.vocab_size)
+        return pb.DetokenizeResponse(text=await self._tokenizer.decode(tokens))
 
     def _model(self) -> ModelInfo:
         model = self._dispatch.registry.model
@@ -199,24 +247,25 @@ class InferenceFace:
             raise Unavailable("no worker is ready yet")
         return model
 
+    def _unary(
+        self, answer: Callable[[Received], Awaitable[ResponseT]]
+    ) -> "grpc.RpcMethodHandler[Received, ResponseT]":
+        """The handler of a call with one request and one response: counts it, and turns errors into statuses."""
 
-def _unary(
-    kind: type[RequestT], answer: Callable[[RequestT], Awaitable[ResponseT]]
-) -> "grpc.RpcMethodHandler[RequestT, ResponseT]":
-    """The handler of a call with one request and one response: turns errors into statuses."""
+        async def handle(received: Received, context: "grpc.aio.ServicerContext[Received, ResponseT]") -> ResponseT:
+            try:
+                with self._admission.admit(_host(context.peer()), len(received.data)):
+                    return await answer(received)
+            except RequestError as error:
+                failure = error
+            except Exception:
+                logger.exception("call failed because of a defect")
+                failure = InternalError("a defect in the router")
+            return await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def handle(
-        request: RequestT | InvalidArgument, context: "grpc.aio.ServicerContext[RequestT, ResponseT]"
-    ) -> ResponseT:
-        try:
-            if isinstance(request, InvalidArgument):
-                raise request
-            return await answer(request)
-        except RequestError as error:
-            failure = error
-        except Exception:
-            logger.exception("call failed because of a defect")
-            failure = InternalError("a defect in the router")
-        return await context.abort(failure.code, str(failure), failure.metadata)
+        return grpc.unary_unary_rpc_method_handler(handle, Received, lambda response: response.SerializeToString())
 
-    return grpc.unary_unary_rpc_method_handler(handle, parser(kind), lambda response: response.SerializeToString())
+
+def _host(peer: str) -> str:
+    """A client's address without its port: gRPC's `ipv4:10.0.0.1:5000`, `ipv6:[::1]:5000` or `unix:/path`."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer

@@ -139,10 +139,11 @@ class Trial:
     def __init__(self, health: FleetHealth, number: int, prefill: WorkerId, decode: WorkerId | None) -> None:
         self._health = health
         self._number = number
-        self._workers = [prefill] if decode is None or decode == prefill else [prefill, decode]
+        self._workers = sorted({prefill, decode or prefill})
         self._pair: Pair | None = None if decode is None or decode == prefill else (prefill, decode)
-        bad_way = self._pair is not None and self._pair in health._pairs
-        self.doubtful = bad_way or any(worker in health._workers for worker in self._workers)
+        self.doubtful = any(worker in health._workers for worker in self._workers) or (
+            self._pair is not None and self._pair in health._pairs
+        )
         """Whether the attempt uses what should be avoided, for want of anything better."""
         for worker in self._workers:
             health._workers.begin(worker, number)

@@ -162,7 +162,7 @@ class Session:
         attempt = Attempt(
             self._request,
             trace,
-            tuple(self._completion.tokens),
+            self._completion.tokens,
             registry.stream(placement.prefill),
             decode,
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ T = TypeVar("T")
 INLINE_CHARACTERS = 4096
 """Longer texts, about a millisecond of work, are encoded on a thread: other streams would wait for them."""
 
-INLINE_TOKENS = 16384
+INLINE_TOKENS = 4096
 """The same limit for decoding."""
 
 
@@ -34,16 +35,18 @@ class Tokenizer:
         self._template: ChatTemplate | None = load_chat_template(folder, _read_config(folder / "tokenizer_config.json"))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self.token_bytes = TokenBytes(self._tokenizer)
+        self.longest_token_bytes = self.token_bytes.longest
+        """Bytes of text that one token stands for, at most."""
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str) -> "array[int]":
         """Token ids of a prompt, with the special tokens that the model expects around it."""
         return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> "array[int]":
         """Token ids of a conversation, up to the assistant's next message.
 
         Raises:
@@ -61,15 +64,17 @@ class Tokenizer:
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return await self._run(
-            len(token_ids) <= INLINE_TOKENS, lambda: self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            len(token_ids) <= INLINE_TOKENS,
+            # decode_batch releases the interpreter lock while it works.
+            lambda: self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0],
         )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        # encode_batch releases the interpreter lock while it works; encode does not.
-        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+    def _encode(self, text: str, *, special: bool) -> "array[int]":
+        # This releases the interpreter lock while it works, and computes no offsets, as `encode` does.
+        return array("I", self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     async def _run(self, inline: bool, work: Callable[[], T]) -> T:
         return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)

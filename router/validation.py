@@ -4,15 +4,18 @@ This is the only check of a prompt by a user's standards; workers check what the
 own limits.
 """
 
+import asyncio
 import math
 import secrets
 import uuid
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo, Sampling
 from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.errors import InvalidRequest, shorten
+from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import ChatMessages, GenerateRequest, SamplingParams, TokenizeRequest
 
@@ -36,7 +39,7 @@ class CheckedRequest:
     """The client's name for the request, or one drawn by the router."""
     wire_id: str
     """The name between router and workers: unlike the client's name, unique among the requests in flight."""
-    tokens: tuple[int, ...]
+    prompt: Prompt
     sampling: Sampling
     """As workers get it; must not be changed."""
     stop: tuple[str, ...]
@@ -55,9 +58,7 @@ async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
     params = request.sampling
     _check_choice(params)
     _check_stops(params, model)
-    tokens = await prompt_tokens(request, tokenizer)
-    given = request.WhichOneof("input") == "token_ids"
-    check_ids("token_ids.ids" if given else "prompt: token ids", tokens, model.vocab_size)
+    tokens = await prompt_tokens(request, tokenizer, model)
     max_tokens = _max_tokens(params, len(tokens), model.max_context)
     if params.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
@@ -72,42 +73,85 @@ async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
-    return CheckedRequest(request_id, wire_id, tuple(tokens), sampling, tuple(params.stop), request.tenant)
+    return CheckedRequest(request_id, wire_id, await Prompt.of(tokens), sampling, tuple(params.stop), request.tenant)
 
 
-async def prompt_tokens(request: GenerateRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a request's input, at least one.
+async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":
+    """The token ids of a request's input, at least one, each of the vocabulary.
+
+    A text that is longer than the longest text of `max_context` tokens is refused before it is tokenized.
 
     Raises:
-        InvalidRequest: there is no input, or it can't be tokenized.
+        InvalidRequest: there is no input, it is too long, or it can't be tokenized.
+    """
+    if request.WhichOneof("input") == "token_ids":
+        ids = request.token_ids.ids
+        if not ids:
+            raise InvalidRequest("token_ids.ids", [], "at least 1 id")
+        if len(ids) >= model.max_context:
+            raise _too_long(len(ids), model.max_context)
+        return await checked_ids("token_ids.ids", ids, model.vocab_size)
+    longest = model.max_context * tokenizer.longest_token_bytes
+    tokens = await text_tokens(request, tokenizer, longest, "the model's context in its longest tokens")
+    check_ids("prompt: token ids", tokens, model.vocab_size)
+    return tokens
+
+
+async def text_tokens(
+    request: GenerateRequest | TokenizeRequest, tokenizer: Tokenizer, max_bytes: int, why: str
+) -> "array[int]":
+    """The token ids of a text or of chat messages, at least one.
+
+    Args:
+        max_bytes: of all texts together, encoded as UTF-8.
+        why: what that limit is.
+
+    Raises:
+        InvalidRequest: there is no input, it is too long, or it can't be tokenized.
     """
     given = request.WhichOneof("input")
     match given:
         case "text":
             if not request.text:
                 raise InvalidRequest("text", request.text, "at least 1 character")
-            tokens = await tokenizer.encode(request.text)
+            size = len(request.text.encode())
         case "messages":
-            tokens = await _encode_chat(request.messages, tokenizer)
-        case "token_ids" if isinstance(request, GenerateRequest):
-            tokens = list(request.token_ids.ids)
-            if not tokens:
-                raise InvalidRequest("token_ids.ids", [], "at least 1 id")
+            size = sum(len(message.content.encode()) for message in request.messages.messages)
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
+    if size > max_bytes:
+        raise InvalidRequest(f"{given}: number of bytes", size, f"up to {max_bytes}, {why}")
+    text = given == "text"
+    tokens = await (tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer))
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
 
 
-def check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest, which names the first id outside of the vocabulary."""
+async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> "array[int]":
+    """A compact copy of `token_ids`, made in parts, between which other requests have their turn.
+
+    Raises:
+        InvalidRequest: an id is outside of the vocabulary.
+    """
+    copy = array("I")
+    for start in range(0, len(token_ids), PART_TOKENS):
+        if start:
+            await asyncio.sleep(0)
+        part = array("I", token_ids[start : start + PART_TOKENS])
+        check_ids(field, part, vocab_size, start)
+        copy.extend(part)
+    return copy
+
+
+def check_ids(field: str, token_ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
+    """Raises InvalidRequest, naming the first id outside of the vocabulary; `first` is the index of token_ids[0]."""
     if token_ids and max(token_ids) >= vocab_size:
-        index, token = next((at, token) for at, token in enumerate(token_ids) if token >= vocab_size)
+        index, token = next((at, token) for at, token in enumerate(token_ids, first) if token >= vocab_size)
         raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
 
 
-async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> list[int]:
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> "array[int]":
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     if not messages:
         raise InvalidRequest("messages: number of messages", 0, "at least 1")
@@ -159,14 +203,18 @@ def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
 def _max_tokens(params: SamplingParams, prompt: int, max_context: int) -> int:
     left = max_context - prompt
     if left < 1:
-        limit = f"up to {max_context - 1}: the model's context is {max_context}, and one must be left to generate"
-        raise InvalidRequest("prompt: number of tokens", prompt, limit)
+        raise _too_long(prompt, max_context)
     if not params.HasField("max_tokens"):
         return min(DEFAULT_MAX_TOKENS, left)
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and the model's context is {max_context}"
         raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
     return params.max_tokens
+
+
+def _too_long(prompt: int, max_context: int) -> InvalidRequest:
+    limit = f"up to {max_context - 1}: the model's context is {max_context}, and one must be left to generate"
+    return InvalidRequest("prompt: number of tokens", prompt, limit)
 
 
 def _number(value: float) -> float:

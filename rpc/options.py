@@ -24,6 +24,9 @@ MAX_PENDING_CALLS = 1_000_000
 """Calls that have arrived and that the server has not begun to handle. gRPC's own default of 1,000 to 3,000 ends some
 of them at random, as CANCELLED; the router refuses what is too much, with a reason."""
 
+MAX_PENDING_SECONDS = 3600
+"""How long such a call may wait; gRPC's own default is 30 s, after which it ends as CANCELLED."""
+
 PUBLIC_PING_SECONDS = 20
 """Silence after which either end of a public connection pings, and how long the answer may take."""
 
@@ -74,6 +77,7 @@ def public_server_options(max_message_bytes: int) -> Sequence[Option]:
         *_message_limits(INTERNAL_MESSAGE_BYTES, PUBLIC_RECEIVE_FACTOR * max_message_bytes),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
     )
 
 

@@ -24,7 +24,7 @@ from kvrelay.worker.worker import Key, Role, Worker
 
 CAUSES = {
     Code.CLOSED: Failure.CAUSE_PEER_LOST,
-    Code.TIMEOUT: Failure.CAUSE_PEER_LOST,
+    Code.TIMEOUT: Failure.CAUSE_LINK,
     Code.UNKNOWN_PEER: Failure.CAUSE_PEER_LOST,
     Code.LINK: Failure.CAUSE_LINK,
     Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import Failure, RequestEvent, RouterHello, Sampling, Submit, TransferReport
 from kvrelay.router.attempt import Attempt
+from kvrelay.router.prompt import Prompt
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import OnEvent, OnLost, WorkerStream
@@ -14,7 +15,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
 from support.router_fakes import length_if
 
-PROMPT = (5, 6, 7)
+PROMPT = Prompt((5, 6, 7))
 
 
 class ScriptedStream(WorkerStream):

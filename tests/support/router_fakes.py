@@ -361,11 +361,11 @@ def pair(tokens: Callable[[int], int], pause: float = 0.0) -> tuple[FakeWorker, 
     )
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(test: Callable[[], Awaitable[None]], seconds: float = 60.0) -> None:
     """Runs an asynchronous test and checks that it leaves no task behind."""
 
     async def main() -> None:
-        await asyncio.wait_for(test(), 60)
+        await asyncio.wait_for(test(), seconds)
         current = asyncio.current_task()
         left: Iterator[asyncio.Task[Any]] = (task for task in asyncio.all_tasks() if task is not current)
         names = [task.get_name() for task in left if not task.get_name().startswith("Task-")]

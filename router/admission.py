@@ -1,0 +1,81 @@
+"""How many calls a router works on at once, and how much memory their requests take.
+
+A request of n bytes counts as CHARGE * n bytes until its prompt is known: gRPC keeps its n bytes to the end of the
+call, and each byte may be a token of four bytes. From then on it counts as n bytes and those of its packed prompt.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvrelay.router.errors import Exhausted
+
+TOKEN_BYTES = 4
+CHARGE = 1 + TOKEN_BYTES
+PEER_SHARE = 2
+"""One client address may hold 1 / PEER_SHARE of all bytes."""
+
+
+class Ticket:
+    """The share of one call."""
+
+    def __init__(self, admission: "Admission", peer: str, nbytes: int) -> None:
+        self._admission = admission
+        self._peer = peer
+        self._nbytes = 0
+        self.set(nbytes)
+
+    def set(self, nbytes: int) -> None:
+        """From now on, the call holds `nbytes`."""
+        self._admission._add(self._peer, nbytes - self._nbytes)
+        self._nbytes = nbytes
+
+
+class Admission:
+    """Admits calls up to a number and an amount of memory."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self.calls = 0
+        """Calls that were admitted and have not ended."""
+        self.nbytes = 0
+        """Bytes that they hold."""
+        self._by_peer: Counter[str] = Counter()
+
+    @contextmanager
+    def admit(self, peer: str, size: int) -> Iterator[Ticket]:
+        """Admits one call for the duration of a `with`.
+
+        Args:
+            peer: address of the client, without its port.
+            size: of the request as it came, in bytes.
+
+        Raises:
+            Exhausted: too many calls, or too many bytes.
+        """
+        if self.calls >= self._max_requests:
+            raise Exhausted(f"{self._max_requests} requests are in flight, the router's max_requests")
+        charge = CHARGE * size
+        if self.nbytes + charge > self._max_bytes:
+            raise Exhausted(
+                f"the requests in flight hold {self.nbytes} bytes; the router's max_queued_bytes would be passed"
+            )
+        if self._by_peer[peer] + charge > self._max_bytes // PEER_SHARE:
+            raise Exhausted(
+                f"this client's requests hold {self._by_peer[peer]} bytes; its share of the router's max_queued_bytes "
+                "would be passed"
+            )
+        self.calls += 1
+        ticket = Ticket(self, peer, charge)
+        try:
+            yield ticket
+        finally:
+            ticket.set(0)
+            self.calls -= 1
+
+    def _add(self, peer: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._by_peer[peer] += nbytes
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]

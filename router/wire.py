@@ -1,0 +1,81 @@
+"""Checks the outline of a protobuf message before it is parsed, so that no message holds the event loop for long.
+
+Parsing 4 MiB takes a millisecond if they are one text, and a hundred if they are millions of small fields. This reads
+the tags and lengths of the fields, without their contents, up to a bound on their number.
+"""
+
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+SMALL_BYTES = 64 * 1024
+"""A message up to this size is parsed in about a millisecond, whatever is in it."""
+MAX_FIELDS = 4096
+"""Fields of a larger message, those of its parts included; a list of numbers is one field."""
+VARINT_BYTES = 5
+"""Longest encoding of a uint32."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+
+class BadOutline(ValueError):
+    """The message is malformed, or too costly to parse; the text says which limit it exceeds."""
+
+
+def check_outline(data: bytes, kind: Any, max_numbers: int) -> None:
+    """Checks a serialized message.
+
+    Args:
+        kind: its Descriptor, for which the stubs have two classes.
+        max_numbers: most entries of a list of numbers.
+
+    Raises:
+        BadOutline: parsing it may take long, or isn't possible.
+    """
+    if len(data) > SMALL_BYTES:
+        _check(data, 0, len(data), kind, MAX_FIELDS, max_numbers * VARINT_BYTES)
+
+
+def _check(data: bytes, at: int, end: int, kind: Any, left: int, number_bytes: int) -> int:
+    """Checks data[at:end]; returns how many of the `left` fields remain."""
+    while at < end:
+        if left <= 0:
+            raise BadOutline(f"it has more than {MAX_FIELDS} fields")
+        left -= 1
+        tag, at = _varint(data, at, end)
+        wire, field = tag & 7, kind.fields_by_number.get(tag >> 3)
+        if wire == _LENGTH:
+            length, at = _varint(data, at, end)
+            if length > end - at:
+                raise BadOutline("it is malformed")
+            if field is not None and field.type == FieldDescriptor.TYPE_MESSAGE:
+                left = _check(data, at, at + length, field.message_type, left, number_bytes)
+            elif field is not None and field.type == FieldDescriptor.TYPE_UINT32 and length > number_bytes:
+                name = f"{kind.full_name.rpartition('.')[2]}.{field.name}"
+                raise BadOutline(
+                    f"{name} has {length} bytes, more than {number_bytes // VARINT_BYTES} numbers can have"
+                )
+            at += length
+        elif wire == _VARINT:
+            at = _varint(data, at, end)[1]
+        elif wire in (_FIXED32, _FIXED64):
+            at += 4 if wire == _FIXED32 else 8
+        else:
+            raise BadOutline("it is malformed")
+    if at != end:
+        raise BadOutline("it is malformed")
+    return left
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """The number at `at`, and the position after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise BadOutline("it is malformed")

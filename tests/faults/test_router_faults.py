@@ -1,0 +1,70 @@
+"""Faults of workers that the router answers for: no client sees an error that its own request hasn't caused."""
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import Completion, InternalError
+from support.faults import TRANSFER, Scene, held, scene, until
+from support.processes import wait_until
+
+AUTO = {**TRANSFER, "transport": "auto"}
+CLIENTS = 60
+AT_ONCE = 20
+
+
+@contextmanager
+def asking(it: Scene, name: str) -> Iterator[list[Completion]]:
+    """CLIENTS requests, AT_ONCE at a time, while the body runs; their completions are in the list in the end."""
+    done: list[Completion] = []
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(it.ask_all, [f"{name} {number}" for number in range(CLIENTS)], at_once=AT_ONCE)
+        yield done
+        done += running.result()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: str) -> None:
+    with scene(tmp_path, losses=True, transfer=AUTO, step_seconds=0.01) as it:
+        frozen = f"{role}-0"
+        with asking(it, "beside the frozen one") as done:
+            until(lambda: held(it, frozen), "it works", 30)
+            it.signal(frozen, signal.SIGSTOP)
+        retries = sum(completion.timeline.retries for completion in done)
+        print(f"{retries} retries of {CLIENTS} requests")
+        assert retries > 0
+        it.settle(10, but=[frozen])
+
+
+@pytest.mark.parametrize("place", ["prefill.before_offer", "prefill.after_chunk,chunk=1", "decode.before_commit"])
+def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str) -> None:
+    role = place.partition(".")[0]
+    counts = {"prefill": 2, "decode": 2, role: 4}
+    with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, transfer=AUTO, **counts) as it:  # type: ignore[arg-type]  # counts
+        it.may_fail.add("poison")
+        with asking(it, "innocent") as done:
+            until(lambda: it.cluster.member(f"{role}-0").load.requests.running > 0, "they work", 30)
+            with pytest.raises(InternalError, match="suspected of ending workers"):
+                it.ask("poison")
+        assert len(done) == CLIENTS
+        dead = wait_until(lambda: it.workers_in("Z"), "workers have ended", seconds=3)
+        assert len(dead) == 2, dead
+        it.settle(10, but=dead)
+        (line,) = [line for line in it.log("router-0") if line["message"] == "request suspected of ending workers"]
+        assert line["prompt_tokens"] == done[0].usage.prompt_tokens
+
+
+def test_a_worker_that_is_stopped_on_purpose_costs_no_retry(tmp_path: Path) -> None:
+    """Streams that outlast the worker's grace go on elsewhere."""
+    with scene(tmp_path, losses=True, transfer=AUTO, step_seconds=0.025) as it:
+        running = [it.begin(f"long {number}", count=260) for number in range(8)]
+        until(lambda: all(request.tokens > 20 for request in running), "all decode", 30)
+        it.signal("decode-0", signal.SIGTERM)
+        done = [request.result() for request in running]
+        assert 0 < sum(completion.timeline.migrations for completion in done) < len(done)
+        assert not any(completion.timeline.retries for completion in done)
+        it.settle(10, but=["decode-0"])
