@@ -49,8 +49,6 @@ class Keepers:
         Args:
             address: host:port of this supervisor.
         """
-        for name in {member.name for member in self._membership.members()} - self._progress.keys():
-            self._membership.remove(name)  # the record's, of an earlier configuration
         for name in self._progress:
             self._run(self._keep(name, address), name)
 

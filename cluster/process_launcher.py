@@ -64,6 +64,8 @@ class ProcessLauncher:
         process = self._running.get(name)
         if process is None or not process.alive:
             process = self._running[name] = await asyncio.to_thread(self._start, name, supervisor)
+            if name in self._stopping:
+                _signal(process, signal.SIGKILL)  # asked to end before it was there
         await _end_of(process)
         return self._ended(name)
 

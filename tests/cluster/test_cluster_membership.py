@@ -1,7 +1,6 @@
 """Membership: whatever members and clocks do, an incarnation that was declared dead never comes back."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -9,12 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvrelay.cluster.membership import (
-    DRAIN_MARGIN_SECONDS,
-    FAILED_SECONDS,
     InvalidMember,
     Membership,
-    Verdict,
-    incompatible,
 )
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -35,32 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
-
-TICK = 0.1
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def member(
-    name: str = "prefill-0",
-    incarnation: str = "a",
-    role: Role = ROLE_PREFILL,
-    state: MemberState = MEMBER_STATE_READY,
-    **more: Any,
-) -> Member:
-    return Member(name=name, role=role, incarnation=incarnation, address="127.0.0.1:1", state=state, **more)
-
-
-def state_of(membership: Membership, name: str) -> MemberState | None:
-    return {entry.name: entry.state for entry in membership.members()}.get(name)
+from support.members import TICK, Clock, member, state_of, ticks
 
 
 @pytest.fixture
@@ -217,15 +187,6 @@ def restarted(membership: Membership, clock: Clock) -> Membership:
     return fresh
 
 
-def ticks(membership: Membership, clock: Clock, seconds: float) -> list[Verdict]:
-    """As the fixture `wait`, for any membership."""
-    died = []
-    for _ in range(round(seconds / TICK)):
-        clock.now += TICK
-        died += membership.tick()
-    return died
-
-
 def test_generations_grow_over_all_names_and_restarts(membership: Membership, clock: Clock) -> None:
     issued = []
     for number in range(6):
@@ -289,74 +250,6 @@ def test_restored_members_keep_their_state_until_they_had_time_to_come(membershi
     (verdict,) = ticks(fresh, clock, 1.6)
     assert verdict.worker == WorkerId("prefill-0", "a")
     assert fresh.complete
-
-
-# Progress of the engine.
-
-
-def test_an_old_step_makes_suspect_then_dead_and_only_while_work_waits(membership: Membership, clock: Clock) -> None:
-    def beats(age: float, **more: Any) -> MemberState | None:
-        assert membership.attend(member(step_age_seconds=age, **more), Load())
-        return state_of(membership, "prefill-0")
-
-    assert beats(2.9, work_queued=True) == MEMBER_STATE_READY
-    assert beats(3.0, work_queued=True) == MEMBER_STATE_SUSPECT
-    assert beats(0.0, work_queued=True) == MEMBER_STATE_READY
-    assert beats(500.0, work_queued=False) == MEMBER_STATE_READY
-    assert beats(19.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_READY
-    assert beats(20.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_SUSPECT
-    assert beats(31.0, work_queued=True, step_limit_seconds=60.0) == MEMBER_STATE_READY
-    assert ticks(membership, clock, TICK) == []
-    assert beats(30.1, work_queued=True) == MEMBER_STATE_SUSPECT
-    ((worker, reason),) = ticks(membership, clock, TICK)
-    assert (worker.incarnation, reason) == ("a", "its step has been running for 30.1 s")
-    assert not membership.attend(member(), Load())
-
-
-def test_the_engines_figures_are_not_told_to_the_others(membership: Membership) -> None:
-    membership.attend(member(step_age_seconds=1, work_queued=True, step_limit_seconds=9), Load())
-    version = membership.version
-    membership.attend(member(step_age_seconds=2, work_queued=True, step_limit_seconds=9), Load())
-    assert membership.version == version
-    (published,) = membership.members()
-    assert published == member(generation=1)
-
-
-def test_a_failed_engine_is_given_two_seconds(membership: Membership, clock: Clock) -> None:
-    for _ in range(round(FAILED_SECONDS / TICK) - 1):
-        assert membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
-        assert state_of(membership, "prefill-0") == MEMBER_STATE_SUSPECT
-        assert ticks(membership, clock, TICK) == []
-    membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
-    ((_, reason),) = ticks(membership, clock, 2 * TICK)
-    assert "engine failed" in reason
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool) -> None:
-    membership = Membership(clock=clock, drain_seconds=7)
-    membership.attend(member(), Load())
-    if asked:
-        membership.leave("prefill-0")
-    died: list[Verdict] = []
-    seconds = 0.0
-    while not died and seconds < 60:
-        membership.attend(member(state=MEMBER_STATE_DRAINING), Load())
-        died = ticks(membership, clock, TICK)
-        seconds += TICK
-    assert bool(died) is not asked
-    if not asked:
-        assert seconds == pytest.approx(7 + DRAIN_MARGIN_SECONDS, abs=2 * TICK)
-        assert "draining" in died[0].reason
-
-
-def test_workers_are_grouped_by_their_digest() -> None:
-    given = [member(f"prefill-{n}", compatibility=digest) for n, digest in enumerate("xyyx")]
-    given.append(member("decode-0", compatibility="y"))
-    given.append(member("router-0", role=ROLE_ROUTER))
-    given.append(member("decode-1", compatibility="z", state=MEMBER_STATE_DEAD))
-    assert incompatible(given) == [["decode-0", "prefill-1", "prefill-2"], ["prefill-0", "prefill-3"]]
-    assert incompatible(given[:1]) == [["prefill-0"]]
 
 
 class Fencing(RuleBasedStateMachine):

@@ -1,0 +1,92 @@
+"""Membership: a worker whose engine hangs, has failed or drains for too long is given up though it sends heartbeats."""
+
+from typing import Any
+
+import pytest
+
+from kvrelay.cluster.membership import DRAIN_MARGIN_SECONDS, FAILED_SECONDS, Membership, Verdict, incompatible
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_SUSPECT,
+    ROLE_ROUTER,
+    MemberState,
+)
+from kvrelay.internal.v1.worker_pb2 import Load
+from support.members import TICK, Clock, member, state_of, ticks
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def membership(clock: Clock) -> Membership:
+    return Membership(clock=clock)
+
+
+def test_an_old_step_makes_suspect_then_dead_and_only_while_work_waits(membership: Membership, clock: Clock) -> None:
+    def beats(age: float, **more: Any) -> MemberState | None:
+        assert membership.attend(member(step_age_seconds=age, **more), Load())
+        return state_of(membership, "prefill-0")
+
+    assert beats(2.9, work_queued=True) == MEMBER_STATE_READY
+    assert beats(3.0, work_queued=True) == MEMBER_STATE_SUSPECT
+    assert beats(0.0, work_queued=True) == MEMBER_STATE_READY
+    assert beats(500.0, work_queued=False) == MEMBER_STATE_READY
+    assert beats(19.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_READY
+    assert beats(20.0, work_queued=True, step_limit_seconds=20.0) == MEMBER_STATE_SUSPECT
+    assert beats(31.0, work_queued=True, step_limit_seconds=60.0) == MEMBER_STATE_READY
+    assert ticks(membership, clock, TICK) == []
+    assert beats(30.1, work_queued=True) == MEMBER_STATE_SUSPECT
+    ((worker, reason),) = ticks(membership, clock, TICK)
+    assert (worker.incarnation, reason) == ("a", "its step has been running for 30.1 s")
+    assert not membership.attend(member(), Load())
+
+
+def test_the_engines_figures_are_not_told_to_the_others(membership: Membership) -> None:
+    membership.attend(member(step_age_seconds=1, work_queued=True, step_limit_seconds=9), Load())
+    version = membership.version
+    membership.attend(member(step_age_seconds=2, work_queued=True, step_limit_seconds=9), Load())
+    assert membership.version == version
+    (published,) = membership.members()
+    assert published == member(generation=1)
+
+
+def test_a_failed_engine_is_given_two_seconds(membership: Membership, clock: Clock) -> None:
+    for _ in range(round(FAILED_SECONDS / TICK) - 1):
+        assert membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+        assert state_of(membership, "prefill-0") == MEMBER_STATE_SUSPECT
+        assert ticks(membership, clock, TICK) == []
+    membership.attend(member(failed=True, state=MEMBER_STATE_DRAINING), Load())
+    ((_, reason),) = ticks(membership, clock, 2 * TICK)
+    assert "engine failed" in reason
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool) -> None:
+    membership = Membership(clock=clock, drain_seconds=7)
+    membership.attend(member(), Load())
+    if asked:
+        membership.leave("prefill-0")
+    died: list[Verdict] = []
+    seconds = 0.0
+    while not died and seconds < 60:
+        membership.attend(member(state=MEMBER_STATE_DRAINING), Load())
+        died = ticks(membership, clock, TICK)
+        seconds += TICK
+    assert bool(died) is not asked
+    if not asked:
+        assert seconds == pytest.approx(7 + DRAIN_MARGIN_SECONDS, abs=2 * TICK)
+        assert "draining" in died[0].reason
+
+
+def test_workers_are_grouped_by_their_digest() -> None:
+    given = [member(f"prefill-{n}", compatibility=digest) for n, digest in enumerate("xyyx")]
+    given.append(member("decode-0", compatibility="y"))
+    given.append(member("router-0", role=ROLE_ROUTER))
+    given.append(member("decode-1", compatibility="z", state=MEMBER_STATE_DEAD))
+    assert incompatible(given) == [["decode-0", "prefill-1", "prefill-2"], ["prefill-0", "prefill-3"]]
+    assert incompatible(given[:1]) == [["prefill-0"]]
