@@ -61,7 +61,7 @@ class Side:
 
     holds: list[Held] = field(default_factory=list)
     waiting: dict[Frame, None] = field(default_factory=dict)
-    """Frames whose blocks nobody has touched yet."""
+    """Frames whose blocks no link has touched yet."""
     touching: dict[Frame, list[Held]] = field(default_factory=dict)
     """Frames whose blocks the link reads or writes now, and the holds on these blocks when it began."""
     failed: list[Failed] = field(default_factory=list)
