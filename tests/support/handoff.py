@@ -225,6 +225,7 @@ class Pair:
 
     def check_equal(self, key: Key, blocks: Sequence[int], count: int) -> None:
         """The committed KV of `count` tokens is that of `blocks` in the source pool."""
+        assert key in self.ends.imported, self.ends.import_failed.get(key)
         reservation, first_token, stats = self.ends.imported[key]
         assert first_token == FIRST_TOKEN
         assert torch.equal(content(self.source, blocks, count), content(self.target, reservation.hold.blocks, count))

@@ -18,7 +18,7 @@ from kvrelay.transfer.transports.registry import available_transports
 
 TIMEOUT = 30.0
 HOST = "127.0.0.1"
-Behaviour = Literal["send", "idle", "abort"]
+Behaviour = Literal["idle", "abort"]
 
 
 def quick_start() -> BaseContext:
@@ -52,9 +52,8 @@ def dial(connection: Connection, transport: Transport, rank: int, timeout: float
 
 def _other_end(connection: Connection, name: str, behaviour: Behaviour, sizes: list[int]) -> None:
     link = dial(connection, transport_named(name), SENDER, TIMEOUT)
-    if behaviour == "send":
-        for size in sizes:
-            link.send(filled(link, size)).wait(TIMEOUT)
+    for size in sizes:
+        link.send(filled(link, size)).wait(TIMEOUT)
     if behaviour == "abort":
         link.abort()
         link.close()
@@ -83,7 +82,7 @@ class LinkedProcess:
 
 @contextlib.contextmanager
 def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterator[LinkedProcess]:
-    """Starts a process that sends frames of `sizes`, aborts, or does nothing; always ends it."""
+    """Starts a process that sends frames of `sizes`, and then aborts the link or does nothing; always ends it."""
     context = quick_start()
     here, there = context.Pipe()
     process = context.Process(target=_other_end, args=(there, name, behaviour, sizes), daemon=True)

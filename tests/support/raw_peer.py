@@ -26,10 +26,10 @@ class RawPeer:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    async def say(self, *messages: Message) -> None:
+    async def send(self, *messages: Message) -> None:
         await self.call.write(ControlRequest(batch=encode(messages)))
 
-    async def hear(self, kind: type[Message]) -> Message:
+    async def receive(self, kind: type[Message]) -> Message:
         """The next message of this kind; AssertionError if the stream ends first."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (response := await self.call.read()) is not grpc.aio.EOF:
@@ -40,7 +40,7 @@ class RawPeer:
 
 
 @asynccontextmanager
-async def stranger(world: Pair) -> AsyncIterator[RawPeer]:
+async def raw_peer(world: Pair) -> AsyncIterator[RawPeer]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
         call = HandoffServiceStub(channel).Control()
         yield RawPeer(call)

@@ -58,7 +58,7 @@ def test_the_first_rule_that_applies_acts(arm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         ("prefill.after_lunch:kill", "no place 'prefill.after_lunch'"),
         ("prefill.after_finish:explode", "no action 'explode'"),
@@ -70,10 +70,10 @@ def test_the_first_rule_that_applies_acts(arm) -> None:
         ("prefill.after_finish:kill:kill", "is not of the form"),
     ],
 )
-def test_an_invalid_rule_is_refused_with_the_reason(text: str, says: str) -> None:
+def test_an_invalid_rule_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(FailpointError) as error:
         parse(f"prefill.after_ack:kill; {text}")
-    assert says in str(error.value)
+    assert reason in str(error.value)
     assert VARIABLE in str(error.value)
 
 

@@ -124,7 +124,7 @@ def test_a_frame_longer_than_the_receive_ends_no_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
-    with linked_process(name, "send", SIZES) as other:
+    with linked_process(name, "idle", SIZES) as other:
         for size in SIZES:
             into = other.link.buffer(size)
             other.link.recv(into).wait(WAIT)
@@ -188,7 +188,8 @@ def test_a_frozen_peer_is_an_error_at_the_timeout(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_an_end_that_closes_fails_the_other(name: str) -> None:
-    with linked_process(name, "abort", []) as other:
+    with linked_process(name, "abort", [1]) as other:
+        other.link.recv(other.link.buffer(1)).wait(WAIT)
         started = time.monotonic()
         with pytest.raises(LinkError):
             other.link.recv(other.link.buffer(64)).wait(10)

@@ -42,7 +42,7 @@ from kvrelay.transfer.messages import (
 from kvrelay.transfer.outbox import MAX_PENDING, Outbox
 from kvrelay.transfer.peers import Peer, PeerTable
 from support.handoff import LAYOUT, RECEIVER, SENDER, Ends, SendingHost, pair, prompt, setup
-from support.raw_peer import CONFIG, HELLO, fake_pair, still_works, stranger
+from support.raw_peer import CONFIG, HELLO, fake_pair, raw_peer, still_works
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -52,10 +52,10 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
 @pytest.mark.parametrize("batch", [b"", b"\xff" * 100, b"\x93" * 1000, encode([Renew(())])])
 def test_a_stream_that_does_not_begin_with_hello_is_refused(batch: bytes) -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
+        async with fake_pair() as world, raw_peer(world) as peer:
             await peer.call.write(ControlRequest(batch=batch))
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await peer.hear(Hello)
+                await peer.receive(Hello)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             await still_works(world)
 
@@ -68,9 +68,9 @@ def test_a_stream_that_does_not_begin_with_hello_is_refused(batch: bytes) -> Non
 )
 def test_a_worker_that_is_no_member_is_refused(worker: str, incarnation: str, code: Code) -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(LocalWorker(WorkerId(worker, incarnation), LAYOUT, "fingerprint").hello(RECEIVER, CONFIG))
-            refusal = await peer.hear(Refuse)
+        async with fake_pair() as world, raw_peer(world) as peer:
+            await peer.send(LocalWorker(WorkerId(worker, incarnation), LAYOUT, "fingerprint").hello(RECEIVER, CONFIG))
+            refusal = await peer.receive(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is code
             await still_works(world)
@@ -80,11 +80,11 @@ def test_a_worker_that_is_no_member_is_refused(worker: str, incarnation: str, co
 
 def test_a_stream_for_another_incarnation_is_refused() -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(
+        async with fake_pair() as world, raw_peer(world) as peer:
+            await peer.send(
                 LocalWorker(SENDER, LAYOUT, "fingerprint").hello(WorkerId(RECEIVER.name, "an older one"), CONFIG)
             )
-            refusal = await peer.hear(Refuse)
+            refusal = await peer.receive(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is Code.UNKNOWN_PEER
             await still_works(world)
@@ -95,11 +95,11 @@ def test_a_stream_for_another_incarnation_is_refused() -> None:
 @pytest.mark.parametrize("bad", [b"\xff", encode([Ack("r", 1, 1)]), encode([Wait("r", 1)])])
 def test_a_later_invalid_batch_ends_the_stream_with_the_reason(bad: bytes) -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(HELLO)
-            await peer.hear(Hello)
+        async with fake_pair() as world, raw_peer(world) as peer:
+            await peer.send(HELLO)
+            await peer.receive(Hello)
             await peer.call.write(ControlRequest(batch=bad))
-            refusal = await peer.hear(Refuse)
+            refusal = await peer.receive(Refuse)
             assert isinstance(refusal, Refuse)
             assert refusal.code is Code.PROTOCOL
             await still_works(world)
@@ -109,17 +109,17 @@ def test_a_later_invalid_batch_ends_the_stream_with_the_reason(bad: bytes) -> No
 
 def test_messages_about_unknown_attempts_change_nothing() -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(HELLO)
-            await peer.say(
+        async with fake_pair() as world, raw_peer(world) as peer:
+            await peer.send(HELLO)
+            await peer.send(
                 Renew((("nobody", 1),)),
                 Abort("nobody", 1, Code.CANCELLED, ""),
                 Finish("nobody", 1, 1, 7, 1, 1),
                 Push("nobody", 1, 1, 0, 0, 16, 100),
             )
             world.expect(("r", 1), list(range(20)))
-            await peer.say(Offer("r", 1, 21, b"0" * 16))
-            nack = await peer.hear(Nack)
+            await peer.send(Offer("r", 1, 21, b"0" * 16))
+            nack = await peer.receive(Nack)
             assert isinstance(nack, Nack)
             assert nack.key == ("r", 1)
             assert not world.receiving.reservations
@@ -131,23 +131,23 @@ def test_messages_about_unknown_attempts_change_nothing() -> None:
 def test_an_epoch_is_dialled_once() -> None:
     async def test() -> None:
         async with fake_pair() as world:
-            async with stranger(world) as peer:
-                await peer.say(HELLO, Dial(5, "fake"))
-                await peer.hear(Hello)
-                await peer.say(Dial(5, "fake"))
-                assert isinstance(await peer.hear(Refuse), Refuse)
-            async with stranger(world) as peer:
-                await peer.say(HELLO, Dial(4, "fake"))
-                assert isinstance(await peer.hear(Refuse), Refuse)
+            async with raw_peer(world) as peer:
+                await peer.send(HELLO, Dial(5, "fake"))
+                await peer.receive(Hello)
+                await peer.send(Dial(5, "fake"))
+                assert isinstance(await peer.receive(Refuse), Refuse)
+            async with raw_peer(world) as peer:
+                await peer.send(HELLO, Dial(4, "fake"))
+                assert isinstance(await peer.receive(Refuse), Refuse)
 
     run(test)
 
 
 def test_a_frame_longer_than_announced_ends_the_stream_before_it_is_received() -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
-            await peer.say(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.frame_bytes + 1))
-            refusal = await peer.hear(Refuse)
+        async with fake_pair() as world, raw_peer(world) as peer:
+            await peer.send(HELLO, Dial(1, "fake"), Push("r", 1, 1, 0, 0, 16, CONFIG.frame_bytes + 1))
+            refusal = await peer.receive(Refuse)
             assert isinstance(refusal, Refuse)
             assert str(CONFIG.frame_bytes + 1) in refusal.message
 
@@ -156,13 +156,13 @@ def test_a_frame_longer_than_announced_ends_the_stream_before_it_is_received() -
 
 def test_a_second_stream_of_the_same_worker_takes_the_place_of_the_first() -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as first:
-            await first.say(HELLO)
-            await first.hear(Hello)
-            async with stranger(world) as second:
-                await second.say(HELLO)
-                await second.hear(Hello)
-                assert isinstance(await first.hear(Refuse), Refuse)
+        async with fake_pair() as world, raw_peer(world) as first:
+            await first.send(HELLO)
+            await first.receive(Hello)
+            async with raw_peer(world) as second:
+                await second.send(HELLO)
+                await second.receive(Hello)
+                assert isinstance(await first.receive(Refuse), Refuse)
 
     run(test)
 

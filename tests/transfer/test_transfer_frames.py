@@ -184,7 +184,7 @@ def test_only_bytes_of_this_very_frame_are_written(key: Key, frame: Frame) -> No
     assert calls == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
 
 
-def test_without_checksums_a_frame_is_taken_as_it_comes() -> None:
+def test_without_checksums_every_frame_is_accepted() -> None:
     calls: list[object] = []
     receive_job(BlockClaim(), calls).done(torch.full((32,), 3, dtype=torch.uint8))
     assert calls == [[3] * 16, Outcome.VERIFIED]

@@ -30,7 +30,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
-    with linked_process(name, "send", SIZES) as other:
+    with linked_process(name, "idle", SIZES) as other:
         for size in SIZES:
             into = other.link.buffer(size)
             other.link.recv(into).wait(WAIT)
@@ -39,7 +39,7 @@ def test_bytes_of_every_size_cross_between_processes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_killed_peer_is_an_error_in_time(name: str) -> None:
-    with linked_process(name, "send", [4096]) as other:
+    with linked_process(name, "idle", [4096]) as other:
         into = other.link.buffer(4096)
         other.link.recv(into).wait(WAIT)
         pending = other.link.recv(into)

@@ -54,7 +54,7 @@ from kvrelay.transfer.packing import WireError
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, pair
 from support.handoff_process import ReceivingProcess, receiving_process
-from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, still_works, stranger
+from support.raw_peer import CONFIG, HELLO, RawPeer, fake_pair, raw_peer, still_works
 
 MUTATIONS = 12_000
 ON_THE_WIRE = 300
@@ -246,7 +246,7 @@ async def refused_by(peer: RawPeer, *batches: bytes) -> Refuse:
     """The refusal with which a decode worker answers these batches."""
     for batch in batches:
         await peer.call.write(ControlRequest(batch=batch))
-    refusal = await peer.hear(Refuse)
+    refusal = await peer.receive(Refuse)
     assert isinstance(refusal, Refuse)
     return refusal
 
@@ -257,7 +257,7 @@ def test_a_decode_worker_refuses_each_invalid_batch_and_goes_on() -> None:
             key = ("r", 1)
             world.expect(key, TOKENS)
             for name, batch in INVALID.items():
-                async with stranger(world) as peer:
+                async with raw_peer(world) as peer:
                     refusal = await refused_by(peer, encode([HELLO]), batch)
                     assert refusal.code is Code.PROTOCOL, name
                 assert not world.receiving.reservations, name
@@ -283,7 +283,7 @@ def test_a_decode_worker_refuses_each_invalid_batch_and_goes_on() -> None:
 def test_a_worker_that_differs_is_refused_with_the_field(change: dict[str, object], code: Code, field: str) -> None:
     async def test() -> None:
         async with fake_pair() as world:
-            async with stranger(world) as peer:
+            async with raw_peer(world) as peer:
                 refusal = await refused_by(peer, encode([replace(HELLO, **change)]))  # type: ignore[arg-type]  # as named
                 assert refusal.code is code
                 assert field in refusal.message
@@ -320,10 +320,10 @@ def test_a_manifest_that_was_not_announced_is_refused_before_any_allocation(name
     messages, reason = MANIFESTS[name]
 
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
+        async with fake_pair() as world, raw_peer(world) as peer:
             world.expect(("r", 1), TOKENS)
-            await peer.say(HELLO, Dial(1, "fake"), *messages)
-            nack = await peer.hear(Nack)
+            await peer.send(HELLO, Dial(1, "fake"), *messages)
+            nack = await peer.receive(Nack)
             assert isinstance(nack, Nack)
             assert nack.code is Code.MANIFEST
             assert reason in nack.message
@@ -338,12 +338,12 @@ def test_a_manifest_that_was_not_announced_is_refused_before_any_allocation(name
 @pytest.mark.parametrize("message", [*PUSHES.values(), *FINISHES.values()], ids=[*PUSHES, *FINISHES])
 def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(message: Push | Finish) -> None:
     async def test() -> None:
-        async with fake_pair() as world, stranger(world) as peer:
+        async with fake_pair() as world, raw_peer(world) as peer:
             world.expect(("r", 1), TOKENS)
-            await peer.say(HELLO, Dial(1, "fake"), Offer("r", 1, 20, tokens_digest(TOKENS)))
-            await peer.hear(Grant)
-            await peer.say(message)
-            nack = await peer.hear(Nack)
+            await peer.send(HELLO, Dial(1, "fake"), Offer("r", 1, 20, tokens_digest(TOKENS)))
+            await peer.receive(Grant)
+            await peer.send(message)
+            nack = await peer.receive(Nack)
             assert isinstance(nack, Nack)
             assert nack.code is Code.PROTOCOL
             await world.ends.until(lambda: not world.receiving.leaked)
@@ -357,13 +357,13 @@ def test_an_invalid_push_or_finish_is_refused_and_the_blocks_are_released(messag
 def test_mutated_batches_end_no_decode_process() -> None:
     """No batch ends the process, and afterwards it takes a valid hand-off."""
 
-    async def say_all(address: str) -> None:
+    async def send_all(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             refused = set[grpc.StatusCode]()
             for number in range(ON_THE_WIRE):
                 call = HandoffServiceStub(channel).Control()
                 peer = RawPeer(call)
-                await peer.say(HELLO)
+                await peer.send(HELLO)
                 await call.write(ControlRequest(batch=mutated(number)))
                 await call.done_writing()
                 async with asyncio.timeout(20):
@@ -377,7 +377,7 @@ def test_mutated_batches_end_no_decode_process() -> None:
     async def test(decode: ReceivingProcess) -> None:
         memory = psutil.Process(decode.process.pid).memory_info
         before = memory().rss
-        await say_all(decode.peer.address)
+        await send_all(decode.peer.address)
         assert memory().rss - before < 64 * 2**20
         prefill = SendingSide(decode)
         await prefill.hand_over(KEY)

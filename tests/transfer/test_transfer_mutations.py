@@ -47,6 +47,8 @@ class Weakness:
     """The kind of violation in the simulation; empty if it can't show there."""
     test: Callable[..., None] | None = None
     arguments: tuple[object, ...] = ()
+    first_seed: int = 0
+    """Where the search begins, if the first worlds that break are late ones."""
 
 
 WEAKNESSES = [
@@ -227,6 +229,14 @@ WEAKNESSES = [
         ("fail",),
     ),
     Weakness(
+        "epochs of workers that are no members for a while",
+        Endpoint,
+        "            if pair.peer not in self.peers:\n",
+        "            if pair.peer not in self.peers:\n                self._epochs.pop(pair.incarnation, None)\n",
+        "protocol",
+        first_seed=3300,
+    ),
+    Weakness(
         "no epoch twice",
         KVReceiver,
         "epoch <= self._epochs.get(pair.incarnation, 0)",
@@ -289,7 +299,7 @@ WEAKNESSES = [
         transfer.table.extend""",
         "leak",
         handoff.test_a_cancel_frees_both_ends_at_once,
-        ("announced", "prefill"),
+        ("prefill", "announced"),
     ),
     Weakness(
         "an offer that comes after the link",
@@ -305,7 +315,8 @@ WEAKNESSES = [
         "self.links.after_frames(pair.incarnation, message.epoch, partial(pair.stream.put, message))",
         "pair.stream.put(message)",
         "protocol",
-        handoff.test_what_the_decode_worker_has_is_not_sent_again,
+        handoff.test_kv_arrives_and_every_byte_is_counted,
+        ("shm",),
     ),
     Weakness(
         "an engine that has ended still answers reservations",
@@ -317,9 +328,9 @@ WEAKNESSES = [
 ]
 
 
-def broken(checksums: bool = True) -> tuple[int, Violation]:
+def broken(checksums: bool = True, first_seed: int = 0) -> tuple[int, Violation]:
     """The first seed at which a guarantee breaks, and how."""
-    for seed in range(SEEDS):
+    for seed in range(first_seed, first_seed + SEEDS):
         try:
             World(random.Random(seed), checksums).run()
         except Violation as violation:
@@ -346,7 +357,7 @@ def test_a_named_test_fails_without(weakness: Weakness, monkeypatch: pytest.Monk
 def test_a_simulated_world_breaks_without(weakness: Weakness, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         weaken(patch, weakness.kind, weakness.line, weakness.instead)
-        seed, violation = broken()
+        seed, violation = broken(first_seed=weakness.first_seed)
     assert violation.kind == weakness.breaks, f"seed {seed}: {violation}"
     run_world(seed)
 

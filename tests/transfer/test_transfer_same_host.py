@@ -1,4 +1,4 @@
-"""Links within one machine: who may join, what may be mapped, and that nothing outlives the link."""
+"""Links within one machine: which peers may join, what may be mapped, and that nothing outlives the link."""
 
 import gc
 import os
@@ -27,12 +27,12 @@ def shm() -> SameHostTransport:
     return SameHostTransport("shm", "here", SharedMemory())
 
 
-def refusal(*news: object, descriptor: int | None = None) -> str:
-    """What a receiver says to a peer's `news`."""
+def refusal(*values: object, descriptor: int | None = None) -> str:
+    """The error of a receiver that gets these values on its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = SameHostLink("shm", ours, SharedMemory(), WAIT)
     try:
-        socket.send_fds(theirs, [pack(list(news))], [] if descriptor is None else [descriptor])
+        socket.send_fds(theirs, [pack(list(values))], [] if descriptor is None else [descriptor])
         with pytest.raises(LinkError) as refused:
             link.recv(link.buffer(64)).wait(WAIT)
         return str(refused.value)
@@ -52,12 +52,12 @@ def memory_file(nbytes: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def test_a_stranger_who_finds_the_socket_gets_no_link() -> None:
-    told: dict[str, bytes] = {}
+def test_a_process_without_the_token_gets_no_link() -> None:
+    entries: dict[str, bytes] = {}
     listening = threading.Event()
 
     def tell(entry: str, value: bytes) -> None:
-        told[entry] = value
+        entries[entry] = value
         if entry == "token":
             listening.set()
 
@@ -70,7 +70,7 @@ def test_a_stranger_who_finds_the_socket_gets_no_link() -> None:
     listener = beside(listen)
     assert listening.wait(WAIT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(told["address"])
+        stranger.connect(entries["address"])
         stranger.sendall(pack(["token", bytes(16)]))
         meeting.put("answer", b"")
         listener()
@@ -83,7 +83,7 @@ def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("news", "says"),
+    ("values", "reason"),
     [
         (("frame", 1, 0, 0, 64), "outside the buffers"),
         (("taken", 1), "0 were sent"),
@@ -94,11 +94,11 @@ def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
         (("anything",), "allowed: token, buffer, frame, taken"),
     ],
 )
-def test_news_that_cannot_be_is_a_clear_error(news: tuple[object, ...], says: str) -> None:
-    assert says in refusal(*news)
+def test_an_invalid_message_is_an_error_with_the_reason(values: tuple[object, ...], reason: str) -> None:
+    assert reason in refusal(*values)
 
 
-def test_a_descriptor_that_nobody_asked_for_is_not_kept() -> None:
+def test_an_unexpected_descriptor_is_closed() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with memory_file(64) as descriptor:
@@ -148,10 +148,12 @@ def test_device_memory_is_freed_and_unmapped_with_the_link() -> None:
         exchange(transport)
     gc.collect()
     assert driver.in_use == 0
-    assert driver.synchronized >= 6, "the sender before it tells of a frame, the receiver before it gives it back"
+    assert driver.synchronized >= 6, (
+        "once before the sender announces a frame, once before the receiver returns the buffer"
+    )
 
 
-def test_a_handle_that_is_none_is_refused() -> None:
+def test_an_invalid_handle_is_refused() -> None:
     memory = CudaMemory(DriverTwin())
     with pytest.raises(LinkError, match=f"allowed: {HANDLE_BYTES}"):
         memory.open(64, b"short", None)

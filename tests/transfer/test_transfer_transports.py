@@ -28,7 +28,7 @@ def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "here", "there", "says"),
+    ("wanted", "here", "there", "reason"),
     [
         ("nccl", ["gloo"], ["gloo"], r"transfer\.transport = nccl.*this worker can do gloo, the other gloo"),
         ("auto", ["nccl"], ["gloo"], "this worker can do nccl, the other gloo"),
@@ -37,9 +37,9 @@ def test_one_of_a_scope_is_chosen_where_the_scope_is_shared() -> None:
     ],
 )
 def test_without_a_common_transport_the_error_names_those_of_both(
-    wanted: str, here: list[str], there: list[str], says: str
+    wanted: str, here: list[str], there: list[str], reason: str
 ) -> None:
-    with pytest.raises(NoTransportError, match=says):
+    with pytest.raises(NoTransportError, match=reason):
         choose(wanted, here, there)
 
 
