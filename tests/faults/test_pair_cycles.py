@@ -55,11 +55,8 @@ async def cycle(world: Pair, number: int) -> None:
     world.receiving.free += reservation.hold.blocks
     del world.ends.exported[key], world.receiving.reservations[key]
     world.sending.holds.clear()
-    peers = list(world.peers)
-    world.peers.update(())
-    world.sender.peers_changed()
+    world.sender.end_pairs()
     await world.ends.until(lambda: world.sender.epoch(RECEIVER.incarnation) == 0, CYCLE_SECONDS)
-    world.peers.update(peers)
 
 
 async def cycles(transport: str, count: int) -> list[Size]:

@@ -63,7 +63,7 @@ def test_only_members_hand_over() -> None:
             world.sender.begin(("to an old incarnation", 1), WorkerId(RECEIVER.name, "x"), prompt(5))
             world.receiver.expect(("from a stranger", 1), WorkerId("prefill-9", "x"), prompt(5))
             await ends.until(lambda: len(ends.export_failed) == 2 and len(ends.import_failed) == 1)
-            world.receiver.peers.update([])
+            world.receiver.peers.update([], dead=[SENDER])
             world.sender.begin(("as a stranger", 1), RECEIVER, prompt(5))
             await ends.until(lambda: ("as a stranger", 1) in ends.export_failed)
             codes = {code for code, _ in (ends.export_failed | ends.import_failed).values()}
@@ -89,7 +89,7 @@ def test_a_restarted_decode_worker_is_not_taken_for_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_peer_dropped_from_the_membership_frees_everything(side: str) -> None:
+def test_a_peer_that_is_dead_or_replaced_frees_everything(side: str) -> None:
     async def test() -> None:
         async with pair(replace(CONFIG, lease_seconds=60)) as world:
             key = ("r", 1)
@@ -97,13 +97,28 @@ def test_a_peer_dropped_from_the_membership_frees_everything(side: str) -> None:
             world.sender.progress(key, world.sending.hold(blocks_of(48)))
             await world.ends.until(lambda: key in world.receiving.reservations)
             if side == "prefill":
-                world.sender.peers.update([])
+                world.sender.peers.update([], dead=[RECEIVER])
                 world.sender.peers_changed()
             else:
                 world.receiver.peers.update([Peer(WorkerId(SENDER.name, "another incarnation"), "")])
                 world.receiver.peers_changed()
             await world.settled(key)
             assert not world.ends.imported
+
+    asyncio.run(test())
+
+
+def test_a_membership_that_lacks_a_peer_says_nothing_of_it() -> None:
+    async def test() -> None:
+        async with pair(CONFIG) as world:
+            world.announce(("r", 1), prompt(100))
+            for endpoint in (world.sender, world.receiver):
+                endpoint.peers.update([])
+                endpoint.peers_changed()
+            world.compute(("r", 1), blocks_of(100))
+            await world.settled(("r", 1))
+            assert ("r", 1) in world.ends.imported
+            assert world.sender.epoch(RECEIVER.incarnation) == 1, "the link was kept"
 
     asyncio.run(test())
 
@@ -143,7 +158,7 @@ def test_a_stream_that_ends_before_it_has_begun_fails_its_hand_off() -> None:
         async with pair(CONFIG) as world:
             world.sender.begin(("r", 1), RECEIVER, prompt(20))
             world.compute(("r", 1), blocks_of(20))
-            world.sender.peers.update([])
+            world.sender.peers.update([], dead=[RECEIVER])
             world.sender.peers_changed()
             await world.ends.until(lambda: ("r", 1) in world.ends.export_failed and not world.sending.leaked)
 
