@@ -30,6 +30,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
+STATUS_SECONDS, STATUS_TRIES = 10.0, 4
 MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
@@ -135,7 +136,7 @@ class ProcessCluster:
     def serving(self) -> bool:
         """Whether the router says that it can place a request."""
         with grpc.insecure_channel(self.router) as channel:
-            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
         return bool(answer.status == HealthCheckResponse.SERVING)
 
     @cached_property
@@ -143,7 +144,20 @@ class ProcessCluster:
         return grpc.insecure_channel(self.supervisor)
 
     def status(self) -> GetStatusResponse:
-        return SupervisorServiceStub(self._supervisor_channel).GetStatus(GetStatusRequest(), timeout=5)
+        """The supervisor's status. It ends connections whose client doesn't answer a ping within a second, as a test
+        process on a busy machine may, so a lost connection is made again."""
+        for _ in range(STATUS_TRIES - 1):
+            try:
+                return self._ask_status()
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    raise
+        return self._ask_status()
+
+    def _ask_status(self) -> GetStatusResponse:
+        return SupervisorServiceStub(self._supervisor_channel).GetStatus(
+            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True
+        )
 
     def member(self, name: str) -> MemberStatus:
         return next(status for status in self.status().members if status.member.name == name)

@@ -250,7 +250,7 @@ WEAKNESSES = [
         "            self._feed(transfer, PeerLost(code, message))",
         "            pass",
         "",
-        membership.test_a_peer_dropped_from_the_membership_frees_everything,
+        membership.test_a_peer_that_is_dead_or_replaced_frees_everything,
         ("prefill",),
     ),
     Weakness(
