@@ -124,7 +124,7 @@ class Scene:
     client: Client
     chaos: Chaos | None = None
     losses: bool = False
-    """Whether workers are killed here, so that the router's retry budget doesn't bound the retries."""
+    """Whether workers or links are lost here, so that the router's retry budget doesn't bound the retries."""
     history: History = field(default_factory=History)
     may_fail: set[str] = field(default_factory=set)
     """Requests that may end with an error."""
@@ -237,7 +237,7 @@ def scene(
     Args:
         rules: of `kvrelay.transfer.failpoints` and `support.damage`; every worker is armed with all of them.
         chaos: whether links run through proxies.
-        losses: whether workers are killed here.
+        losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: seconds by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
             place; `worker`, other options of every worker.
