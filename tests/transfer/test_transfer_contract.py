@@ -178,7 +178,7 @@ def test_a_frozen_peer_is_an_error_at_the_timeout(name: str) -> None:
         started = time.monotonic()
         with pytest.raises(LinkError):
             other.link.recv(other.link.buffer(1024)).wait(0.5)
-        assert 0.4 < time.monotonic() - started < 2
+        assert 0.4 < time.monotonic() - started < 5
         with pytest.raises(LinkError):
             other.link.recv(other.link.buffer(1024)).wait(0.5)
         closing = time.monotonic()
@@ -220,7 +220,7 @@ def test_a_peer_that_never_comes_is_an_error_at_the_timeout(name: str) -> None:
         started = time.monotonic()
         with pytest.raises(LinkError, match="did not come"):
             transport(name).connect(meeting, rank, 0.5)
-        assert 0.4 < time.monotonic() - started < 2
+        assert 0.4 < time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -11,7 +11,7 @@ from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import Peer
 from support.handoff import LAYOUT, RECEIVER, SENDER, blocks_of, pair, prompt
 
-CONFIG = TransferConfig(frame_timeout_seconds=1.0)
+CONFIG = TransferConfig(frame_timeout_seconds=5.0)
 
 
 def test_another_prompt_under_the_same_key_is_refused_before_any_allocation() -> None:
