@@ -55,8 +55,13 @@ def lost(it: Scene, since: float) -> list[dict[str, object]]:
 def in_a_transfer(it: Scene, name: str) -> tuple[Running, Proxy]:
     """A request whose slow transfer is under way, and the link that carries it."""
     it.chaos.clear()
-    # The router tries again for one request in five of the last ten seconds.
-    it.ask_all(unique("so that others may be tried again", 40), 16, 2)
+    # The router avoids a way for a while after a failure there. Each case begins when both are in use.
+    before = moved(it)
+    until(
+        lambda: it.ask_all(unique("both ways", 4), 16, 2) and all(moved(it)[name] > before[name] for name in before),
+        "both ways are used again",
+        40,
+    )
     for decode in it.decodes:
         it.link("prefill-0", decode).set(forward=Weather(rate=100e3))
     before = moved(it)
