@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
+    MEMBER_STATE_STARTING,
     ROLE_COLOCATED,
     ROLE_DECODE,
     ROLE_PREFILL,
@@ -17,6 +18,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 
 SHOWN_CHARACTERS = 8
+UNKNOWN = (MEMBER_STATE_DEAD, MEMBER_STATE_STARTING)
+"""States of members without a digest: a starting worker has none before its model is loaded."""
 
 
 def rank(workers: Iterable[tuple[str, str]]) -> list[str]:
@@ -39,10 +42,10 @@ def unpaired(members: Sequence[Member]) -> list[str]:
     """One sentence for each group of workers that can't be paired with the preferred group; empty if all can.
 
     Args:
-        members: of the whole cluster, in any state; routers and dead members are not considered.
+        members: of the whole cluster, in any state; routers, dead and starting members are not considered.
     """
     names = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
-    workers = [member for member in members if member.role in names and member.state != MEMBER_STATE_DEAD]
+    workers = [member for member in members if member.role in names and member.state not in UNKNOWN]
     digests = rank((names[member.role], member.compatibility) for member in workers)
     groups = {digest: [member for member in workers if member.compatibility == digest] for digest in digests}
     sentences = []

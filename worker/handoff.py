@@ -16,7 +16,6 @@ from kvrelay.internal.v1.worker_pb2 import Failure, Submit
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.endpoint_loop import HandoffSetup
 from kvrelay.transfer.frames import PoolFrames
-from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
@@ -45,7 +44,6 @@ class HandoffRole(Role):
         self.peers = PeerTable()
         self.setup = self.make_setup()
         self.transports = entries(self.setup.transports)
-        self.compatibility = self.setup.local.digest(self.setup.config)
         self._early: dict[Key, asyncio.Task[None]] = {}
         """Requests whose peer is unknown here yet: the router may know a new worker first."""
 
@@ -53,7 +51,7 @@ class HandoffRole(Role):
         """What this worker hands KV over with."""
         worker, config, gpu = self.worker, self.worker.config, self.worker.pool.tensor.is_cuda
         return HandoffSetup(
-            LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, gpu),
+            self.local,
             PoolFrames(worker.pool, config.transfer.checksum),
             self.peers,
             config.transfer,

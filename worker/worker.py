@@ -36,6 +36,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     WorkerHello,
 )
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
@@ -61,11 +62,12 @@ class Role:
     """Of the requests that this role takes."""
     transports: Sequence[str] = ()
     """How the membership lists this worker's transports, best first."""
-    compatibility: str = ""
-    """Digest of all that two workers must have in common to hand KV over."""
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
+        self.local = LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, worker.pool.tensor.is_cuda)
+        self.compatibility = self.local.digest(worker.config.transfer)
+        """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
 
     def add_services(self, server: grpc.aio.Server) -> None:
         """Adds the role's own gRPC services to `server`, before it starts."""

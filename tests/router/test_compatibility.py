@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
     ROLE_DECODE,
     ROLE_PREFILL,
     ROLE_ROUTER,
@@ -99,6 +100,7 @@ def test_the_operator_is_told_who_cant_be_paired_with_whom() -> None:
         member("decode-2", ROLE_DECODE, "cccc", MEMBER_STATE_DEAD),
     ]
     assert unpaired(fleet) == []
+    assert unpaired([*fleet, member("decode-1", ROLE_DECODE, "", MEMBER_STATE_STARTING)]) == []
     (sentence,) = unpaired([*fleet, member("decode-1", ROLE_DECODE, "")])
     assert sentence.startswith("decode-1 (digest none) can't be paired with decode-0, prefill-0 (digest aaaaaaaa): ")
     assert "without a prefill worker of the same digest" in sentence

@@ -123,3 +123,13 @@ def test_blocks_that_nobody_gave_back_end_an_idle_worker(checkpoint: Path, monke
             assert "forgotten by the test" in str(await asyncio.wait_for(server.failed(), SECONDS))
 
     asyncio.run(test())
+
+
+def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:
+    """Routers prefer one group of equal digests, so one without would not be used beside prefill and decode workers."""
+
+    async def test() -> None:
+        async with worker(checkpoint) as server:
+            assert heartbeat(server).compatibility
+
+    asyncio.run(test())
