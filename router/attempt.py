@@ -322,9 +322,10 @@ class Attempt:
         blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
         if failure.cause == Failure.CAUSE_DRAINING:
             blamed = blamed or sender
-        elif failure.cause != Failure.CAUSE_UNSPECIFIED:
+        elif failure.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED):
             blamed = blamed or self.workers - sender or sender
         else:
+            # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
             blamed = self.workers
         message = f"{part.stream.worker.name}: {failure.message}"
         return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)

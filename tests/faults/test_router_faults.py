@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import Completion, InternalError
-from support.faults import TRANSFER, Scene, held, scene, until
+from support.faults import TRANSFER, Scene, scene, until
 from support.processes import wait_until
 
 AUTO = {**TRANSFER, "transport": "auto"}
@@ -32,7 +32,7 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: s
     with scene(tmp_path, losses=True, transfer=AUTO, step_seconds=0.01) as it:
         frozen = f"{role}-0"
         with asking(it, "beside the frozen one") as done:
-            until(lambda: held(it, frozen), "it works", 30)
+            until(lambda: it.held(frozen), "it works", 30)
             it.signal(frozen, signal.SIGSTOP)
         retries = sum(completion.timeline.retries for completion in done)
         print(f"{retries} retries of {CLIENTS} requests")

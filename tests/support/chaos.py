@@ -226,9 +226,10 @@ class Chaos:
 
 
 def abort(*sinks: StreamWriter) -> None:
-    """Ends connections with RST."""
+    """Ends connections with RST; one that is closed already stays so."""
     for sink in sinks:
-        sink.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        with suppress(OSError):
+            sink.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         sink.transport.abort()
 
 
