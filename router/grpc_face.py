@@ -192,7 +192,7 @@ class InferenceFace:
         request = received.take(pb.GenerateRequest, self._dispatch.config, model.max_context)
         trace.wire_id = request.request_id
         checked = await check(request, model, self._tokenizer)
-        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.prompt)
+        trace.wire_id, trace.prompt_tokens, trace.resumes = checked.wire_id, len(checked.prompt), checked.resumes
         return checked
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None) -> None:

@@ -16,7 +16,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     Role,
 )
-from kvrelay.internal.v1.worker_pb2 import ModelInfo, RouterHello
+from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, RouterHello
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
 from kvrelay.router.worker_stream import WorkerStream
@@ -130,6 +130,12 @@ class WorkerRegistry:
         if stream is None:
             raise KeyError(f"{worker} has no stream")
         return stream
+
+    def fence(self, call: ClientCall) -> None:
+        """Ends on every worker what earlier calls of the client's request have submitted, through whichever router."""
+        for worker in self._workers.values():
+            if worker.stream is not None:
+                worker.stream.fence(call)
 
     async def changed(self) -> None:
         """Returns at the next change of the membership, a stream or the model."""
