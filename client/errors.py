@@ -6,6 +6,7 @@ from typing import cast
 import grpc
 
 RETRY_DELAY_KEY = "retry-delay-ms"
+GIVEN_UP_KEY = "given-up"
 
 
 class KvrelayError(Exception):
@@ -32,6 +33,11 @@ class Exhausted(KvrelayError):
 class Unavailable(KvrelayError, ConnectionError):
     """No router was reached, or the router has no worker that can take the request now."""
 
+    def __init__(self, message: str, code: grpc.StatusCode | None = None, *, given_up: bool = False) -> None:
+        super().__init__(message, code)
+        self.given_up = given_up
+        """Whether several workers have tried the request in vain, so that the client doesn't try it again by itself."""
+
 
 class DeadlineExceeded(KvrelayError, TimeoutError):
     """The call's timeout, or a time limit of the router, has passed."""
@@ -47,7 +53,6 @@ class InternalError(KvrelayError):
 
 _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INTERNAL: InternalError,
@@ -62,8 +67,10 @@ def from_grpc(error: grpc.RpcError) -> KvrelayError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         # gRPC's own limit, of this process or of the router, far above what the router allows.
         return InvalidRequest(message, grpc.StatusCode.INVALID_ARGUMENT)
+    metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(message or code.name, code, given_up=GIVEN_UP_KEY in metadata)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
         delay = str(metadata.get(RETRY_DELAY_KEY, ""))
         return Exhausted(message, code, int(delay) / 1000 if delay.isdecimal() else None)
     return _KINDS.get(code, KvrelayError)(message or code.name, code)
