@@ -221,7 +221,7 @@ class ClusterConfig(Section):
         """The router's options, without the supervisor's address."""
         options = asdict(self.router)
         del options["cpus"], options["resources"]
-        return RouterConfig(**options, model=self.model.path)
+        return RouterConfig(**options, model=self.model.path, drain_seconds=self.drain_seconds)
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of the router for None."""

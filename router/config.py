@@ -78,3 +78,12 @@ class RouterConfig(RouterOptions):
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""
+
+    drain_seconds: float = 30.0
+    """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
+    left end with UNAVAILABLE, and their clients may continue them at another router."""
+
+    def __post_init__(self) -> None:
+        RouterOptions.__post_init__(self)
+        if not 0 <= self.drain_seconds <= 3600:
+            raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

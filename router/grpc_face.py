@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+END_SECONDS = 1.0
+"""For streams to end on their workers when the router is to end."""
+
 TOKENIZE_BYTES = 512 * 1024
 """Largest text of Tokenize, and most ids of Detokenize: what the event loop can send in some milliseconds."""
 
@@ -136,11 +139,25 @@ class InferenceFace:
         self._observer = observer
         config = dispatch.config
         self._admission = Admission(config.max_requests, config.max_queued_bytes)
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._ending = False
 
     @property
     def running(self) -> int:
         """Calls that were admitted and have not ended."""
         return self._admission.calls
+
+    async def stop(self, grace: float) -> None:
+        """Refuses new streams, gives the running ones `grace` seconds, then ends them with UNAVAILABLE."""
+        self._draining = True
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=grace)
+        self._ending = True
+        for task in self._streams:
+            task.cancel()
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=END_SECONDS)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets its request unparsed."""
@@ -167,7 +184,13 @@ class InferenceFace:
         writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
+        task = asyncio.current_task()
+        if task is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
         try:
+            if self._draining:
+                raise self._shutting_down()
             with self._admission.admit(_host(context.peer()), len(received.data)) as ticket:
                 checked = await self._check(received, trace)
                 ticket.set(len(received.data) + checked.prompt.nbytes)
@@ -176,8 +199,12 @@ class InferenceFace:
         except RequestError as error:
             failure, outcome = error, error.outcome
         except asyncio.CancelledError:
-            outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
-            raise
+            # `stop` has cancelled this task, unless another cancellation came as well.
+            if not self._ending or task is None or task.uncancel():
+                outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
+                raise
+            failure = self._shutting_down()
+            outcome = failure.outcome
         except Exception:
             logger.exception("request failed because of a defect", extra={"request": trace.wire_id})
             failure, outcome = InternalError("a defect in the router"), "internal"
@@ -186,6 +213,9 @@ class InferenceFace:
             self._note_end(trace, outcome, failure)
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
+
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable(f"{self._dispatch.config.name} is shutting down")
 
     async def _check(self, received: Received, trace: RequestTrace) -> CheckedRequest:
         model = self._model()

@@ -36,6 +36,9 @@ from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
+CALLS_SECONDS = 0.5
+"""For calls without a stream to end when the router is to end."""
+
 
 class RouterServer:
     """Serves one router: `start`, then until `stop` or `failed`.
@@ -115,13 +118,14 @@ class RouterServer:
         return self._port
 
     async def stop(self, grace: float) -> None:
-        """Takes no new requests, gives the running ones `grace` seconds, then cancels them on their workers."""
+        """Takes no new requests, gives the running ones `grace` seconds, then ends them with UNAVAILABLE."""
         self._state = MEMBER_STATE_DRAINING
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
+        await self._face.stop(grace)
         if self._server is not None:
-            await self._server.stop(grace)
+            await self._server.stop(CALLS_SECONDS)
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
