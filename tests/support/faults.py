@@ -128,8 +128,10 @@ class Scene:
     history: History = field(default_factory=History)
     may_fail: set[str] = field(default_factory=set)
     """Requests that may end with an error."""
-    _lines_judged: int = 0
-    """Lines of the router's log."""
+    frozen: set[str] = field(default_factory=set)
+    """Routers that were frozen: what they log when they wake is about requests that have ended elsewhere."""
+    _lines_judged: dict[str, int] = field(default_factory=dict)
+    """Lines of each router's log."""
 
     # Clients.
 
@@ -192,9 +194,13 @@ class Scene:
         lines = self.cluster.processes[name].log.read_text().splitlines()
         return [_log_line(line) for line in lines if line.startswith("{")]
 
-    def failures(self) -> list[dict[str, Any]]:
-        """The failed attempts in the router's log."""
-        return [line for line in self.log("router-0") if line["message"] == "attempt failed"]
+    @property
+    def routers(self) -> list[str]:
+        return [name for name in self.cluster.processes if name.startswith("router")]
+
+    def failures(self, router: str = "router-0") -> list[dict[str, Any]]:
+        """The failed attempts in a router's log."""
+        return [line for line in self.log(router) if line["message"] == "attempt failed"]
 
     # The end of a test.
 
@@ -209,9 +215,12 @@ class Scene:
         assert not ended, [self.cluster.processes[name].log.read_text()[-2000:] for name in ended]
 
     def _record_retries(self) -> None:
-        """Records the failed attempts in the router's log; the last one of a failed request is no retry."""
-        lines = self.failures()
-        new, self._lines_judged = lines[self._lines_judged :], len(lines)
+        """Records the failed attempts in the routers' logs; the last one of a failed request is no retry."""
+        new: list[dict[str, Any]] = []
+        for router in self.routers:
+            lines = [] if router in self.frozen else self.failures(router)
+            new += lines[self._lines_judged.get(router, 0) :]
+            self._lines_judged[router] = len(lines)
         failed = {event.request for event in self.history.events if event.kind == "error"}
         last = {_client_name(line): line for line in new}
         for line in new:
@@ -227,6 +236,7 @@ def scene(
     *,
     prefill: int = 2,
     decode: int = 2,
+    routers: int = 1,
     chaos: bool = False,
     losses: bool = False,
     variables: Mapping[str, float] | None = None,
@@ -261,6 +271,7 @@ def scene(
                 "pico",
                 prefill=prefill,
                 decode=decode,
+                routers=routers,
                 worker={
                     "engine": engine,
                     "transfer": dict(options.get("transfer", TRANSFER)),

@@ -103,6 +103,7 @@ class ProcessCluster:
     def __init__(self, folder: Path) -> None:
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
+        """Addresses; of several routers, with commas between."""
         self._folder = folder
         self._started: dict[str, tuple[Any, ...]] = {}
         """What each process was started with."""
@@ -134,10 +135,8 @@ class ProcessCluster:
         wait_until(self.serving, "the router can place requests", START_SECONDS)
 
     def serving(self) -> bool:
-        """Whether the router says that it can place a request."""
-        with grpc.insecure_channel(self.router) as channel:
-            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
-        return bool(answer.status == HealthCheckResponse.SERVING)
+        """Whether every router says that it can place a request."""
+        return all(map(_serving, self.router.split(",")))
 
     @cached_property
     def _supervisor_channel(self) -> grpc.Channel:
@@ -194,6 +193,12 @@ class ProcessCluster:
             raise AssertionError("\n".join(failures))
 
 
+def _serving(router: str) -> bool:
+    with grpc.insecure_channel(router) as channel:
+        answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
+    return bool(answer.status == HealthCheckResponse.SERVING)
+
+
 @contextmanager
 def process_cluster(
     folder: Path,
@@ -205,6 +210,7 @@ def process_cluster(
     worker: dict[str, Any] | None = None,
     roles: Mapping[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
+    routers: int = 1,
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[ProcessCluster]:
@@ -213,7 +219,8 @@ def process_cluster(
     Args:
         worker: further options of every worker.
         roles: further options of one role's workers.
-        router: further options of the router.
+        router: further options of each router.
+        routers: how many of them.
         variables: further environment of the workers.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,11 +233,16 @@ def process_cluster(
                 options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
                 options |= {**(worker or {}), **(roles or {}).get(role, {})}
                 cluster.start(f"{role}-{index}", modules[role], options, variables)
-        options = {"name": "router-0", "grpc_port": 0, **common, **(router or {})}
-        cluster.router = cluster.start("router-0", "kvrelay.router", options).address()
+        fronts = [
+            cluster.start(name, "kvrelay.router", {"name": name, "grpc_port": 0, **common, **(router or {})})
+            for name in (f"router-{index}" for index in range(routers))
+        ]
+        cluster.router = ",".join(front.address() for front in fronts)
         for process in cluster.workers.values():
             process.address()
         wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
+        if routers > 1:
+            wait_until(cluster.serving, "every router can place requests", START_SECONDS)
         yield cluster
     finally:
         cluster.stop()
