@@ -35,10 +35,14 @@ def course(clock: Clock, target: str = "a:1,b:1", timeout: float | None = None, 
 def lives(clock: Clock, request: Course, error: KvrelayError) -> float:
     """Fails every call at once until the request is over; returns how long that took, and leaves the last error."""
     started = clock.now
-    with pytest.raises(type(error)) as over:
+
+    def again_and_again() -> None:
         while True:
             request.call()
             clock.now += request.failed(error) + 0.001
+
+    with pytest.raises(type(error)) as over:
+        again_and_again()
     assert over.value is error
     return clock.now - started
 

@@ -172,8 +172,10 @@ class Scene:
         return [name for name, process in self.cluster.workers.items() if process.popen.poll() is not None]
 
     def replace(self, name: str) -> None:
-        """Replaces a worker that has ended; the next requests cost no retry."""
+        """Replaces a member that has ended; the next requests cost no retry."""
         self.cluster.replace(name)
+        self.frozen.discard(name)
+        self._lines_judged.pop(name, None)
         assert self.ask_in_company(f"after the replacement of {name} at {time.monotonic():.3f}").timeline.retries == 0
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -250,7 +252,7 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: seconds by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker.
+            place; `worker`, other options of every worker; `router`, options of every router.
     """
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
     environment = {name: str(value) for name, value in times.items()}
@@ -272,6 +274,7 @@ def scene(
                 prefill=prefill,
                 decode=decode,
                 routers=routers,
+                router=dict(options.get("router", {})),
                 worker={
                     "engine": engine,
                     "transfer": dict(options.get("transfer", TRANSFER)),

@@ -5,12 +5,14 @@ These are the same servers that the Ray actors run.
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,17 @@ def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seco
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.005)
     return value
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now, outside of the range from which ports are chosen for others."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no free port")
 
 
 class Process:
@@ -123,7 +136,7 @@ class ProcessCluster:
         return self.processes[name]
 
     def replace(self, name: str) -> None:
-        """Starts a new incarnation of a worker that has ended; waits until it is ready and the router reaches it."""
+        """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self._started[name]).address()
 
@@ -233,10 +246,12 @@ def process_cluster(
                 options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
                 options |= {**(worker or {}), **(roles or {}).get(role, {})}
                 cluster.start(f"{role}-{index}", modules[role], options, variables)
-        fronts = [
-            cluster.start(name, "kvrelay.router", {"name": name, "grpc_port": 0, **common, **(router or {})})
-            for name in (f"router-{index}" for index in range(routers))
-        ]
+        # A router that is replaced must be found where it was, if clients know several.
+        fronts = []
+        for index in range(routers):
+            port = 0 if routers == 1 else free_port()
+            options = {"name": f"router-{index}", "grpc_port": port, **common, **(router or {})}
+            fronts.append(cluster.start(f"router-{index}", "kvrelay.router", options))
         cluster.router = ",".join(front.address() for front in fronts)
         for process in cluster.workers.values():
             process.address()
