@@ -33,6 +33,7 @@ WATCH_SECONDS = 2.0
 REPORT_SECONDS = 10.0
 """For the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "[::]")
 ServerT = TypeVar("ServerT", bound=Server)
 
 
@@ -112,6 +113,8 @@ class RouterActor(ServerActor[Server]):
     def __init__(self, config: RouterConfig, local: bool) -> None:
         if config.host == LOOPBACK:
             config = replace(config, host=own_host(local))
+        elif config.host in WILDCARDS:
+            config = replace(config, advertised_host=own_host(local))
         super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config))
 
 

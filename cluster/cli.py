@@ -66,8 +66,9 @@ config_option = click.option(
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
 @click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
-@click.option("--host", metavar="H", help="Address that the router listens on (default 127.0.0.1).")
-@click.option("--grpc-port", type=int, metavar="P", help="Port that the router listens on; 0 takes a free one.")
+@click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
+@click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
+@click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
 @click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
@@ -125,7 +126,7 @@ def status(as_json: bool) -> None:
         for line in status_of.incompatible_workers(found):
             console.print(line)
     elif unsupervised:
-        click.echo(f"the supervisor is down; the router {router} serves, and lost workers are not replaced meanwhile")
+        click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:
         click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
     if found is None:
@@ -134,7 +135,11 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.argument("prompt")
-@click.option("--target", metavar="H:P", help=f"The router; default: the running cluster's, else {DEFAULT_TARGET}.")
+@click.option(
+    "--target",
+    metavar="H:P[,H:P]...",
+    help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
+)
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
@@ -211,6 +216,7 @@ OPTIONS = {
     "prefill": "prefill.replicas",
     "decode": "decode.replicas",
     "colocated": "colocated.replicas",
+    "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",
     "address": "ray.address",

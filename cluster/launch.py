@@ -204,7 +204,7 @@ class Cluster:
             raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
     def _until_ready(self) -> str:
-        """The router's address."""
+        """The routers' addresses, with commas between."""
         last: Startup | None = None
         changed = time.monotonic()
         while True:
@@ -212,15 +212,15 @@ class Cluster:
             self._report.progress(startup.members)
             _check_failures(startup)
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
-            if startup.ready and everyone and serves(startup.router):
-                return startup.router
+            if startup.ready and everyone and all(map(serves, startup.routers)):
+                return ",".join(startup.routers)
             if startup != last:
                 last, changed = startup, time.monotonic()
             elif time.monotonic() - changed > STALL_SECONDS:
                 missing = ", ".join(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
-                    return startup.router
+                    return ",".join(startup.routers)
                 raise RunError(
                     f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
                     f"{_logs()}"

@@ -336,6 +336,12 @@ class Membership:
         self._last = now
 
 
+def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
+    """host:port of the public gRPC of each router that is ready, in the order of their names."""
+    ready = [member for member in members if member.role == ROLE_ROUTER and member.state == MEMBER_STATE_READY]
+    return tuple(member.address for member in sorted(ready, key=lambda member: (len(member.name), member.name)))
+
+
 def incompatible(members: Iterable[Member]) -> list[list[str]]:
     """The names of the live workers, one list for each digest of compatibility, the largest first.
 

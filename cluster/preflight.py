@@ -24,7 +24,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_checkpoint(folder)
-    check_port("grpc_port", config.router.host, config.router.grpc_port)
+    for router in config.router_configs():
+        check_port("grpc_port", router.host, router.grpc_port)
     check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
 

@@ -35,9 +35,9 @@ class RayLauncher:
         self._config = config
         self._namespace = config.ray.namespace
         self._workers = {worker.name: worker for worker in config.worker_configs()}
-        self._router = config.router_config()
+        self._routers = {router.name: router for router in config.router_configs()}
         self._bundles = {name: config.bundle(worker.role) for name, worker in self._workers.items()}
-        self._bundles[self._router.name] = config.bundle(None)
+        self._bundles |= dict.fromkeys(self._routers, config.bundle(None))
         self._actors: dict[str, Any] = {}
         self._adopted: set[str] = set()
         self.names = tuple(self._bundles)
@@ -132,7 +132,7 @@ class RayLauncher:
             "resources": bundle,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
-        kind, config = (RouterActor, self._router) if worker is None else (WorkerActor, worker)
+        kind, config = (RouterActor, self._routers[name]) if worker is None else (WorkerActor, worker)
         return ray.remote(kind).options(**options).remote(replace(config, supervisor=supervisor), self._config.local)
 
 

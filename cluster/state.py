@@ -32,7 +32,7 @@ class ClusterState:
     supervisor: str = ""
     """host:port of the supervisor's gRPC."""
     router: str = ""
-    """host:port of the public gRPC."""
+    """host:port of the public gRPC of each router, with commas between."""
     dashboard: str = ""
     """URL of Ray's dashboard."""
     drain_seconds: float = 30.0

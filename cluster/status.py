@@ -7,9 +7,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
-from kvrelay.cluster.membership import incompatible
+from kvrelay.cluster.membership import incompatible, ready_routers
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
     ROLE_ROUTER,
     GetStatusRequest,
     GetStatusResponse,
@@ -33,8 +32,16 @@ def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusRe
     return None
 
 
-def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
-    """Whether the health service of the router at host:port answers that a request can be placed now."""
+def serves(routers: str, timeout: float = TIMEOUT_SECONDS) -> bool:
+    """Whether the health service of one of the routers answers that a request can be placed now.
+
+    Args:
+        routers: host:port of each, with commas between.
+    """
+    return any(_serves(router, timeout) for router in routers.split(","))
+
+
+def _serves(router: str, timeout: float) -> bool:
     with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
@@ -120,11 +127,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
 
 
 def _router(status: GetStatusResponse) -> str | None:
-    """host:port of a router that is ready."""
-    for entry in status.members:
-        if entry.member.role == ROLE_ROUTER and entry.member.state == MEMBER_STATE_READY:
-            return entry.member.address
-    return None
+    """host:port of each router that is ready, with commas between."""
+    return ",".join(ready_routers(entry.member for entry in status.members)) or None
 
 
 def _role(role: Role) -> str:

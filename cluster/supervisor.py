@@ -19,14 +19,12 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster.keepers import Keepers, Progress
-from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership
+from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_routers
 from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
-    ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
     GetStatusRequest,
@@ -83,8 +81,8 @@ class Startup:
 
     ready: bool
     """Requests can be served, though some members may be missing."""
-    router: str
-    """host:port of the public gRPC of a router that is ready; empty before."""
+    routers: tuple[str, ...]
+    """host:port of the public gRPC of each router that is ready, in the order of their names."""
     members: list[Progress]
 
 
@@ -187,10 +185,9 @@ class SupervisorServer(SupervisorServiceServicer):
 
     def startup(self) -> Startup:
         """How far every expected member is."""
-        members = self.membership.members()
-        routers = [m.address for m in members if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
+        routers = ready_routers(self.membership.members())
         progress = [] if self._keepers is None else self._keepers.progress()
-        return Startup(self.membership.ready, routers[0] if routers else "", progress)
+        return Startup(self.membership.ready, routers, progress)
 
     async def _bind(self) -> grpc.aio.Server:
         """A server at the configured port, or at the port where the members look for this supervisor."""

@@ -79,6 +79,9 @@ class RouterConfig(RouterOptions):
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""
 
+    advertised_host: str = ""
+    """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
+
     drain_seconds: float = 30.0
     """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
     left end with UNAVAILABLE, and their clients may continue them at another router."""

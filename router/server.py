@@ -92,7 +92,7 @@ class RouterServer:
     @property
     def address(self) -> str:
         """host:port of the public gRPC."""
-        return join(self.config.host, self._port)
+        return join(self.config.advertised_host or self.config.host, self._port)
 
     @property
     def waiting(self) -> int:

@@ -21,8 +21,8 @@ class RequestRecord:
     retries: int = 0
     migrations: int = 0
     """How often it moved away from workers that were stopped on purpose; not among the retries."""
-    resumes: int = 0
-    """Earlier calls of the request, which were lost. All that follows is about the last call."""
+    resumed: bool = False
+    """Whether this call continues a request whose earlier call was lost. All that follows is about this call."""
     ttft_seconds: float | None = None
     """Request received to first token sent; None too if the client had a token from an earlier call."""
     tpot_seconds: float | None = None
@@ -123,7 +123,7 @@ class RequestTrace:
             cached_tokens=self.cached_tokens,
             retries=self.retries,
             migrations=self.migrations,
-            resumes=self.resumes,
+            resumed=self.resumes > 0,
             ttft_seconds=timeline.first_token_seconds if begun and not self.resumed_tokens else None,
             tpot_seconds=tpot if begun else None,
             total_seconds=timeline.total_seconds,

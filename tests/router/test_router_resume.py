@@ -153,7 +153,7 @@ def test_a_later_call_ends_the_earlier_one_wherever_it_is(tmp_path: Path, caplog
             assert not bystander.done()
             other.send(0, tuple(IDS[:3]), FINISH_REASON_LENGTH)
             assert tokens_of(await bystander) == IDS[:3]
-            assert [record.resumes for record in cluster.records if record.outcome == "length"] == [1, 3, 0]
+            assert [record.resumed for record in cluster.records if record.outcome == "length"] == [True, True, False]
             assert [record.outcome for record in cluster.records].count("cancelled") == 2
 
     with caplog.at_level(logging.DEBUG):
@@ -176,7 +176,7 @@ def test_a_stream_that_goes_on_waits_before_new_requests_and_is_not_refused(tmp_
             router._queue._decide = decide
             router._queue.wake_first()
             assert tokens_of(await waiting) == IDS[5:]
-            assert [record.ttft_seconds for record in cluster.records if record.resumes] == [None]
+            assert [record.ttft_seconds for record in cluster.records if record.resumed] == [None]
 
     run(test)
 
