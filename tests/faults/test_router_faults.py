@@ -51,7 +51,7 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
             with pytest.raises(InternalError, match="suspected of ending workers"):
                 it.ask("poison")
         assert len(done) == CLIENTS
-        dead = wait_until(lambda: it.workers_in("Z"), "workers have ended", seconds=3)
+        dead = wait_until(it.ended, "workers have ended", seconds=3)
         assert len(dead) == 2, dead
         it.settle(10, but=dead)
         (line,) = [line for line in it.log("router-0") if line["message"] == "request suspected of ending workers"]

@@ -29,6 +29,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from support.forks import Forked
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -61,12 +62,26 @@ class Process:
     """One `python -m` server; its stderr goes to `log`."""
 
     def __init__(
-        self, module: str, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: list[str],
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+        *,
+        forked: bool = False,
     ) -> None:
+        """
+        Args:
+            forked: whether to start it as `support.forks` does, without an interpreter of its own.
+        """
         self.log = log
         paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)]
         path = os.pathsep.join(filter(None, paths))
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(variables or {})
+        self.popen: subprocess.Popen[bytes] | Forked
+        if forked:
+            self.popen = Forked(module, arguments, environment, log)
+            return
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -118,7 +133,7 @@ class ProcessCluster:
         self.supervisor = self.router = ""
         """Addresses; of several routers, with commas between."""
         self._folder = folder
-        self._started: dict[str, tuple[Any, ...]] = {}
+        self.started: dict[str, tuple[Any, ...]] = {}
         """What each process was started with."""
 
     @property
@@ -131,14 +146,15 @@ class ProcessCluster:
         """Starts a process without waiting for it."""
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        self.processes[name] = Process(module, ["--config", str(path)], self._folder / f"{name}.log", variables)
-        self._started[name] = module, config, variables
+        arguments, log = ["--config", str(path)], self._folder / f"{name}.log"
+        self.processes[name] = Process(module, arguments, log, variables, forked=True)
+        self.started[name] = module, config, variables
         return self.processes[name]
 
     def replace(self, name: str) -> None:
         """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
-        self.start(name, *self._started[name]).address()
+        self.start(name, *self.started[name]).address()
 
         def ready() -> bool:
             member = self.member(name).member
