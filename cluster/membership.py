@@ -17,7 +17,7 @@ state until it has had time to find the supervisor again.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 

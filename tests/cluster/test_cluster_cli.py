@@ -254,7 +254,7 @@ def test_generate_prints_the_text_and_leaves_missing_options_to_the_router(route
     assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
     (request,) = router.requests
     assert request.text == "héllo"
-    assert not any(request.sampling.HasField(name) for name in ("max_tokens", "temperature", "seed"))
+    assert not any(request.sampling.HasField(name) for name in ("max_tokens", "temperature", "top_p"))
     assert not request.sampling.ignore_eos
 
 

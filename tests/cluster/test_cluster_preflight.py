@@ -80,6 +80,8 @@ def test_a_port_in_use_is_named() -> None:
             check(config(router={"grpc_port": port}))
         assert caught.value.lines == [f"grpc_port {port}: already in use on 127.0.0.1"]
         assert caught.value.code == 2
+        with pytest.raises(UsageError, match=f"grpc_port {port}: already in use"):
+            check(config(router={"grpc_port": port - 1, "replicas": 2}))
     check_port("grpc_port", "127.0.0.1", port)
 
 

@@ -75,6 +75,12 @@ def test_a_cluster_that_serves_without_its_supervisor_is_no_dead_one(nobody: str
     assert "already running" in up.stderr
 
 
+@pytest.mark.parametrize("router", [SERVING], indirect=True)
+def test_one_router_that_serves_is_enough(nobody: str, router: str) -> None:
+    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=f"{nobody},{router}"))
+    assert call("status").exit_code == 3
+
+
 @pytest.mark.parametrize("router", [NOT_SERVING], indirect=True)
 def test_a_router_that_cannot_serve_is_none(nobody: str, router: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
