@@ -19,6 +19,8 @@ OUT_OF_RANGE = [
     ("colocated.replicas", 1025),
     ("decode.gpus", -1),
     ("decode.threads", 1025),
+    ("router.replicas", 0),
+    ("router.replicas", 65),
     ("router.grpcPort", 0),
     ("router.grpcPort", 65536),
     ("router.grpcPort", "50051"),
@@ -50,7 +52,7 @@ OUT_OF_RANGE = [
 UNKNOWN_KEYS = [
     "replicas",
     "prefill.replica",
-    "router.replicas",
+    "router.replica",
     "router.options.grpc_port",
     "engine.threads",
     "decode.engine.block_sizes",
@@ -143,7 +145,7 @@ def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
         ("HeartbeatConfig", "heartbeat", set()),
-        ("RouterSection", "router.options", {"host", "grpc_port", "cpus", "resources"}),
+        ("RouterSection", "router.options", {"host", "grpc_port", "replicas", "port_step", "cpus", "resources"}),
     ],
 )
 def test_the_schema_has_exactly_the_options_of_the_configuration(section, node, elsewhere):
