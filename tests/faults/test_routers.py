@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.client import Client, Completion
+from kvrelay.client.messages import PING_OTHERS_SECONDS
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Running, Scene, oracle, prompt_of, scene, until
 from support.hash_worker import STEP_SECONDS
@@ -22,6 +23,8 @@ from support.supervised import Supervised, all_ready, hash_members, supervised
 AUTO = {**TRANSFER, "transport": "auto"}
 CLIENTS = 40
 AT_ONCE = 20
+BUSY_SECONDS = 6.0
+"""For the other router and the workers, which serve twenty streams at a time, on a busy machine."""
 SLOW = {STEP_SECONDS: 0.01}
 
 
@@ -33,6 +36,15 @@ def asking(it: Scene, name: str) -> Iterator[list[Completion]]:
         running = thread.submit(it.ask_all, [f"{name} {number}" for number in range(CLIENTS)], at_once=AT_ONCE)
         yield done
         done += running.result()
+
+
+def longest_silence(history: History) -> float:
+    """Longest time between two tokens of a request, or from its begin to its first one."""
+    longest, last = 0.0, dict[str, float]()
+    for event in sorted(history.events, key=lambda event: event.at):
+        longest = max(longest, event.at - last.get(event.request, event.at))
+        last[event.request] = event.at
+    return longest
 
 
 def working(it: Scene, router: str) -> bool:
@@ -50,8 +62,10 @@ def test_one_of_two_routers_is_lost_under_load(tmp_path: Path) -> None:
                 if how == signal.SIGSTOP:
                     it.frozen.add("router-1")
             resumes = sum(completion.timeline.resumes for completion in done)
-            print(f"{how.name}: {resumes} of {CLIENTS} requests went on elsewhere")
+            silence = longest_silence(it.history)
+            print(f"{how.name}: {resumes} of {CLIENTS} requests went on elsewhere, after {silence:.1f} s at most")
             assert resumes > 0
+            assert silence < 2 * PING_OTHERS_SECONDS + BUSY_SECONDS
             assert not any(completion.timeline.retries for completion in done)
             it.settle(10)
             # One that wakes up finds that it was declared dead, and none of its requests.
