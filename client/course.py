@@ -143,11 +143,11 @@ class Course:
         if not self._failures:
             self._lost_at = now
         self._failures += 1
-        pause = self._pause(error)
-        if self._is_over(error, now + pause):
+        left = self._left(error, now)
+        if left <= 0:
             raise error
         self.router = self._routers.after(self.router)
-        return pause if self.timeout is None else min(pause, self.timeout)
+        return min(self._pause(error), left, math.inf if self.timeout is None else self.timeout)
 
     def _pause(self, error: KvrelayError) -> float:
         rounds = self._failures // len(self._routers.addresses)
@@ -155,11 +155,12 @@ class Course:
         asked = error.retry_after or 0.0 if isinstance(error, Exhausted) and rounds else 0.0
         return asked + random.uniform(0.0, longest)
 
-    def _is_over(self, error: KvrelayError, at: float) -> bool:
-        """Whether there is no call at the time `at`."""
+    def _left(self, error: KvrelayError, now: float) -> float:
+        """Seconds within which another call may begin; none if not positive."""
         if self._begun:
-            return at - self._lost_at >= self._resume_seconds
+            return self._lost_at + self._resume_seconds - now
         known = len(self._routers.addresses)
-        if isinstance(error, Exhausted) or known == 1:
-            return self._failures >= (known if isinstance(error, Exhausted) else 2)
-        return self._failures >= known and at - self._lost_at >= START_SECONDS
+        tries = 2 if known == 1 and not isinstance(error, Exhausted) else known
+        if self._failures < tries:
+            return math.inf
+        return 0.0 if known == 1 or isinstance(error, Exhausted) else self._lost_at + START_SECONDS - now

@@ -10,7 +10,7 @@ from kvrelay.router.stops import StopStrings
 from kvrelay.router.validation import CheckedRequest, Resumed
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 
-PART_TOKENS = 2048
+PART_TOKENS = 512
 """Resumed tokens that are added at a time, in some milliseconds; then others have their turn on the event loop."""
 
 

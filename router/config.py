@@ -14,7 +14,7 @@ class RouterOptions:
     """Address that the public gRPC binds to."""
 
     grpc_port: int = 50051
-    """Port of the public gRPC; 0 takes a free one."""
+    """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
 
     max_requests: int = 1024
     """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""

@@ -123,14 +123,14 @@ def test_a_lost_request_looks_for_a_router_for_a_limited_time(error: KvrelayErro
     # One that has got nothing yet: an address that is wrong should show soon.
     assert lives(clock, only := course(clock, "a:1"), error) < 0.2
     assert only.call().resume.call == 3, "twice in all"
-    assert START_SECONDS - LONGEST_PAUSE_SECONDS <= lives(clock, course(clock), error) < START_SECONDS
+    assert START_SECONDS <= lives(clock, course(clock), error) < START_SECONDS + 0.1
     # A stream that has begun.
     for target in ("a:1", "a:1,b:1,c:1"):
         request = course(clock, target, resume_seconds=12.0)
         for _ in range(2):  # the time begins anew with each message
             request.received(GenerateResponse(token_ids=[5]))
             clock.now += 1000
-            assert 10.0 < lives(clock, request, error) < 12.1
+            assert 12.0 <= lives(clock, request, error) < 12.1
             request.received(GenerateResponse(token_ids=[5]))
     request = course(clock, resume_seconds=0.0)
     request.received(GenerateResponse(token_ids=[5]))
@@ -159,7 +159,7 @@ def test_a_full_router_is_left_for_each_other_one_once() -> None:
     request.received(GenerateResponse(token_ids=[5]))
     assert request.failed(full) < 0.1
     assert request.failed(full) >= 1.0
-    assert 27.0 < lives(clock, request, full) < 30.0
+    assert 29.9 < lives(clock, request, full) < 30.1
 
 
 def test_the_timeout_holds_over_all_calls() -> None:
