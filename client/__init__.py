@@ -1,4 +1,4 @@
-"""The Python client: `Client` blocks, `AsyncClient` is for asyncio.
+"""The Python client: `Client` blocks, `AsyncClient` is for asyncio. Both continue a stream whose router is lost.
 
 >>> from kvrelay.client import Client
 >>> with Client("localhost:50051") as client:

@@ -7,6 +7,8 @@ import grpc
 
 RETRY_DELAY_KEY = "retry-delay-ms"
 GIVEN_UP_KEY = "given-up"
+BROKEN = ("RST_STREAM", "Stream removed")
+"""In the text of INTERNAL or UNKNOWN, where gRPC itself makes it of a broken connection."""
 
 
 class KvrelayError(Exception):
@@ -68,6 +70,8 @@ def from_grpc(error: grpc.RpcError) -> KvrelayError:
         # gRPC's own limit, of this process or of the router, far above what the router allows.
         return InvalidRequest(message, grpc.StatusCode.INVALID_ARGUMENT)
     metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(sign in message for sign in BROKEN):
+        return Unavailable(message, grpc.StatusCode.UNAVAILABLE)
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(message or code.name, code, given_up=GIVEN_UP_KEY in metadata)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

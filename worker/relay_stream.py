@@ -57,7 +57,8 @@ class RelayStream:
                 return
             self._ready.clear()
             message, self._pending = self._pending, RelayResponse()
-            message.load.CopyFrom(self._load())
+            load = self._load()
+            message.load.CopyFrom(load)
             message.submits_seen = self.submits_seen
-            self._told = message.load, message.submits_seen
+            self._told = load, self.submits_seen
             yield message

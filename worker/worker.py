@@ -319,7 +319,9 @@ class Worker:
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
-        self._live[key] = LiveRequest(request, stream, expiry, submit.client_call)
+        # A copy: a part of a message keeps the whole message in memory.
+        client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
+        self._live[key] = LiveRequest(request, stream, expiry, client_call)
         self._submitted += 1
         self._idle.clear()
         self.role.submit(request, submit)

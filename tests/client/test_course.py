@@ -15,6 +15,7 @@ from kvrelay.client.errors import (
     InvalidRequest,
     KvrelayError,
     Unavailable,
+    from_grpc,
 )
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
@@ -135,6 +136,20 @@ def test_a_lost_request_looks_for_a_router_for_a_limited_time(error: KvrelayErro
     request = course(clock, resume_seconds=0.0)
     request.received(GenerateResponse(token_ids=[5]))
     assert lives(clock, request, error) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", Unavailable),
+        (grpc.StatusCode.UNKNOWN, "Stream removed", Unavailable),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", Unavailable),
+        (grpc.StatusCode.INTERNAL, "a defect in the router", InternalError),
+    ],
+)
+def test_a_broken_connection_is_told_from_a_defect(code: grpc.StatusCode, text: str, kind: type[KvrelayError]) -> None:
+    error = from_grpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), text))
+    assert type(error) is kind
 
 
 def test_pauses_begin_short_and_stay_short() -> None:
