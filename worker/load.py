@@ -11,7 +11,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
 from kvrelay.worker.relay_stream import RelayStream
 
-REPORT_SECONDS = 0.05
+REPORT_SECONDS = 0.03
 """How late a router may learn of a load that others' requests have changed: they should not choose the same worker."""
 
 
