@@ -110,7 +110,7 @@ class Load:
 
 
 def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_killed(tmp_path: Path) -> None:
-    members = hash_members(2, 2, engine=ENGINE, transfer=AUTO, drain_seconds=2.0)
+    members = hash_members(engine=ENGINE, transfer=AUTO, drain_seconds=2.0)
     ports = [free_port(), free_port()]
     for index, port in enumerate(ports):
         members[f"router-{index}"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": port}}
