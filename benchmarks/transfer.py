@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from local_cluster import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
@@ -45,8 +44,8 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.progress import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.endpoint_loop import HandoffSetup
@@ -64,6 +63,7 @@ ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
 PREFILL, DECODE = WorkerId("prefill-0", "p"), WorkerId("decode-0", "d")
 HOST = "127.0.0.1"
+CREDENTIALS = Credentials("worker", "the-token-of-this-benchmark")
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -78,7 +78,7 @@ def setup(
     worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
 ) -> HandoffSetup:
     local = LocalWorker(worker, LAYOUT, "-", pool.tensor.is_cuda)
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, CREDENTIALS)
 
 
 class Sending:
@@ -148,7 +148,7 @@ async def _receive(there: Connection, store: str, largest: int, configs: Sequenc
         transports = available_transports(HOST, config.transport, pool.tensor.is_cuda)
         members = PeerTable([Peer(PREFILL, address="")])
         services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
-        servers.append(grpc.aio.server(options=server_options()))
+        servers.append(CREDENTIALS.server())
         add_HandoffServiceServicer_to_server(services[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
         await servers[-1].start()

@@ -113,7 +113,7 @@ def status(as_json: bool) -> None:
     from kvrelay.cluster import status as status_of
 
     current = state.current()
-    found = status_of.get_status(current.supervisor) if current is not None and current.supervisor else None
+    found = None if current is None else status_of.get_status(current)
     router = current.router if current is not None and found is None and current.router else ""
     unsupervised = router != "" and status_of.serves(router)
     if as_json:
@@ -171,6 +171,20 @@ def down() -> None:
     with closing(Report(_console())) as report:
         ended = down_of.down(report)
     click.echo("the cluster has ended" if ended else "no cluster is running")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Until they end.")
+def certificates(folder: Path, days: int) -> None:
+    """Makes the certificates of a cluster's roles in FOLDER, for `security.tls: mutual`.
+
+    An authority in FOLDER (ca.crt, ca.key) signs them, else a new one is made. Keep ca.key away from the cluster.
+    """
+    from kvrelay.cluster import certificates as made
+
+    made.make(folder, days, keep_authority=True)
+    click.echo(f"{folder}: ca.crt, ca.key, and a .crt and .key for each role, valid for {days} days")
 
 
 @main.group()
@@ -243,7 +257,7 @@ def _refuse_second() -> None:
     current = state.current()
     if current is None:
         return
-    supervised = current.supervisor != "" and status.get_status(current.supervisor) is not None
+    supervised = status.get_status(current) is not None
     if current.pid is None and not supervised and not (current.router and status.serves(current.router)):
         state.forget()  # it was left on a shared Ray cluster and has ended there
         return

@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 
@@ -148,6 +149,7 @@ class ClusterConfig(Section):
     colocated: RoleSection = RoleSection()
     """Workers that do both, without a hand-off."""
     ray: RaySection = RaySection()
+    security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
@@ -212,6 +214,7 @@ class ClusterConfig(Section):
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
                 drain_seconds=self.drain_seconds,
+                security=self.security,
             )
             for role in ROLES
             for index in range(self.role(role).replicas)
@@ -221,7 +224,7 @@ class ClusterConfig(Section):
         """The router's options, without the supervisor's address."""
         options = asdict(self.router)
         del options["cpus"], options["resources"]
-        return RouterConfig(**options, model=self.model.path)
+        return RouterConfig(**options, model=self.model.path, security=self.security)
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of the router for None."""

@@ -7,7 +7,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
+from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership import incompatible
+from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     ROLE_ROUTER,
@@ -18,19 +20,40 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.security import SecurityConfig
 
 TIMEOUT_SECONDS = 5.0
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
 
 
-def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
-    """The status from the supervisor at host:port; None if it doesn't answer in time."""
-    with grpc.insecure_channel(supervisor, options=channel_options()) as channel, suppress(grpc.RpcError):
-        response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
-        return response
-    return None
+def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
+    """The status from the cluster's supervisor; None if it isn't known yet, or doesn't answer in time.
+
+    Raises:
+        RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
+    """
+    if not cluster.supervisor:
+        return None
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        credentials = Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
+        try:
+            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
+                GetStatusRequest(), timeout=timeout, metadata=credentials.metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
+            return None
+    return response
 
 
 def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:

@@ -1,7 +1,9 @@
 """The options of a router, and those of one router process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from kvrelay.rpc.security import SecurityConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,6 @@ class RouterConfig(RouterOptions):
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""
+
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """What the router proves itself with to the supervisor and the workers."""

@@ -30,7 +30,8 @@ from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
 
@@ -56,9 +57,10 @@ class RouterServer:
             load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
-            ValueError: the model folder can't be used; the text says why.
+            ValueError: the model folder, the join token or a certificate can't be used; the text says why.
         """
         self.config = config
+        credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
@@ -70,7 +72,9 @@ class RouterServer:
 
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
-        self.registry = WorkerRegistry(config.name, self.incarnation, fleet, self._on_change, self._wake_queues)
+        self.registry = WorkerRegistry(
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+        )
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
@@ -78,7 +82,9 @@ class RouterServer:
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
-            self._heartbeat = HeartbeatClient(config.supervisor, self._describe, self.registry.update, self._fenced.set)
+            self._heartbeat = HeartbeatClient(
+                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+            )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
         self._serving: bool | None = None
@@ -107,7 +113,7 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
-        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port")
+        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", None)
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 
 WorkerRole = Literal["prefill", "decode", "colocated"]
@@ -47,6 +48,9 @@ class WorkerConfig:
 
     transfer: TransferConfig = field(default_factory=TransferConfig)
     """Options of the hand-off."""
+
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Who may call the internal gRPC, and what protects it."""
 
     def __post_init__(self) -> None:
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")

@@ -56,6 +56,7 @@ class HandoffRole(Role):
             self.peers,
             config.transfer,
             available_transports(config.host, config.transfer.transport, gpu),
+            worker.credentials,
         )
 
     def members_changed(self, members: Sequence[Member]) -> None:

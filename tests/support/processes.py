@@ -27,6 +27,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from support.access import METADATA
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -156,7 +157,7 @@ class ProcessCluster:
 
     def _ask_status(self) -> GetStatusResponse:
         return SupervisorServiceStub(self._supervisor_channel).GetStatus(
-            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True
+            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=METADATA
         )
 
     def member(self, name: str) -> MemberStatus:
