@@ -1,0 +1,259 @@
+"""Internal calls without the join token, or of a part that has no business with them, are refused and change nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.internal.v1 import handoff_pb2, supervisor_pb2, worker_pb2
+from kvrelay.internal.v1.handoff_pb2 import ControlRequest
+from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    AttendRequest,
+    GetStatusRequest,
+    Member,
+)
+from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello
+from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.rpc.credentials import TOKEN_KEY, Credentials
+from kvrelay.rpc.security import CALLERS, Part
+from support.processes import Process
+from support.secrets import Secrets, secrets_in
+
+SECONDS = 10.0
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+def member(name: str = "prefill-0", role: supervisor_pb2.Role = ROLE_PREFILL, incarnation: str = "real") -> Member:
+    return Member(name=name, role=role, incarnation=incarnation, address="10.0.0.1:5", state=MEMBER_STATE_READY)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Supervisor"]:
+    """A supervisor with a join token and no TLS."""
+    yield from supervisor(tmp_path_factory.mktemp("plain"), "off")
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Supervisor"]:
+    """A supervisor with mutual TLS."""
+    yield from supervisor(tmp_path_factory.mktemp("mutual"), "mutual")
+
+
+class Supervisor:
+    """A supervisor's process, and the secrets of its cluster."""
+
+    def __init__(self, address: str, secrets: Secrets) -> None:
+        self.address = address
+        self.secrets = secrets
+
+    def members(self) -> dict[str, tuple[str, str]]:
+        """Incarnation and address by name."""
+        status = self.status(self.secrets.credentials("operator"))
+        return {entry.member.name: (entry.member.incarnation, entry.member.address) for entry in status.members}
+
+    def status(self, credentials: Credentials, **call: Any) -> Any:
+        with credentials.blocking_channel(self.address, "supervisor") as channel:
+            given = {"metadata": credentials.metadata, "timeout": SECONDS, **call}
+            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), **given)
+
+    def attend(self, credentials: Credentials, sent: Member, **call: Any) -> Any:
+        """The answer to one heartbeat."""
+        with credentials.blocking_channel(self.address, "supervisor") as channel:
+            given = {"metadata": credentials.metadata, "timeout": SECONDS, **call}
+            answers = SupervisorServiceStub(channel).Attend(iter([AttendRequest(member=sent)]), **given)
+            return next(iter(answers))
+
+
+def supervisor(folder: Path, tls: str) -> Iterator[Supervisor]:
+    secrets = secrets_in(folder, tls)
+    path = folder / "supervisor.json"
+    path.write_text(json.dumps({"security": secrets.options, "suspect_seconds": 60, "dead_seconds": 120}))
+    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], folder / "supervisor.log")
+    try:
+        found = Supervisor(process.address(), secrets)
+        worker = secrets.credentials("worker")
+        assert found.attend(worker, member()).members[0].name == "prefill-0"
+        yield found
+    finally:
+        process.stop()
+
+
+def refusal(call: Any) -> grpc.RpcError:
+    """The error of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(), ((TOKEN_KEY, "wrong-wrong-wrong-wrong"),), ((TOKEN_KEY, ""),)],
+    ids=["none", "wrong", "empty"],
+)
+def test_a_stranger_can_not_take_a_workers_name(plain: Supervisor, metadata: Any) -> None:
+    before = plain.members()
+    stranger = Credentials("worker", "")
+    taking = member(incarnation="stranger")
+    error = refusal(lambda: plain.attend(stranger, taking, metadata=metadata))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "join token" in error.details()
+    assert refusal(lambda: plain.status(stranger, metadata=metadata)).code() is grpc.StatusCode.UNAUTHENTICATED
+    assert plain.members() == before == {"prefill-0": ("real", "10.0.0.1:5")}
+
+
+def test_the_right_token_twice_is_no_token(plain: Supervisor) -> None:
+    right = plain.secrets.credentials("operator")
+    error = refusal(lambda: plain.status(right, metadata=right.metadata * 2))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_token_is_in_no_log(plain: Supervisor) -> None:
+    refusal(lambda: plain.status(Credentials("operator", "another-wrong-token")))
+    logged = (plain.secrets.folder / "supervisor.log").read_text()
+    assert "call refused" in logged
+    assert plain.secrets.token not in logged
+    assert "another-wrong-token" not in logged
+
+
+@pytest.mark.parametrize("part", ["supervisor", "operator"])
+def test_a_part_can_not_attend_that_is_no_member(mutual: Supervisor, part: Part) -> None:
+    before = mutual.members()
+    error = refusal(lambda: mutual.attend(mutual.secrets.credentials(part), member(incarnation="wrong part")))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert part in error.details()
+    assert mutual.members() == before
+
+
+@pytest.mark.parametrize(
+    ("part", "sent"),
+    [("router", member(incarnation="a router's")), ("worker", member("router-0", ROLE_ROUTER, "a worker's"))],
+)
+def test_a_member_attends_in_its_own_role_only(mutual: Supervisor, part: Part, sent: Member) -> None:
+    before = mutual.members()
+    error = refusal(lambda: mutual.attend(mutual.secrets.credentials(part), sent))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert mutual.members() == before
+
+
+def test_a_worker_can_not_ask_for_the_status(mutual: Supervisor) -> None:
+    error = refusal(lambda: mutual.status(mutual.secrets.credentials("worker")))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_a_certificate_needs_the_token_too(mutual: Supervisor) -> None:
+    error = refusal(lambda: mutual.status(mutual.secrets.credentials("operator"), metadata=()))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_another_authority_and_plaintext_are_refused(mutual: Supervisor, tmp_path: Path) -> None:
+    before = mutual.members()
+    others = secrets_in(tmp_path, "mutual", token=mutual.secrets.token)
+    for credentials in (others.credentials("worker"), Credentials("worker", mutual.secrets.token)):
+        error = refusal(lambda credentials=credentials: mutual.attend(credentials, member(incarnation="foreign")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert mutual.members() == before
+
+
+def test_a_client_refuses_a_server_of_another_part(mutual: Supervisor) -> None:
+    credentials = mutual.secrets.credentials("router")
+    with credentials.blocking_channel(mutual.address, "worker") as channel:
+        call = WorkerServiceStub(channel).Relay(
+            iter([RelayRequest(hello=RouterHello())]), metadata=credentials.metadata, timeout=SECONDS
+        )
+        error = refusal(lambda: next(iter(call)))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_every_internal_method_says_who_may_call_it() -> None:
+    files = (handoff_pb2, supervisor_pb2, worker_pb2)
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+    methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    assert methods == CALLERS.keys()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Secrets]]:
+    """A decode worker's process with mutual TLS, and no supervisor: its address, and the secrets of its cluster."""
+    folder = tmp_path_factory.mktemp("worker")
+    secrets = secrets_in(folder, "mutual")
+    options = {
+        "name": "decode-0",
+        "role": "decode",
+        "model": "pico",
+        "engine": {"kv_memory_bytes": 2**22, "device": "cpu"},
+        "security": secrets.options,
+    }
+    path = folder / "worker.json"
+    path.write_text(json.dumps(options))
+    process = Process("support.hash_worker", ["--config", str(path)], folder / "worker.log")
+    try:
+        yield process.address(), secrets
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize(
+    ("part", "with_token", "allowed"),
+    [
+        ("router", True, {"Relay"}),
+        ("worker", True, {"Control"}),
+        ("supervisor", True, set()),
+        ("operator", True, set()),
+        ("router", False, set()),
+        ("worker", False, set()),
+    ],
+)
+def test_a_workers_services_refuse_the_wrong_part(
+    worker: tuple[str, Secrets], part: Part, with_token: bool, allowed: set[str]
+) -> None:
+    address, secrets = worker
+    credentials = secrets.credentials(part)
+    call: dict[str, Any] = {"metadata": credentials.metadata if with_token else (), "timeout": SECONDS}
+    with credentials.blocking_channel(address, "worker") as channel:
+        calls = {
+            "Relay": WorkerServiceStub(channel).Relay(iter([RelayRequest(hello=RouterHello())]), **call),
+            "Control": HandoffServiceStub(channel).Control(iter([ControlRequest(batch=b"?")]), **call),
+        }
+        # What is allowed fails too, by what the messages say.
+        codes = {name: refusal(lambda answers=answers: next(iter(answers))).code() for name, answers in calls.items()}
+    assert {name for name, code in codes.items() if code not in REFUSED} == allowed
+    expected = grpc.StatusCode.PERMISSION_DENIED if with_token else grpc.StatusCode.UNAUTHENTICATED
+    assert {code for code in codes.values() if code in REFUSED} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"join_token_path": "missing"}, "join_token_path missing"),
+        ({"tls": "mutual"}, "security.certificates"),
+        ({"tls": "mutual", "certificates": "nowhere"}, "nowhere"),
+        ({"tls": "on"}, "mutual"),
+    ],
+)
+def test_a_process_without_its_secrets_says_so_and_ends(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    path = tmp_path / "supervisor.json"
+    path.write_text(json.dumps({"security": options}))
+    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log")
+    assert process.popen.wait(30) == 2
+    process.stop()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_no_token_at_all_is_a_users_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "supervisor.json"
+    path.write_text("{}")
+    variables = {"KVRELAY_JOIN_TOKEN": ""}
+    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log", variables)
+    assert process.popen.wait(30) == 2
+    process.stop()
+    assert "KVRELAY_JOIN_TOKEN" in (tmp_path / "log").read_text()
