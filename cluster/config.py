@@ -165,6 +165,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        full = self.transfer.encrypt == "full"
+        require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         self._require_resources(None)
         for role in ROLES:
             self._engine(role)

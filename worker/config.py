@@ -57,4 +57,6 @@ class WorkerConfig:
         require(self.role in ("prefill", "decode", "colocated"), "role", self.role, "prefill, decode, colocated")
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
+        full = self.transfer.encrypt == "full"
+        require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         require(self.max_waiting >= 1, "max_waiting", self.max_waiting, "1 or more")

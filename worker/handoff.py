@@ -55,7 +55,13 @@ class HandoffRole(Role):
             PoolFrames(worker.pool, config.transfer.checksum),
             self.peers,
             config.transfer,
-            available_transports(config.host, config.transfer.transport, gpu),
+            available_transports(
+                config.host,
+                config.transfer.transport,
+                gpu,
+                config.transfer.encrypt,
+                worker.credentials.certificates,
+            ),
             worker.credentials,
         )
 

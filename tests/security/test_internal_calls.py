@@ -1,4 +1,4 @@
-"""Internal calls without the join token, or of a part that has no business with them, are refused and change nothing."""
+"""Internal calls without the join token, or of a part that has no business with them, are refused."""
 
 import json
 from collections.abc import Iterator
