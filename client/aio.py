@@ -10,6 +10,7 @@ import grpc
 from kvrelay.client import messages
 from kvrelay.client.errors import Cancelled, from_grpc
 from kvrelay.client.messages import CHANNEL_OPTIONS, Chunk, Completion, GenerateOptions, ModelInfo, Prompt
+from kvrelay.client.security import Tls, metadata
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -54,14 +55,26 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     ...     (await client.complete([1, 2, 3], seed=7)).text
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None) -> None:
+    def __init__(
+        self, target: str, *, timeout: float | None = None, api_key: str | None = None, tls: Tls | None = None
+    ) -> None:
         """
         Args:
             target: host:port of a router.
             timeout: time limit in seconds of each call that has none of its own; None for no limit.
+            api_key: for a router that asks for one; without `tls` it travels in plaintext.
+            tls: None for a router without TLS.
+
+        Raises:
+            OSError: a file of `tls` can't be read.
         """
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._metadata = metadata(api_key)
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(target, tls.credentials(), options=tls.options)
+        )
         self._stub = InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncChunkStream:
@@ -72,7 +85,8 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         """
         request = messages.generate_request(prompt, options)
         timeout = options.get("timeout")
-        return AsyncChunkStream(self._stub.Generate(request, timeout=self._timeout if timeout is None else timeout))
+        limit = self._timeout if timeout is None else timeout
+        return AsyncChunkStream(self._stub.Generate(request, timeout=limit, metadata=self._metadata))
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Like `generate`, but returns the whole completion.
@@ -110,7 +124,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         await self.close()
 
     async def _unary(self, method: Callable[..., Awaitable[ResponseT]], request: object) -> ResponseT:
-        return await _result(method(request, timeout=self._timeout))
+        return await _result(method(request, timeout=self._timeout, metadata=self._metadata))
 
 
 async def _result(call: Awaitable[ResponseT]) -> ResponseT:

@@ -115,7 +115,7 @@ def status(as_json: bool) -> None:
     current = state.current()
     found = None if current is None else status_of.get_status(current)
     router = current.router if current is not None and found is None and current.router else ""
-    unsupervised = router != "" and status_of.serves(router)
+    unsupervised = current is not None and router != "" and status_of.serves(router, current.router_tls)
     if as_json:
         shown = status_of.as_json(found)
         click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
@@ -135,14 +135,21 @@ def status(as_json: bool) -> None:
 @main.command()
 @click.argument("prompt")
 @click.option("--target", metavar="H:P", help=f"The router; default: the running cluster's, else {DEFAULT_TARGET}.")
+@click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
+@click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
-    """Continues PROMPT; prints the text as it is generated."""
+def generate(
+    prompt: str, target: str | None, tls: bool, ca: Path | None, as_json: bool, timeline: bool, **sampling: Any
+) -> None:
+    """Continues PROMPT; prints the text as it is generated.
+
+    The variable KVRELAY_API_KEY has the key for a router that asks for one.
+    """
     from kvrelay.cluster import generate as generation
 
     try:
@@ -157,9 +164,12 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **s
         from kvrelay.cluster import state
 
         current = state.current()
-        target = current.router if current is not None and current.router else DEFAULT_TARGET
+        target = DEFAULT_TARGET
+        if current is not None and current.router:
+            target, tls = current.router, tls or current.router_tls
     options = cast("GenerateOptions", sampling)
-    generation.generate(target, prompt, options, as_json=as_json, timeline=timeline)
+    router = generation.Router(target, tls or ca is not None, ca, os.environ.get("KVRELAY_API_KEY") or None)
+    generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 
 
 @main.command()
@@ -258,7 +268,11 @@ def _refuse_second() -> None:
     if current is None:
         return
     supervised = status.get_status(current) is not None
-    if current.pid is None and not supervised and not (current.router and status.serves(current.router)):
+    if (
+        current.pid is None
+        and not supervised
+        and not (current.router and status.serves(current.router, current.router_tls))
+    ):
         state.forget()  # it was left on a shared Ray cluster and has ended there
         return
     owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"

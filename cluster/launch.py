@@ -105,6 +105,7 @@ class Cluster:
         secured = secrets.prepare(self._config)
         self._config, self._token = secured.config, secured.token
         self._update(join_token_path=secured.token_path, certificates=secured.config.security.certificates)
+        self._update(router_tls=bool(self._config.router.tls_certificate))
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
@@ -215,7 +216,7 @@ class Cluster:
             self._report.progress(startup.members)
             _check_failures(startup)
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
-            if startup.ready and everyone and serves(startup.router):
+            if startup.ready and everyone and serves(startup.router, self.state.router_tls):
                 return startup.router
             if startup != last:
                 last, changed = startup, time.monotonic()

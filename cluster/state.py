@@ -39,6 +39,8 @@ class ClusterState:
     """File with the join token of its internal calls."""
     certificates: str = ""
     """Folder of its certificates; empty without TLS."""
+    router_tls: bool = False
+    """Whether the public gRPC uses TLS."""
     drain_seconds: float = 30.0
     """Time that requests are given to finish when it ends."""
 

@@ -1,5 +1,6 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -56,8 +57,17 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
     return response
 
 
-def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
-    """Whether the health service of the router at host:port answers that a request can be placed now."""
+def serves(router: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
+    """Whether the health service of the router at host:port answers that a request can be placed now.
+
+    With `tls`, whether somebody listens there: this process may have no certificate that the router takes.
+    """
+    if tls:
+        host, _, port = router.rpartition(":")
+        with suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+            return True
+        return False
     with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

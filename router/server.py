@@ -5,6 +5,8 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
+from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
@@ -31,6 +34,7 @@ from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join
+from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
@@ -57,7 +61,7 @@ class RouterServer:
             load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
-            ValueError: the model folder, the join token or a certificate can't be used; the text says why.
+            ValueError: the model folder, the join token, the API keys or a certificate can't be used.
         """
         self.config = config
         credentials = Credentials.of("router", config.security)
@@ -78,7 +82,8 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._face = InferenceFace(dispatch, self._tokenizer, observer)
+        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        self._certificates = _certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -113,7 +118,8 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
-        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", None)
+        clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
+        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
@@ -141,6 +147,8 @@ class RouterServer:
         return RuntimeError(f"{self.config.name} {self.incarnation} was declared dead by the supervisor")
 
     def _describe(self) -> tuple[Member, Load]:
+        if self._certificates is not None:
+            self._certificates.check()
         member = Member(
             name=self.config.name,
             role=ROLE_ROUTER,
@@ -182,3 +190,11 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)
+
+
+def _certificates(config: RouterConfig) -> CertificateFiles | None:
+    """Those of the public port; None for plaintext."""
+    if not config.tls_certificate:
+        return None
+    authorities = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return CertificateFiles(Path(config.tls_certificate), Path(config.tls_key), authorities)

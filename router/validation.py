@@ -25,7 +25,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_TENANT_CHARACTERS = 128
 
 WIRE_NAME_CHARACTERS = 100
 """Characters of the client's name that go into a wire id, which may have 128."""
@@ -44,17 +43,19 @@ class CheckedRequest:
     """As workers get it; must not be changed."""
     stop: tuple[str, ...]
     tenant: str
+    """The caller's."""
 
 
-async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
+
+    Args:
+        tenant: the caller's.
 
     Raises:
         InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
     """
     request_id, wire_id = _names(request.request_id)
-    if len(request.tenant) > MAX_TENANT_CHARACTERS:
-        raise InvalidRequest("tenant", request.tenant, f"at most {MAX_TENANT_CHARACTERS} characters")
     params = request.sampling
     _check_choice(params)
     _check_stops(params, model)
@@ -73,7 +74,7 @@ async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
-    return CheckedRequest(request_id, wire_id, await Prompt.of(tokens), sampling, tuple(params.stop), request.tenant)
+    return CheckedRequest(request_id, wire_id, await Prompt.of(tokens), sampling, tuple(params.stop), tenant)
 
 
 async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":

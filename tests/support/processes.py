@@ -27,7 +27,9 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
-from support.access import METADATA
+from kvrelay.rpc.credentials import Credentials
+from support.access import credentials
+from support.secrets import Secrets
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -101,7 +103,8 @@ class Process:
 class ProcessCluster:
     """A running cluster; use `process_cluster`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, access: Credentials) -> None:
+        self._access = access
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
         self._folder = folder
@@ -142,7 +145,7 @@ class ProcessCluster:
 
     @cached_property
     def _supervisor_channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.supervisor)
+        return self._access.blocking_channel(self.supervisor, "supervisor")
 
     def status(self) -> GetStatusResponse:
         """The supervisor's status. It ends connections whose client doesn't answer a ping within a second, as a test
@@ -157,7 +160,7 @@ class ProcessCluster:
 
     def _ask_status(self) -> GetStatusResponse:
         return SupervisorServiceStub(self._supervisor_channel).GetStatus(
-            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=METADATA
+            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=self._access.metadata
         )
 
     def member(self, name: str) -> MemberStatus:
@@ -208,6 +211,7 @@ def process_cluster(
     router: dict[str, Any] | None = None,
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
+    secrets: Secrets | None = None,
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
@@ -216,12 +220,14 @@ def process_cluster(
         roles: further options of one role's workers.
         router: further options of the router.
         variables: further environment of the workers.
+        secrets: what all processes prove themselves with; by default the tests' join token.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = ProcessCluster(folder)
+    cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
+    security = {} if secrets is None else {"security": secrets.options}
     try:
-        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", {}).address()
-        common = {"model": str(model), "supervisor": cluster.supervisor}
+        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", security).address()
+        common = {"model": str(model), "supervisor": cluster.supervisor, **security}
         for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():
             for index in range(count):
                 options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
