@@ -127,6 +127,11 @@ class ProcessCluster:
 
     def replace(self, name: str) -> None:
         """Starts a new incarnation of a worker that has ended; waits until it is ready and the router reaches it."""
+        self.start_again(name)
+        wait_until(self.serving, "the router can place requests", START_SECONDS)
+
+    def start_again(self, name: str) -> None:
+        """Starts a new incarnation of a worker that has ended; waits until it is ready."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self._started[name]).address()
 
@@ -135,7 +140,6 @@ class ProcessCluster:
             return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
 
         wait_until(ready, f"{name} ready again", START_SECONDS)
-        wait_until(self.serving, "the router can place requests", START_SECONDS)
 
     def serving(self) -> bool:
         """Whether the router says that it can place a request."""
