@@ -166,7 +166,7 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 
 
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
-    options = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor"}
+    options = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor", "security"}
     assert {field.name for field in fields(RouterSection)} == options | {"cpus", "resources"}
 
 
