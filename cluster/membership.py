@@ -17,7 +17,7 @@ state until it has had time to find the supervisor again.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -334,18 +334,6 @@ class Membership:
         # A gap between two calls that is longer than a third of the time to suspicion is this process's own pause.
         self._now += min(max(now - self._last, 0.0), self._timeouts.suspect_seconds / 3)
         self._last = now
-
-
-def incompatible(members: Iterable[Member]) -> list[list[str]]:
-    """The names of the live workers, one list for each digest of compatibility, the largest first.
-
-    Workers of different lists can't hand KV over to each other. A worker that has sent no digest yet is in no list.
-    """
-    groups: dict[str, list[str]] = {}
-    for member in members:
-        if member.compatibility and member.state != MEMBER_STATE_DEAD:
-            groups.setdefault(member.compatibility, []).append(member.name)
-    return sorted((sorted(names) for names in groups.values()), key=lambda names: (-len(names), names))
 
 
 def _stuck(report: Member, seconds: float) -> bool:

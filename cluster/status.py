@@ -9,7 +9,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.membership import incompatible
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
@@ -21,6 +20,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.compatibility import groups, unpaired
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.options import channel_options
 from kvrelay.rpc.security import SecurityConfig
@@ -78,26 +78,20 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     """The output of `kvrelay status --json`; None if no cluster answers."""
     supervised = status is not None
     status = status or GetStatusResponse()
+    paired = groups(entry.member for entry in status.members)
     return {
         "supervised": supervised,
         "ready": status.ready,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
-        "incompatible": _groups(status),
+        "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
 
 
 def incompatible_workers(status: GetStatusResponse) -> list[str]:
-    """A line for each group of workers that can't be paired with the largest group; none if all can be paired."""
-    groups = _groups(status)
-    return [f"{', '.join(names)} can't hand KV over to or from {', '.join(groups[0])}" for names in groups[1:]]
-
-
-def _groups(status: GetStatusResponse) -> list[list[str]]:
-    """The workers in groups that can be paired, the largest first; empty if all workers can be paired."""
-    groups = incompatible(entry.member for entry in status.members)
-    return groups if len(groups) > 1 else []
+    """A sentence for each group of workers that can't be paired with the preferred group; none if all can be."""
+    return unpaired(entry.member for entry in status.members)
 
 
 def as_table(status: GetStatusResponse, dashboard: str) -> Table:

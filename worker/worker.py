@@ -16,10 +16,9 @@ import grpc
 
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
-from kvrelay.engine.scheduler import Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (

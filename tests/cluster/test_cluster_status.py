@@ -118,6 +118,7 @@ def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
     finally:
         server.stop(None).wait()
     assert status.exit_code == 0
-    assert ("decode-1 can't hand KV over to or from decode-0, prefill-0" in status.stdout) is mixed
+    told = " ".join(status.stdout.split())
+    assert ("decode-1 (digest b) can't be paired with decode-0, prefill-0 (digest a)" in told) is mixed
     assert shown["incompatible"] == ([["decode-0", "prefill-0"], ["decode-1"]] if mixed else [])
     assert [worker["compatibility"] for worker in shown["workers"]] == ["a", "a", "b" if mixed else "a"]

@@ -45,7 +45,7 @@ TRANSFER = {
     "lease_seconds": 2.0,
     "transfer_timeout_seconds": 4.0,
 }
-CLIENT_SECONDS = 30.0
+CLIENT_SECONDS = 90.0
 TRANSPORTS = ("shm", "tcp")
 """What `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)

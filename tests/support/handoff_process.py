@@ -20,6 +20,7 @@ from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
+from support.forks import quick_start
 from support.handoff import (
     FIRST_TOKEN,
     HOST,
@@ -35,7 +36,6 @@ from support.handoff import (
     serving,
     setup,
 )
-from support.link_process import quick_start
 
 START_SECONDS = 60.0
 BLOCKS = 256

@@ -1,12 +1,10 @@
 """One end of a link in a process of its own, so that it can be killed or frozen."""
 
 import contextlib
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
@@ -15,17 +13,11 @@ import torch
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports
+from support.forks import quick_start
 
 TIMEOUT = 30.0
 HOST = "127.0.0.1"
 Behaviour = Literal["idle", "abort"]
-
-
-def quick_start() -> BaseContext:
-    """Starts processes by forking a server that has imported torch: in milliseconds, where a new one takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvrelay.prefill_worker.handoff_client", "kvrelay.decode_worker.handoff_service"])
-    return context
 
 
 def transport_named(name: str) -> Transport:

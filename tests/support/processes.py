@@ -29,6 +29,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.credentials import Credentials
 from support.access import credentials
+from support.forks import Forked
 from support.secrets import Secrets
 
 START_SECONDS = 90.0
@@ -51,12 +52,26 @@ class Process:
     """One `python -m` server; its stderr goes to `log`."""
 
     def __init__(
-        self, module: str, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: list[str],
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+        *,
+        forked: bool = False,
     ) -> None:
+        """
+        Args:
+            forked: whether to start it as `support.forks` does, without an interpreter of its own.
+        """
         self.log = log
         paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent)]
         path = os.pathsep.join(filter(None, paths))
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(variables or {})
+        self.popen: subprocess.Popen[bytes] | Forked
+        if forked:
+            self.popen = Forked(module, arguments, environment, log)
+            return
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -108,7 +123,7 @@ class ProcessCluster:
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
         self._folder = folder
-        self._started: dict[str, tuple[Any, ...]] = {}
+        self.started: dict[str, tuple[Any, ...]] = {}
         """What each process was started with."""
 
     @property
@@ -121,8 +136,9 @@ class ProcessCluster:
         """Starts a process without waiting for it."""
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        self.processes[name] = Process(module, ["--config", str(path)], self._folder / f"{name}.log", variables)
-        self._started[name] = module, config, variables
+        arguments, log = ["--config", str(path)], self._folder / f"{name}.log"
+        self.processes[name] = Process(module, arguments, log, variables, forked=True)
+        self.started[name] = module, config, variables
         return self.processes[name]
 
     def replace(self, name: str) -> None:
@@ -133,7 +149,7 @@ class ProcessCluster:
     def start_again(self, name: str) -> None:
         """Starts a new incarnation of a worker that has ended; waits until it is ready."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
-        self.start(name, *self._started[name]).address()
+        self.start(name, *self.started[name]).address()
 
         def ready() -> bool:
             member = self.member(name).member

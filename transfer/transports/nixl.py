@@ -140,7 +140,7 @@ class NixlLink:
         self._came: set[int] = set()
         """Frames that have arrived. The notifications of two writes may overtake each other."""
         self._sent = self._received = 0
-        self._greeted = self._closed = False
+        self._greeted = self._closed = self._other_closed = False
 
     def greet(self, timeout: float) -> None:
         """Opens the connection with a first notification; both ends wait, because each makes progress only in calls."""
@@ -208,7 +208,11 @@ class NixlLink:
 
         def progressed() -> bool:
             self._progress()
-            return done()
+            if done():
+                return True
+            if self._other_closed:
+                raise LinkError("nixl: the other end has closed")
+            return False
 
         if not poll(progressed, timeout, POLL_SECONDS):
             raise LinkError(f"nixl: no end within {timeout} s")
@@ -264,7 +268,8 @@ class NixlLink:
                     raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
             case "bye":
-                raise LinkError("nixl: the other end has closed")
+                # What it sent before is here too.
+                self._other_closed = True
             case _:
                 number, address, nbytes, device, metadata = values
                 if metadata and _text(self._call("add_remote_agent", metadata)) != self._peer:

@@ -1,0 +1,96 @@
+"""Processes that start in milliseconds: forked from a server that has imported what workers import.
+
+A new interpreter needs seconds of CPU time for torch alone, most of what a test of processes costs.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
+
+PRELOADED = (
+    "support.hash_worker",
+    "kvrelay.worker.server",
+    "kvrelay.router.server",
+    "kvrelay.cluster.supervisor",
+    "kvrelay.engine.build",
+    "kvrelay.engine.runner.cpu",
+)
+
+
+def quick_start() -> BaseContext:
+    """A context whose processes start in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+class Forked:
+    """`python -m module arguments`, with the part of `subprocess.Popen`'s interface that tests use."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: Path) -> None:
+        context = quick_start()
+        reader, writer = context.Pipe(duplex=False)
+        given = (module, list(arguments), dict(environment), str(stderr), writer)
+        self._process = context.Process(target=_main, args=given, daemon=True)  # type: ignore[attr-defined]  # of every context
+        self._process.start()
+        writer.close()
+        self.pid = int(self._process.pid or 0)
+        self.stdout = os.fdopen(os.dup(reader.fileno()), "rb")
+        reader.close()
+
+    def poll(self) -> int | None:
+        """The exit status; negative for a signal, None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> None:
+        """Waits for its end, and closes `stdout`."""
+        self.wait(timeout)
+        self.stdout.close()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _main(module: str, arguments: list[str], environment: dict[str, str], stderr: str, stdout: Connection) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdout.fileno(), 1)
+    stdout.close()
+    log = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper
+    # It was read when the server of forks imported it.
+    from kvrelay.transfer import failpoints
+
+    failpoints._armed = failpoints.parse(environment.get(failpoints.VARIABLE, ""))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
