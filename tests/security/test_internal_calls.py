@@ -23,7 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.credentials import TOKEN_KEY, Credentials
-from kvrelay.rpc.security import CALLERS, Part
+from kvrelay.rpc.security import CALLERS, Part, SecurityConfig
 from support.processes import Process
 from support.secrets import Secrets, secrets_in
 
@@ -232,21 +232,24 @@ def test_a_workers_services_refuse_the_wrong_part(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"join_token_path": "missing"}, "join_token_path missing"),
-        ({"tls": "mutual"}, "security.certificates"),
-        ({"tls": "mutual", "certificates": "nowhere"}, "nowhere"),
-        ({"tls": "on"}, "mutual"),
+        ({"join_token_path": "missing"}, "join_token_path missing: No such file"),
+        ({"tls": "mutual"}, "security.certificates is ''"),
+        ({"tls": "mutual", "certificates": "nowhere"}, "nowhere/supervisor.crt: No such file"),
+        ({"tls": "on"}, "tls is 'on'; allowed: off, mutual"),
     ],
 )
-def test_a_process_without_its_secrets_says_so_and_ends(tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    path = tmp_path / "supervisor.json"
-    path.write_text(json.dumps({"security": options}))
-    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log")
-    assert process.popen.wait(30) == 2
-    process.stop()
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert len(lines) == 1
-    assert said in lines[0]
+def test_a_process_without_its_secrets_says_what_is_missing(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Credentials.of("supervisor", SecurityConfig(**options))
+
+
+@pytest.mark.parametrize("token", ["", "short", "with a space in the middle", "ü" * 20])
+def test_a_file_without_a_token_is_named_without_what_it_says(tmp_path: Path, token: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(token)
+    with pytest.raises(ValueError, match="token") as caught:
+        SecurityConfig(join_token_path=str(path)).token()
+    assert not token or token not in str(caught.value)
 
 
 def test_no_token_at_all_is_a_users_mistake(tmp_path: Path) -> None:
