@@ -131,7 +131,8 @@ class SupervisorServer(SupervisorServiceServicer):
         if store is None and config.state_path:
             store = FileStore(Path(config.state_path))
         if launcher is None and config.members:
-            launcher = ProcessLauncher(Path(config.state_path).absolute().parent, config.members)
+            folder = Path(config.state_path).absolute().parent
+            launcher = ProcessLauncher(folder, config.members, config.security)
         record = None if store is None else store.load()
         self._last_address = ""
         if record is not None:

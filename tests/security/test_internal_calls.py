@@ -1,6 +1,7 @@
 """Internal calls without the join token, or of a part that has no business with them, are refused."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from kvrelay.internal.v1.worker_pb2 import RelayRequest, RouterHello
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.credentials import TOKEN_KEY, Credentials
 from kvrelay.rpc.security import CALLERS, Part, SecurityConfig
-from support.processes import Process
+from support.faults import ENGINE
+from support.processes import START_SECONDS, Process, wait_until
 from support.secrets import Secrets, secrets_in
 
 SECONDS = 10.0
+WORKER = "decode-0"
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -43,8 +46,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Supervisor"]:
 
 @pytest.fixture(scope="module")
 def mutual(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Supervisor"]:
-    """A supervisor with mutual TLS."""
-    yield from supervisor(tmp_path_factory.mktemp("mutual"), "mutual")
+    """A supervisor with mutual TLS, which has started a worker with its own options of security."""
+    folder = tmp_path_factory.mktemp("mutual")
+    options = {"role": "decode", "model": "pico", "engine": ENGINE}
+    members = {WORKER: {"module": "support.hash_worker", "options": options}}
+    for started in supervisor(folder, "mutual", state_path=str(folder / "record"), members=members):
+        wait_until(lambda found=started: WORKER in found.members(ready=True), "the worker is a member", START_SECONDS)
+        yield started
 
 
 class Supervisor:
@@ -54,10 +62,11 @@ class Supervisor:
         self.address = address
         self.secrets = secrets
 
-    def members(self) -> dict[str, tuple[str, str]]:
-        """Incarnation and address by name."""
-        status = self.status(self.secrets.credentials("operator"))
-        return {entry.member.name: (entry.member.incarnation, entry.member.address) for entry in status.members}
+    def members(self, ready: bool = False) -> dict[str, tuple[str, str]]:
+        """Incarnation and address by name; with `ready`, of members that are."""
+        members = [entry.member for entry in self.status(self.secrets.credentials("operator")).members]
+        found = [member for member in members if not ready or member.state == MEMBER_STATE_READY]
+        return {member.name: (member.incarnation, member.address) for member in found}
 
     def status(self, credentials: Credentials, **call: Any) -> Any:
         with credentials.blocking_channel(self.address, "supervisor") as channel:
@@ -66,16 +75,24 @@ class Supervisor:
 
     def attend(self, credentials: Credentials, sent: Member, **call: Any) -> Any:
         """The answer to one heartbeat."""
+        answered = threading.Event()
+
+        def beats() -> Iterator[AttendRequest]:
+            yield AttendRequest(member=sent)
+            answered.wait(SECONDS)  # a member that ends its stream gets no answer
+
         with credentials.blocking_channel(self.address, "supervisor") as channel:
             given = {"metadata": credentials.metadata, "timeout": SECONDS, **call}
-            answers = SupervisorServiceStub(channel).Attend(iter([AttendRequest(member=sent)]), **given)
-            return next(iter(answers))
+            try:
+                return next(iter(SupervisorServiceStub(channel).Attend(beats(), **given)))
+            finally:
+                answered.set()
 
 
-def supervisor(folder: Path, tls: str) -> Iterator[Supervisor]:
+def supervisor(folder: Path, tls: str, **options: Any) -> Iterator[Supervisor]:
     secrets = secrets_in(folder, tls)
     path = folder / "supervisor.json"
-    path.write_text(json.dumps({"security": secrets.options, "suspect_seconds": 60, "dead_seconds": 120}))
+    path.write_text(json.dumps({"security": secrets.options, "suspect_seconds": 60, "dead_seconds": 120, **options}))
     process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], folder / "supervisor.log")
     try:
         found = Supervisor(process.address(), secrets)
@@ -179,27 +196,6 @@ def test_every_internal_method_says_who_may_call_it() -> None:
     assert methods == CALLERS.keys()
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Secrets]]:
-    """A decode worker's process with mutual TLS, and no supervisor: its address, and the secrets of its cluster."""
-    folder = tmp_path_factory.mktemp("worker")
-    secrets = secrets_in(folder, "mutual")
-    options = {
-        "name": "decode-0",
-        "role": "decode",
-        "model": "pico",
-        "engine": {"kv_memory_bytes": 2**22, "device": "cpu"},
-        "security": secrets.options,
-    }
-    path = folder / "worker.json"
-    path.write_text(json.dumps(options))
-    process = Process("support.hash_worker", ["--config", str(path)], folder / "worker.log")
-    try:
-        yield process.address(), secrets
-    finally:
-        process.stop()
-
-
 @pytest.mark.parametrize(
     ("part", "with_token", "allowed"),
     [
@@ -212,10 +208,10 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Secr
     ],
 )
 def test_a_workers_services_refuse_the_wrong_part(
-    worker: tuple[str, Secrets], part: Part, with_token: bool, allowed: set[str]
+    mutual: Supervisor, part: Part, with_token: bool, allowed: set[str]
 ) -> None:
-    address, secrets = worker
-    credentials = secrets.credentials(part)
+    _, address = mutual.members()[WORKER]
+    credentials = mutual.secrets.credentials(part)
     call: dict[str, Any] = {"metadata": credentials.metadata if with_token else (), "timeout": SECONDS}
     with credentials.blocking_channel(address, "worker") as channel:
         calls = {
