@@ -11,6 +11,7 @@ from kvrelay.client import messages
 from kvrelay.client.course import RESUME_SECONDS, Course, Routers
 from kvrelay.client.errors import Cancelled, KvrelayError, Unavailable, from_grpc
 from kvrelay.client.messages import Chunk, Completion, GenerateOptions, ModelInfo, Prompt, channel_options
+from kvrelay.client.security import Tls, metadata
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -89,14 +90,26 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """
 
     def __init__(
-        self, target: str | Sequence[str], *, timeout: float | None = None, resume_seconds: float = RESUME_SECONDS
+        self,
+        target: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        resume_seconds: float = RESUME_SECONDS,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """As `Client`."""
         self._timeout = timeout
         self._resume_seconds = resume_seconds
         self._routers = Routers(target)
         options = channel_options(len(self._routers.addresses))
-        self._channels = [grpc.aio.insecure_channel(address, options=options) for address in self._routers.addresses]
+        self._metadata = metadata(api_key)
+        self._channels = [
+            grpc.aio.insecure_channel(address, options=options)
+            if tls is None
+            else grpc.aio.secure_channel(address, tls.credentials(), options=tls.options(options))
+            for address in self._routers.addresses
+        ]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
         self._closed = False
 
@@ -153,7 +166,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     def _begin(self, course: Course) -> "Call":
         if self._closed:
             raise Cancelled("the client is closed", grpc.StatusCode.CANCELLED)
-        call: Call = self._stubs[course.router].Generate(course.call(), timeout=course.timeout)
+        call: Call = self._stubs[course.router].Generate(course.call(), timeout=course.timeout, metadata=self._metadata)
         return call
 
     async def _unary(
@@ -164,10 +177,12 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         router = routers.first()
         for _ in routers.addresses[1:]:
             try:
-                return await _result(method(self._stubs[router])(request, timeout=self._timeout))
+                return await _result(
+                    method(self._stubs[router])(request, timeout=self._timeout, metadata=self._metadata)
+                )
             except Unavailable:
                 router = routers.after(router)
-        return await _result(method(self._stubs[router])(request, timeout=self._timeout))
+        return await _result(method(self._stubs[router])(request, timeout=self._timeout, metadata=self._metadata))
 
 
 async def _result(call: Awaitable[ResponseT]) -> ResponseT:

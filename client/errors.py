@@ -49,6 +49,10 @@ class Cancelled(KvrelayError):
     """The other side ended the call, or `close` was called during a read."""
 
 
+class Unauthenticated(KvrelayError, PermissionError):
+    """The router asks for an API key, or does not know the one that it got."""
+
+
 class InternalError(KvrelayError):
     """A defect of kvrelay."""
 
@@ -58,6 +62,7 @@ _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 

@@ -72,7 +72,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     """Continue after the model's end-of-sequence tokens."""
     tenant: str
-    """Requests of different tenants share no prefix cache."""
+    """Fails the call unless the router knows its caller as this tenant, by the API key or the client's certificate."""
     request_id: str
     """A name for the request; drawn by the client by default."""
     timeout: float | None

@@ -11,6 +11,7 @@ from kvrelay.client import messages
 from kvrelay.client.course import RESUME_SECONDS, Course, Routers
 from kvrelay.client.errors import Cancelled, KvrelayError, Unavailable, from_grpc
 from kvrelay.client.messages import Chunk, Completion, GenerateOptions, ModelInfo, Prompt, channel_options
+from kvrelay.client.security import Tls, metadata
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -89,7 +90,13 @@ class Client(AbstractContextManager["Client"]):
     """
 
     def __init__(
-        self, target: str | Sequence[str], *, timeout: float | None = None, resume_seconds: float = RESUME_SECONDS
+        self,
+        target: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        resume_seconds: float = RESUME_SECONDS,
+        api_key: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """
         Args:
@@ -98,15 +105,24 @@ class Client(AbstractContextManager["Client"]):
             timeout: time limit in seconds of each call that has none of its own; None for no limit.
             resume_seconds: how long a stream that has begun may be without a router, within its timeout; 0 ends it with
                 the connection.
+            api_key: for a router that asks for one; without `tls` it travels in plaintext.
+            tls: None for a router without TLS.
 
         Raises:
             InvalidRequest: an address is empty.
+            OSError: a file of `tls` can't be read.
         """
         self._timeout = timeout
         self._resume_seconds = resume_seconds
         self._routers = Routers(target)
         options = channel_options(len(self._routers.addresses))
-        self._channels = [grpc.insecure_channel(address, options=options) for address in self._routers.addresses]
+        self._metadata = metadata(api_key)
+        self._channels = [
+            grpc.insecure_channel(address, options=options)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options=tls.options(options))
+            for address in self._routers.addresses
+        ]
         self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
         self._closed = False
 
@@ -162,7 +178,7 @@ class Client(AbstractContextManager["Client"]):
     def _begin(self, course: Course) -> "Call":
         if self._closed:
             raise Cancelled("the client is closed", grpc.StatusCode.CANCELLED)
-        call: Call = self._stubs[course.router].Generate(course.call(), timeout=course.timeout)
+        call: Call = self._stubs[course.router].Generate(course.call(), timeout=course.timeout, metadata=self._metadata)
         return call
 
     def _unary(self, method: Callable[[InferenceServiceStub], Callable[..., ResponseT]], request: object) -> ResponseT:
@@ -178,6 +194,6 @@ class Client(AbstractContextManager["Client"]):
 
     def _ask(self, method: Callable[..., ResponseT], request: object) -> ResponseT:
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_grpc(error) from None

@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 
@@ -163,6 +164,7 @@ class ClusterConfig(Section):
     colocated: RoleSection = RoleSection()
     """Workers that do both, without a hand-off."""
     ray: RaySection = RaySection()
+    security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
@@ -178,6 +180,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        full = self.transfer.encrypt == "full"
+        require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         self._require_resources(None)
         self._require_ports()
         for role in ROLES:
@@ -233,6 +237,7 @@ class ClusterConfig(Section):
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
                 drain_seconds=self.drain_seconds,
+                security=self.security,
             )
             for role in ROLES
             for index in range(self.role(role).replicas)
@@ -250,6 +255,7 @@ class ClusterConfig(Section):
                 grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
                 model=self.model.path,
                 drain_seconds=self.drain_seconds,
+                security=self.security,
             )
             for index in range(section.replicas)
         ]

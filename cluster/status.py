@@ -1,5 +1,6 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -7,7 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
+from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     GetStatusRequest,
@@ -18,31 +21,60 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.compatibility import groups, unpaired
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.security import SecurityConfig
 
 TIMEOUT_SECONDS = 5.0
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
 
 
-def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
-    """The status from the supervisor at host:port; None if it doesn't answer in time."""
-    with grpc.insecure_channel(supervisor, options=channel_options()) as channel, suppress(grpc.RpcError):
-        response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
-        return response
-    return None
+def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
+    """The status from the cluster's supervisor; None if it isn't known yet, or doesn't answer in time.
+
+    Raises:
+        RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
+    """
+    if not cluster.supervisor:
+        return None
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        credentials = Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
+        try:
+            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
+                GetStatusRequest(), timeout=timeout, metadata=credentials.metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
+            return None
+    return response
 
 
-def serves(routers: str, timeout: float = TIMEOUT_SECONDS) -> bool:
+def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
     """Whether the health service of one of the routers answers that a request can be placed now.
+
+    With `tls`, whether somebody listens there: this process may have no certificate that the router takes.
 
     Args:
         routers: host:port of each, with commas between.
     """
-    return any(_serves(router, timeout) for router in routers.split(","))
+    return any(_serves(router, tls, timeout) for router in routers.split(","))
 
 
-def _serves(router: str, timeout: float) -> bool:
+def _serves(router: str, tls: bool, timeout: float) -> bool:
+    if tls:
+        host, _, port = router.rpartition(":")
+        with suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+            return True
+        return False
     with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -25,6 +25,7 @@ from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
+    ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
     GetStatusRequest,
@@ -33,9 +34,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
+from kvrelay.rpc.security import Part, SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
 logger = logging.getLogger("kvrelay.cluster.supervisor")  # __name__ is __main__ in a process of its own
@@ -66,6 +68,9 @@ class SupervisorConfig(HeartbeatConfig):
     members: dict[str, MemberProcess] = field(default_factory=dict)
     """Processes to keep running on this machine, by name; needs `state_path`. Its folder gets NAME.json, the options
     that the process is started with, NAME.log, its output, and NAME.pid."""
+
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Who may call it, and what protects it."""
 
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
@@ -102,6 +107,10 @@ class _Published:
         return 0
 
 
+class WrongPart(ValueError):
+    """A heartbeat of a role that the caller's certificate doesn't name."""
+
+
 class SupervisorServer(SupervisorServiceServicer):
     """Serves SupervisorService over a Membership, and keeps the members of its launcher running."""
 
@@ -113,14 +122,16 @@ class SupervisorServer(SupervisorServiceServicer):
             store: keeps the record elsewhere than in `config.state_path`.
 
         Raises:
-            ValueError: the record can't be read.
+            ValueError: the record can't be read, there is no join token, or a certificate can't be used.
         """
         self.config = config
+        self._credentials = Credentials.of("supervisor", config.security)
         self.membership = Membership(config, drain_seconds=config.drain_seconds)
         if store is None and config.state_path:
             store = FileStore(Path(config.state_path))
         if launcher is None and config.members:
-            launcher = ProcessLauncher(Path(config.state_path).absolute().parent, config.members)
+            folder = Path(config.state_path).absolute().parent
+            launcher = ProcessLauncher(folder, config.members, config.security)
         record = None if store is None else store.load()
         self._last_address = ""
         if record is not None:
@@ -196,10 +207,10 @@ class SupervisorServer(SupervisorServiceServicer):
         port = int(last) if again else self.config.port
         deadline = asyncio.get_running_loop().time() + (BIND_SECONDS if self._last_address else 0.0)
         while True:
-            server = grpc.aio.server(options=server_options())
+            server = self._credentials.server()
             add_SupervisorServiceServicer_to_server(self, server)
             try:
-                self._port = bind(server, self.config.host, port)
+                self._port = self._credentials.bind(server, self.config.host, port)
                 return server
             except OSError:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -218,6 +229,7 @@ class SupervisorServer(SupervisorServiceServicer):
                     self._keepers.kill(worker.name)
             if self._keepers is not None:
                 self._keepers.note_served()
+            self._credentials.check()
             self._on_change()
             await asyncio.sleep(TICK_SECONDS)
 
@@ -259,7 +271,7 @@ class SupervisorServer(SupervisorServiceServicer):
         context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]",
     ) -> None:
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
-        beats = asyncio.create_task(self._beats(request_iterator, joined), name="beats")
+        beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
         sent: _Published | None = None
 
         async def write(response: AttendResponse) -> None:
@@ -288,17 +300,32 @@ class SupervisorServer(SupervisorServiceServicer):
                 await write(AttendResponse(fenced=True))
         except InvalidMember as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except WrongPart as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the member does not read its stream")
         finally:
             beats.cancel()
 
     async def _beats(
-        self, requests: AsyncIterator[AttendRequest], joined: "asyncio.Future[tuple[WorkerId, int]]"
+        self,
+        requests: AsyncIterator[AttendRequest],
+        parts: frozenset[Part] | None,
+        joined: "asyncio.Future[tuple[WorkerId, int]]",
     ) -> bool:
-        """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""
+        """Takes heartbeats until the stream ends (False) or the member is fenced (True).
+
+        Args:
+            parts: those that the caller's certificate names; None without TLS.
+
+        Raises:
+            WrongPart: the member's role is not one of them.
+        """
         async for request in requests:
             member = request.member
+            part: Part = "router" if member.role == ROLE_ROUTER else "worker"
+            if parts is not None and part not in parts:
+                raise WrongPart(f"{member.name} is a {part}; its certificate is of {' and '.join(sorted(parts))}")
             if not self.membership.attend(member, request.load):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True

@@ -37,6 +37,13 @@ class InvalidRequest(InvalidArgument):
         super().__init__(f"{field} is {shorten(value)}; allowed: {allowed}")
 
 
+class Unauthenticated(RequestError):
+    """The caller has not shown who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    outcome = "invalid"
+
+
 class Exhausted(RequestError):
     """The cluster is full; the metadata says when to retry."""
 

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
+from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import (
     InternalError,
@@ -133,8 +134,9 @@ class Writer:
 class InferenceFace:
     """Answers the public calls. A client's mistake becomes a status; nothing that a client sends ends the router."""
 
-    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, observer: Observer | None) -> None:
+    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
         self._dispatch = dispatch
+        self._callers = callers
         self._tokenizer = tokenizer
         self._observer = observer
         config = dispatch.config
@@ -191,8 +193,9 @@ class InferenceFace:
         try:
             if self._draining:
                 raise self._shutting_down()
-            with self._admission.admit(_host(context.peer()), len(received.data)) as ticket:
-                checked = await self._check(received, trace)
+            tenant = self._callers.tenant(context)
+            with self._admission.admit(self._share(tenant, context), len(received.data)) as ticket:
+                checked = await self._check(received, tenant, trace)
                 ticket.set(len(received.data) + checked.prompt.nbytes)
                 finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
             outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
@@ -217,11 +220,16 @@ class InferenceFace:
     def _shutting_down(self) -> Unavailable:
         return Unavailable(f"{self._dispatch.config.name} is shutting down")
 
-    async def _check(self, received: Received, trace: RequestTrace) -> CheckedRequest:
+    def _share(self, tenant: str, context: "grpc.aio.ServicerContext[Any, Any]") -> str:
+        """Whose share of the router's memory a call takes: its tenant's, or its host's if nobody is authenticated."""
+        return f"tenant {tenant}" if self._callers.authenticated else _host(context.peer())
+
+    async def _check(self, received: Received, tenant: str, trace: RequestTrace) -> CheckedRequest:
         model = self._model()
         request = received.take(pb.GenerateRequest, self._dispatch.config, model.max_context)
         trace.wire_id = request.request_id
-        checked = await check(request, model, self._tokenizer)
+        self._callers.check_claim(request.tenant, tenant)
+        checked = await check(request, tenant, model, self._tokenizer)
         trace.wire_id, trace.prompt_tokens, trace.resumes = checked.wire_id, len(checked.prompt), checked.resumes
         return checked
 
@@ -284,7 +292,8 @@ class InferenceFace:
 
         async def handle(received: Received, context: "grpc.aio.ServicerContext[Received, ResponseT]") -> ResponseT:
             try:
-                with self._admission.admit(_host(context.peer()), len(received.data)):
+                tenant = self._callers.tenant(context)
+                with self._admission.admit(self._share(tenant, context), len(received.data)):
                     return await answer(received)
             except RequestError as error:
                 failure = error

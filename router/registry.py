@@ -21,6 +21,7 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class WorkerRegistry:
         self,
         name: str,
         incarnation: str,
+        credentials: Credentials,
         health: FleetHealth,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
@@ -80,12 +82,14 @@ class WorkerRegistry:
         Args:
             name: the router's.
             incarnation: the router's.
+            credentials: the router's.
             health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
         """
         self._name = name
         self._incarnation = incarnation
+        self._credentials = credentials
         self._health = health
         self._on_change = on_change
         self._on_load = on_load
@@ -181,7 +185,9 @@ class WorkerRegistry:
                 router_incarnation=self._incarnation,
                 worker_incarnation=worker.id.incarnation,
             )
-            worker.stream = stream = WorkerStream(worker.id, worker.address, hello, self._on_stream, self._on_load)
+            worker.stream = stream = WorkerStream(
+                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load
+            )
             await stream.run()
             failures = 0 if stream.model is not None else failures + 1
             if failures <= 1:

@@ -5,6 +5,8 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +23,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
+from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
@@ -30,7 +33,9 @@ from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.certificates import CertificateFiles
+from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
 
@@ -59,9 +64,10 @@ class RouterServer:
             load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
-            ValueError: the model folder can't be used; the text says why.
+            ValueError: the model folder, the join token, the API keys or a certificate can't be used.
         """
         self.config = config
+        credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
@@ -73,15 +79,20 @@ class RouterServer:
 
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
-        self.registry = WorkerRegistry(config.name, self.incarnation, fleet, self._on_change, self._wake_queues)
+        self.registry = WorkerRegistry(
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+        )
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._face = InferenceFace(dispatch, self._tokenizer, observer)
+        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        self._certificates = _certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
-            self._heartbeat = HeartbeatClient(config.supervisor, self._describe, self.registry.update, self._fenced.set)
+            self._heartbeat = HeartbeatClient(
+                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+            )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
         self._serving: bool | None = None
@@ -110,7 +121,8 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
-        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port")
+        clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
+        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
@@ -139,6 +151,8 @@ class RouterServer:
         return RuntimeError(f"{self.config.name} {self.incarnation} was declared dead by the supervisor")
 
     def _describe(self) -> tuple[Member, Load]:
+        if self._certificates is not None:
+            self._certificates.check()
         member = Member(
             name=self.config.name,
             role=ROLE_ROUTER,
@@ -180,3 +194,11 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)
+
+
+def _certificates(config: RouterConfig) -> CertificateFiles | None:
+    """Those of the public port; None for plaintext."""
+    if not config.tls_certificate:
+        return None
+    authorities = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return CertificateFiles(Path(config.tls_certificate), Path(config.tls_key), authorities)

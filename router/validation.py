@@ -35,7 +35,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_TENANT_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
 WIRE_NAME_CHARACTERS = 100
@@ -64,6 +63,7 @@ class CheckedRequest:
     """As workers get it; must not be changed."""
     stop: tuple[str, ...]
     tenant: str
+    """The caller's."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -74,15 +74,16 @@ class CheckedRequest:
         return 0 if self.client_call is None else self.client_call.call - 1
 
 
-async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
+
+    Args:
+        tenant: the caller's.
 
     Raises:
         InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
     """
     request_id, wire_id = _names(request.request_id)
-    if len(request.tenant) > MAX_TENANT_CHARACTERS:
-        raise InvalidRequest("tenant", request.tenant, f"at most {MAX_TENANT_CHARACTERS} characters")
     params = request.sampling
     client_call = _client_call(request.resume, params) if request.HasField("resume") else None
     _check_choice(params)
@@ -108,7 +109,7 @@ async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
         await Prompt.of(tokens),
         sampling,
         tuple(params.stop),
-        request.tenant,
+        tenant,
         client_call,
         await _resumed(request.resume.token_ids, sampling, model),
     )

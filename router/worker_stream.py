@@ -19,8 +19,9 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import HELLO_SECONDS, channel_options
+from kvrelay.rpc.options import HELLO_SECONDS
 
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
@@ -38,6 +39,7 @@ class WorkerStream:
         self,
         worker: WorkerId,
         address: str,
+        credentials: Credentials,
         hello: RouterHello,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
@@ -66,6 +68,7 @@ class WorkerStream:
         self._unseen: deque[tuple[int, int]] = deque()
         """Decode submits that `last_load` doesn't account for: (number of the submit, prompt tokens)."""
         self._address = address
+        self._credentials = credentials
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
@@ -125,9 +128,9 @@ class WorkerStream:
         task = self._task = asyncio.current_task()
         reason = "closed"
         try:
-            async with grpc.aio.insecure_channel(self._address, options=channel_options()) as channel:
+            async with self._credentials.channel(self._address, "worker") as channel:
                 stub = WorkerServiceStub(channel)
-                reason = await self._relay(stub.Relay())
+                reason = await self._relay(stub.Relay(metadata=self._credentials.metadata))
         except TimeoutError:
             reason = f"no hello within {HELLO_SECONDS:g} s"
         except grpc.aio.AioRpcError as error:

@@ -37,7 +37,7 @@ from kvrelay.transfer.packing import (
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 3
+VERSION = 4
 MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
@@ -134,6 +134,8 @@ class Hello:
     """Of the model."""
     layout: Annotated[KVLayout, LayoutRule()]
     checksum: Annotated[bool, Flag()]
+    encrypt: Annotated[str, Text(1, 16)]
+    """`TransferConfig.encrypt`."""
     gpu: Annotated[bool, Flag()]
     """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]

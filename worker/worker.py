@@ -33,6 +33,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     WorkerHello,
 )
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
@@ -132,10 +133,12 @@ class Worker:
         runner: Runner,
         role: Callable[["Worker"], Role],
         hooks: WorkerHooks,
+        credentials: Credentials,
     ) -> None:
         """Starts the engine thread."""
         self.config = config
         self.id = identity
+        self.credentials = credentials
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout

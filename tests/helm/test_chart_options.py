@@ -213,7 +213,7 @@ def test_what_is_off_is_not_there(render):
         serviceAccount={"create": False},
         decode={"replicas": 3},
     )
-    assert {item["kind"] for item in rendered.objects} == {"ConfigMap", "RayCluster", "Service", "Pod"}
+    assert {item["kind"] for item in rendered.objects} == {"ConfigMap", "RayCluster", "Secret", "Service", "Pod"}
     assert rendered.head["spec"]["serviceAccountName"] == "default"
 
 

@@ -29,7 +29,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.credentials import Credentials
+from support.access import credentials
 from support.forks import Forked
+from support.secrets import Secrets
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -128,7 +131,8 @@ class Process:
 class ProcessCluster:
     """A running cluster; use `process_cluster`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, access: Credentials) -> None:
+        self._access = access
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
         """Addresses; of several routers, with commas between."""
@@ -153,6 +157,11 @@ class ProcessCluster:
 
     def replace(self, name: str) -> None:
         """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
+        self.start_again(name)
+        wait_until(self.serving, "the routers can place requests", START_SECONDS)
+
+    def start_again(self, name: str) -> None:
+        """Starts a new incarnation of a member that has ended; waits until it is ready."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self.started[name]).address()
 
@@ -161,7 +170,6 @@ class ProcessCluster:
             return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
 
         wait_until(ready, f"{name} ready again", START_SECONDS)
-        wait_until(self.serving, "the router can place requests", START_SECONDS)
 
     def serving(self) -> bool:
         """Whether every router says that it can place a request."""
@@ -169,7 +177,7 @@ class ProcessCluster:
 
     @cached_property
     def _supervisor_channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.supervisor)
+        return self._access.blocking_channel(self.supervisor, "supervisor")
 
     def status(self) -> GetStatusResponse:
         """The supervisor's status. It ends connections whose client doesn't answer a ping within a second, as a test
@@ -184,7 +192,7 @@ class ProcessCluster:
 
     def _ask_status(self) -> GetStatusResponse:
         return SupervisorServiceStub(self._supervisor_channel).GetStatus(
-            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True
+            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=self._access.metadata
         )
 
     def member(self, name: str) -> MemberStatus:
@@ -242,6 +250,7 @@ def process_cluster(
     routers: int = 1,
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
+    secrets: Secrets | None = None,
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
@@ -251,12 +260,14 @@ def process_cluster(
         router: further options of each router.
         routers: how many of them.
         variables: further environment of the workers.
+        secrets: what all processes prove themselves with; by default the tests' join token.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = ProcessCluster(folder)
+    cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
+    security = {} if secrets is None else {"security": secrets.options}
     try:
-        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", {}).address()
-        common = {"model": str(model), "supervisor": cluster.supervisor}
+        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", security).address()
+        common = {"model": str(model), "supervisor": cluster.supervisor, **security}
         for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():
             for index in range(count):
                 options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
