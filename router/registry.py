@@ -218,7 +218,8 @@ class WorkerRegistry:
         same = [model for _, model in up if model.fingerprint == fingerprint]
         chosen = ModelInfo()
         chosen.CopyFrom(same[0])
-        chosen.max_context = min(model.max_context for model in same)
+        smallest = min(same, key=lambda model: model.max_context)
+        chosen.max_context, chosen.context_limit = smallest.max_context, smallest.context_limit
         self._model = chosen
         for worker, model in up:
             if model.fingerprint != chosen.fingerprint:
