@@ -37,7 +37,7 @@ from kvrelay.transfer.packing import (
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 3
+VERSION = 4
 MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
@@ -101,6 +101,8 @@ class Code(enum.Enum):
     CLOSED = "closed"
     """The other worker is shutting down, or gone."""
     CORRUPT = "corrupt"
+    DRAINING = "draining"
+    """The other worker is about to stop, and returns its requests."""
     INCOMPATIBLE = "incompatible"
     """The two workers' KV or models differ, or no transport suits both; a retry between these two can't help."""
     INTERNAL = "internal"
