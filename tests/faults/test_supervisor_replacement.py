@@ -21,7 +21,7 @@ ASK: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "timeout": 60.0}
 
 
 def members() -> dict[str, Any]:
-    return hash_members(engine=ENGINE, transfer={**TRANSFER, "transport": "auto"}, drain_seconds=2.0)
+    return hash_members(engine=ENGINE, transfer=TRANSFER, drain_seconds=2.0)
 
 
 def router(cluster: Supervised) -> str:
