@@ -16,7 +16,7 @@ part of it. Every wait has a limit:
     decode capacity    first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
     first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED
     next token         idle_timeout, from the previous token                    none: another attempt
-    a worker           idle_timeout, only after a failed attempt                UNAVAILABLE
+    a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
     any of these       the client's own deadline                                DEADLINE_EXCEEDED
 """
 
@@ -131,8 +131,12 @@ class Session:
         """
         queue = self._dispatch.queue
         asked = time.monotonic()
+        limit = min(self._token_limit(), self._deadline)
+        workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
-            attempt = await queue.place(self._demand(), min(self._token_limit(), self._deadline), self._start)
+            attempt = await queue.place(self._demand(), limit, self._start)
+            while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
+                attempt = await queue.place(self._demand(), limit, self._start)
         except QueueFull:
             raise Exhausted(
                 f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
@@ -143,6 +147,7 @@ class Session:
             self._check_deadline()
             raise self._no_first_token("; it waited for capacity on a decode worker")
         if attempt is NoPlace.NO_WORKERS:
+            self._check_deadline()
             raise Unavailable(
                 "no worker can take the request now: it needs a prefill and a decode worker that are ready"
             )
@@ -364,12 +369,18 @@ class Session:
                 raise self._given_up(failure, "no capacity on a decode worker")
             if attempt is not NoPlace.NO_WORKERS:
                 return attempt
-            try:
-                async with asyncio.timeout(limit - time.monotonic()):
-                    await self._dispatch.registry.changed()
-            except TimeoutError:
+            if not await self._workers_change(limit):
                 self._check_deadline()
-                raise self._given_up(failure, "no worker replaced the lost one") from None
+                raise self._given_up(failure, "no worker replaced the lost one")
+
+    async def _workers_change(self, limit: float) -> bool:
+        """Waits for a change of the workers; False if there is none until `limit`, on the monotonic clock."""
+        try:
+            async with asyncio.timeout(limit - time.monotonic()):
+                await self._dispatch.registry.changed()
+        except TimeoutError:
+            return False
+        return True
 
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such

@@ -200,7 +200,10 @@ def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
 def test_another_incarnation_at_the_same_address_is_not_used(tmp_path: Path) -> None:
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-        async with fake_cluster(tmp_path, worker) as cluster, AsyncClient(cluster.router.address) as client:
+        async with (
+            fake_cluster(tmp_path, worker, worker_wait_seconds=0.0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
             member = worker.member()
             member.incarnation = "stale"
             cluster.supervisor.announce(member)
