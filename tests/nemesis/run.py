@@ -43,7 +43,7 @@ PAUSE_SECONDS = (2.0, 6.0)
 """Between the recovery from a fault and the next fault."""
 PAIR_SHARE = 0.15
 """Of the injections: two faults at a time."""
-HEARTBEAT = {"step_suspect_seconds": 1.0, "step_dead_seconds": 2.0}
+HEARTBEAT = {"suspect_seconds": 0.9, "dead_seconds": 1.8, "step_suspect_seconds": 0.9, "step_dead_seconds": 1.2}
 DRAIN_SECONDS = 1.0
 IDLE_SECONDS = 10.0
 
