@@ -41,8 +41,15 @@ class Stream:
     migrations: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the first token or the end."""
+    pause: float = 0.0
+    """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False
     """The poison."""
+
+    @property
+    def first_token(self) -> float | None:
+        """Seconds to the first token."""
+        return self.times[0] - self.invoked if self.times else None
 
     def longest_gap(self, begin: float, end: float) -> float | None:
         """Seconds of the longest gap between two tokens that overlaps [begin, end]; None if there is none."""
@@ -62,8 +69,9 @@ def draw(name: str) -> Stream:
     return Stream(name, prompt, rng.randint(*COUNTS), seed, time.monotonic())
 
 
-async def ask(client: AsyncClient, stream: Stream, pause: float = 0.0) -> None:
-    """Runs the request to its end; reads nothing for `pause` seconds after the first token."""
+async def ask(client: AsyncClient, stream: Stream) -> None:
+    """Runs the request to its end."""
+    pause = stream.pause
     sampling = {"temperature": 0.0} if stream.seed is None else {"temperature": 1.0, "seed": stream.seed}
     try:
         async for chunk in client.generate(
@@ -121,13 +129,14 @@ class Load:
         return ended
 
     def send(self, prefix: str, poison: tuple[int, ...] = (), pause: float = 0.0) -> asyncio.Task[None]:
-        """Sends one request; with `poison` its prompt begins so, and it may fail."""
+        """Sends one request; with `poison` its prompt begins so, and it may fail. `pause` as in `Stream`."""
         self._number += 1
         stream = draw(f"{prefix}-{self._number}")
         if poison:
             stream.prompt, stream.may_fail = poison + stream.prompt, True
+        stream.pause = pause
         self.streams.append(stream)
-        task = asyncio.create_task(ask(self._client, stream, pause), name=stream.name)
+        task = asyncio.create_task(ask(self._client, stream), name=stream.name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

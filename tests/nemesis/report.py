@@ -34,6 +34,8 @@ class Injected:
     """From the injection until every member was ready again."""
     stall: dict[str, float] = field(default_factory=dict)
     """Longest gap between two tokens of each stream that ran meanwhile: seconds."""
+    first_token: dict[str, float] = field(default_factory=dict)
+    """Seconds to the first token of each request that came meanwhile, and has it."""
     failed: dict[str, int] = field(default_factory=dict)
     """Requests that failed meanwhile, by reason."""
 

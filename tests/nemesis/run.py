@@ -41,6 +41,8 @@ STEP = 0.02
 WARM_SECONDS = 5.0
 PAUSE_SECONDS = (2.0, 6.0)
 """Between the recovery from a fault and the next fault."""
+LOOK_SECONDS = 2.0
+"""How long a fault's effect is looked at, at least."""
 PAIR_SHARE = 0.15
 """Of the injections: two faults at a time."""
 HEARTBEAT = {"suspect_seconds": 0.9, "dead_seconds": 1.8, "step_suspect_seconds": 0.9, "step_dead_seconds": 1.2}
@@ -127,10 +129,14 @@ class Nemesis:
                 self.report.violations.append(f"{injected.faults} at {injected.at} s: {injected.victims} not replaced")
                 break
             await asyncio.sleep(0.1)
+        injected.recovery_seconds = round(time.monotonic() - at, 2)
+        await asyncio.sleep(max(0.0, LOOK_SECONDS - injected.recovery_seconds))
         until = time.monotonic()
-        injected.recovery_seconds = round(until - at, 2)
-        gaps = [gap for stream in ground.load.streams if (gap := stream.longest_gap(at, until)) is not None]
+        streams = [stream for stream in ground.load.streams if not stream.pause]
+        gaps = [gap for stream in streams if (gap := stream.longest_gap(at, until)) is not None]
         injected.stall = percentiles(gaps)
+        came = [stream for stream in streams if stream.invoked >= at]
+        injected.first_token = percentiles([wait for stream in came if (wait := stream.first_token) is not None])
         if len(kinds) == 1:
             self._stalls += gaps
         ended = ground.load.take_ended()
