@@ -16,12 +16,14 @@ part of it. Every wait has a limit:
     decode capacity    first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
     first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED
     next token         idle_timeout, from the previous token                    none: another attempt
+    a suspected worker SUSPECT_SECONDS, from the previous token                 none: another attempt
     a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
     any of these       the client's own deadline                                DEADLINE_EXCEEDED
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -51,6 +53,10 @@ REPORT_SECONDS = 0.25
 
 BACKOFF_SECONDS = 0.05
 """Pause before an attempt that follows a refusal; doubles with each attempt."""
+
+SUSPECT_SECONDS = 1.0
+"""How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
+will be declared dead a while later."""
 
 APART_SECONDS = 5.0
 """How long a request on trial waits for workers without another one on trial."""
@@ -213,7 +219,8 @@ class Session:
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
         token_limit = self._token_limit()
-        earliest = min(token_limit, attempt.decide_by, self._deadline)
+        suspect_limit = self._suspect_limit(attempt)
+        earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
         if time.monotonic() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
@@ -222,7 +229,9 @@ class Session:
         self._check_deadline()
         if earliest == token_limit and not self._completion.tokens:
             raise self._no_first_token()
-        if earliest == attempt.decide_by:
+        if earliest == suspect_limit:
+            attempt.fail_suspected()
+        elif earliest == attempt.decide_by:
             attempt.fail_handoff()
         else:
             attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
@@ -233,6 +242,13 @@ class Session:
         if not self._completion.tokens:
             return self._trace.received + config.first_token_timeout_seconds
         return self._progress + config.idle_timeout_seconds
+
+    def _suspect_limit(self, attempt: Attempt) -> float:
+        """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
+        suspects = attempt.suspects
+        if not suspects or not self._dispatch.registry.can_spare(suspects):
+            return math.inf
+        return self._progress + SUSPECT_SECONDS
 
     # The end.
 

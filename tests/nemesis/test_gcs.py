@@ -117,6 +117,11 @@ class RayCluster:
                 return process.pid, command
         raise AssertionError("there is no gcs_server")
 
+    def log(self) -> str:
+        """The last lines of the supervisor's log."""
+        logs = (self.folder / "ray").glob("session_*/logs/worker-*.err")
+        return next((text[-3000:] for path in logs if "will be replaced" in (text := path.read_text())), "no log")
+
     def end(self) -> None:
         """Kills every process of it."""
         while left := self.processes():
@@ -189,4 +194,4 @@ def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
             worker = ray.worker("decode-0")
             return bool(worker["state"] == "ready" and worker["incarnation"] != lost["incarnation"])
 
-        wait_until(replaced, "the lost worker is replaced", START_SECONDS)
+        wait_until(replaced, lambda: f"the lost worker is replaced: {ray.log()}", START_SECONDS)
