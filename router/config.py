@@ -41,7 +41,7 @@ class RouterOptions:
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
 
-    worker_wait_seconds: float = 20.0
+    worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
     it with UNAVAILABLE at once."""
 

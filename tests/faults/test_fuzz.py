@@ -3,6 +3,7 @@
 The longer variants (`-m slow`) try more of the same.
 """
 
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -150,7 +151,8 @@ def changed(message: Submit, **fields: Any) -> Submit:
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_a_decode_worker_survives_any_control_stream(it: Scene, amount: settings) -> None:
-    """The sender has the name of a real one, so nothing is refused for that."""
+    """The sender has the name and incarnation of a real one, so nothing is refused for that. That one is replaced in
+    the end, since the epochs of its links are used up."""
     prefill, decode = it.cluster.member("prefill-0").member, it.cluster.member("decode-0").member
     local = LocalWorker(WorkerId(prefill.name, prefill.incarnation), WORKER_LAYOUT, hash_spec(MAX_CONTEXT).fingerprint)
     hello = local.hello(WorkerId(decode.name, decode.incarnation), TransferConfig())
@@ -181,6 +183,8 @@ def test_a_decode_worker_survives_any_control_stream(it: Scene, amount: settings
         assert it.cluster.processes["decode-0"].popen.poll() is None, stream
 
     fuzzed(amount, streams, send)
+    it.signal("prefill-0", signal.SIGKILL)
+    it.replace("prefill-0")
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)

@@ -45,7 +45,7 @@ LOOK_SECONDS = 2.0
 """How long a fault's effect is looked at, at least."""
 PAIR_SHARE = 0.15
 """Of the injections: two faults at a time."""
-HEARTBEAT = {"suspect_seconds": 0.9, "dead_seconds": 1.8, "step_suspect_seconds": 0.9, "step_dead_seconds": 1.2}
+HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
 DRAIN_SECONDS = 1.0
 IDLE_SECONDS = 10.0
 

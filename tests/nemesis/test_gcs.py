@@ -109,12 +109,15 @@ class RayCluster:
                     found.append(find(int(path.name)))
         return [process for process in found if process is not None and process.alive]
 
-    def gcs(self) -> tuple[int, list[str]]:
-        """Pid and command line of the GCS."""
+    def gcs(self) -> tuple[int, list[str], dict[str, str]]:
+        """Pid, command line and environment of the GCS."""
         for process in self.processes():
-            command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+            folder = Path(f"/proc/{process.pid}")
+            command, variables = (
+                (folder / file).read_bytes().decode().split("\0")[:-1] for file in ("cmdline", "environ")
+            )
             if command and command[0].endswith("gcs_server"):
-                return process.pid, command
+                return process.pid, command, dict(entry.split("=", 1) for entry in variables)
         raise AssertionError("there is no gcs_server")
 
     def log(self) -> str:
@@ -162,7 +165,7 @@ async def load(address: str, over: asyncio.Event) -> list[Stream]:
 
 def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
     router = str(ray.status()["router"])
-    pid, command = ray.gcs()
+    pid, command, variables = ray.gcs()
     nothing = subprocess.DEVNULL
 
     async def run() -> list[Stream]:
@@ -172,7 +175,7 @@ def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
         os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(WITHOUT)
         if ray.redis:
-            await asyncio.create_subprocess_exec(*command, env=ray.environment, stdout=nothing, stderr=nothing)
+            await asyncio.create_subprocess_exec(*command, env=variables, stdout=nothing, stderr=nothing)
             await asyncio.sleep(AFTER)
         over.set()
         return await running
