@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 # A file's tests stay in one process and share its fixtures. More processes than cores only make timeouts fail.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup lint format test test-again test-slow demo serve proto docs clean
+.PHONY: setup lint format test test-again test-slow soak demo serve proto docs clean
 
 setup: $(READY)
 
@@ -38,6 +38,10 @@ test-again: setup
 
 test-slow: setup
 	$(PYTEST) -m slow
+
+# An hour of random faults under load, on two cores; writes its report.
+soak: setup
+	PYTHONPATH=tests $(BIN)/python -m nemesis.run --seconds 3600 --out benchmarks/results/soak-2-cores.json
 
 demo: setup
 	$(BIN)/python benchmarks/demo.py

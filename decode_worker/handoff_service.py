@@ -28,9 +28,9 @@ class HandoffService(HandoffServiceServicer):
         self.receiver = KVReceiver(self._loop.context, setup.frames, host)
         self._loop.start(self.receiver)
 
-    async def close(self) -> None:
-        """Ends all hand-offs, streams and links."""
-        self.receiver.end_pairs()
+    async def close(self, code: Code = Code.CLOSED) -> None:
+        """Ends all hand-offs, streams and links, for this reason."""
+        self.receiver.end_pairs(code)
         await self._loop.stop()
 
     async def Control(

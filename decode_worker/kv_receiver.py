@@ -177,10 +177,13 @@ class KVReceiver(Endpoint[Receiving]):
         transfer.announced = len(tokens), tokens_digest(tokens)
         self._expect(transfer, transfer.pair or self._pairs.get(sender.incarnation))
 
-    def cancel(self, key: Key) -> None:
-        super().cancel(key)
-        if key not in self._transfers:
-            self._remember(key, (Code.CANCELLED, "cancelled on the decode worker"))
+    def cancel(self, key: Key, code: Code = Code.CANCELLED) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            self._remember(key, (code, self._reason(code)))
+        elif not transfer.machine.state.over:
+            transfer.ended = code, self._reason(code)
+            super().cancel(key, code)
 
     def blocks_freed(self) -> None:
         """Blocks may be free now: asks again for the offer that has waited longest."""
@@ -195,10 +198,10 @@ class KVReceiver(Endpoint[Receiving]):
             if transfer.sender not in members:
                 self._feed(transfer, PeerLost(Code.UNKNOWN_PEER, "the prefill worker is no longer a member"))
 
-    def end_pairs(self) -> None:
+    def end_pairs(self, code: Code) -> None:
         for transfer in list(self._transfers.values()):
-            self._feed(transfer, PeerLost(Code.CLOSED, f"{self.local.id.name} is shutting down"))
-        super().end_pairs()
+            self._feed(transfer, PeerLost(code, self._reason(code)))
+        super().end_pairs(code)
 
     # Actions.
 

@@ -52,8 +52,8 @@ class DecodeRole(HandoffRole):
     def active(self) -> int:
         return self._receiver.active
 
-    async def stop(self) -> None:
-        await self._service.close()
+    async def close(self, code: Code) -> None:
+        await self._service.close(code)
 
     def members_changed(self, members: Sequence[Member]) -> None:
         super().members_changed(members)
@@ -76,10 +76,9 @@ class DecodeRole(HandoffRole):
     def promised(self) -> Promised:
         return Promised(requests=len(self._promised), blocks=sum(self._promised.values()))
 
-    def cancel(self, key: Key) -> None:
-        super().cancel(key)
+    def end(self, key: Key, code: Code) -> None:
         self._promised.pop(key, None)
-        self._receiver.cancel(key)
+        self._receiver.cancel(key, code)
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         self.worker.post_to_loop(self._receiver.blocks_freed)

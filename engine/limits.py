@@ -41,6 +41,7 @@ class SequenceLimits:
             raise ValueError(f"prompt_tokens plus max_tokens is {most}; allowed: up to {self.max_context}")
         if most > capacity:
             raise ValueError(f"prompt_tokens plus max_tokens is {most}; the KV pool holds {capacity} tokens")
+        request.sampling.check()
         for token in (min(request.tokens), max(request.tokens)):
             self.check_token("tokens", token)
 

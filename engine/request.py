@@ -1,6 +1,7 @@
 """What was asked: frozen values that no part of the system changes."""
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 
@@ -19,7 +20,7 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Validated by the router; `kvrelay/v1/inference.proto` has the ranges.
+    """How tokens are chosen; `kvrelay/v1/inference.proto` has the ranges.
 
     `stop_token_ids` includes the model's end-of-sequence ids unless `ignore_eos` was asked for, so that one rule ends a
     sequence. The engine knows no stop strings: the router has the text.
@@ -37,6 +38,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def check(self) -> None:
+        """Raises ValueError, naming field, value and range, unless the sampler can draw with these values."""
+        # NaN fails each comparison.
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; allowed: 0 or more, finite")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; allowed: above 0, up to 1")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}; allowed: 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from kvrelay.transfer.peers import Peer
 
 logger = logging.getLogger(__name__)
 
+LEAVE_SECONDS = 0.5
+"""How long peers may take to read the last messages of a worker that shuts down."""
+
 Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]
 
 
@@ -36,12 +39,20 @@ class HandoffClient:
         self._streams = {old for old in self._streams if not old.done} | {stream}
         return stream
 
-    async def close(self) -> None:
-        """Ends all hand-offs, streams and links."""
-        self.sender.end_pairs()
+    async def close(self, code: Code = Code.CLOSED) -> None:
+        """Ends all hand-offs, streams and links, for this reason."""
+        for stream in self._streams:
+            stream.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._closed()
+        self.sender.end_pairs(code)
+        await self._closed()
+        await self._loop.stop()
+
+    async def _closed(self) -> None:
         for stream in self._streams:
             await stream.closed()
-        await self._loop.stop()
 
 
 class OutgoingStream:
@@ -70,6 +81,10 @@ class OutgoingStream:
             self._over = code, message
             self._outbox.close()
             self._task.cancel()
+
+    def leave(self) -> None:
+        """Ends the stream when the peer has read what is queued."""
+        self._outbox.close()
 
     @property
     def done(self) -> bool:
@@ -118,9 +133,10 @@ class OutgoingStream:
         try:
             async for batch in self._outbox.batches():
                 await asyncio.wait_for(call.write(ControlRequest(batch=batch)), WRITE_TIMEOUT_SECONDS)
+            await call.done_writing()
+            return
         except WireError:
             logger.exception("this worker made a message that can't be written", extra={"peer": self.peer.name})
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reading side of the same call reports it
-        finally:
-            call.cancel()
+        call.cancel()

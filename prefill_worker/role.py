@@ -55,8 +55,8 @@ class PrefillRole(HandoffRole):
     def active(self) -> int:
         return self._sender.active
 
-    async def stop(self) -> None:
-        await self._client.close()
+    async def close(self, code: Code) -> None:
+        await self._client.close(code)
 
     def members_changed(self, members: Sequence[Member]) -> None:
         super().members_changed(members)
@@ -68,10 +68,9 @@ class PrefillRole(HandoffRole):
             self._peer_of[request.key] = peer
         self.worker.compute(request, handoff=peer is not None)
 
-    def cancel(self, key: Key) -> None:
-        super().cancel(key)
+    def end(self, key: Key, code: Code) -> None:
         self._peer_of.pop(key, None)
-        self._sender.cancel(key)
+        self._sender.cancel(key, code)
         self.worker.post_to_engine(lambda: self._shipped.pop(key, None))
 
     def _offer(self, request: Request) -> None:

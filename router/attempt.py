@@ -220,7 +220,7 @@ class Attempt:
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part))
+            part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part), self.wake)
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -272,6 +272,21 @@ class Attempt:
         silent = frozenset(part.stream.worker for part in self._parts if part.open)
         names = ", ".join(sorted(worker.name for worker in self.workers))
         self._fail(AttemptFailure(Failure.CODE_RETRY, f"{why} ({names})", self.workers, silent=True, reporters=silent))
+
+    @property
+    def suspects(self) -> frozenset[WorkerId]:
+        """The suspected workers of which the attempt still needs something."""
+        return frozenset(
+            part.stream.worker
+            for part in self._parts
+            if part.stream.suspected and part.open and not self._outlived(part)
+        )
+
+    def fail_suspected(self) -> None:
+        """Fails the attempt because its suspected workers have sent nothing for a while."""
+        suspects = self.suspects
+        message = f"nothing comes from {', '.join(sorted(worker.name for worker in suspects))}, which is suspected"
+        self._fail(AttemptFailure(Failure.CODE_RETRY, message, suspects, silent=True, reporters=suspects))
 
     def fail_handoff(self) -> None:
         """Fails the attempt because `decide_by` has passed: the KV was lost with the prefill worker."""

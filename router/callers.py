@@ -19,6 +19,7 @@ import grpc
 
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidRequest, Unauthenticated
+from kvrelay.rpc.certificates import CertificateFiles
 
 logger = logging.getLogger(__name__)
 
@@ -137,3 +138,15 @@ class Callers:
             return
         known = f"empty or {tenant!r}, the caller's" if self.authenticated else "empty: this router knows no tenants"
         raise InvalidRequest("tenant", claimed, f"{known}; see router.api_keys")
+
+
+def public_certificates(options: RouterOptions) -> CertificateFiles | None:
+    """Those of the public port; None for plaintext.
+
+    Raises:
+        ValueError: a file can't be used; the text says which and why.
+    """
+    if not options.tls_certificate:
+        return None
+    authorities = Path(options.tls_client_ca) if options.tls_client_ca else None
+    return CertificateFiles(Path(options.tls_certificate), Path(options.tls_key), authorities)

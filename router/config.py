@@ -41,6 +41,10 @@ class RouterOptions:
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
 
+    worker_wait_seconds: float = 30.0
+    """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
+    it with UNAVAILABLE at once."""
+
     idle_timeout_seconds: float = 30.0
     """Time without a token after which a running stream's workers are given up."""
 
@@ -75,6 +79,7 @@ class RouterOptions:
             ("backlog_share", 0.0, 1.0),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
+            ("worker_wait_seconds", 0.0, 86400),
             ("idle_timeout_seconds", 0.1, 86400),
             ("max_attempts", 1, 100),
         ):

@@ -61,7 +61,8 @@ class WorkerRegistry:
     """Follows the membership: keeps a stream to each worker that is ready, and connects again after a loss.
 
         listed READY                        the stream is kept
-        SUSPECT, DRAINING                   gets no new requests; those placed there continue
+        SUSPECT                             gets no new requests; those placed there leave it if it sends nothing
+        DRAINING                            gets no new requests; those placed there continue
         DEAD, or replaced under its name    the stream is closed at once, which fails every request on it
         not listed any more                 serves on until its stream ends
 
@@ -117,6 +118,14 @@ class WorkerRegistry:
         known = (self._workers.get(worker) for worker in workers)
         return any(worker is None or not worker.takes_requests for worker in known)
 
+    def can_spare(self, workers: Iterable[WorkerId]) -> bool:
+        """Whether each of these workers has another one of its role that takes requests."""
+        spared = [self._workers.get(worker) for worker in workers]
+        others = {
+            worker.role for worker in self._workers.values() if worker.takes_requests and worker.stream is not None
+        }
+        return all(worker is None or worker.role in others for worker in spared)
+
     def drains(self, workers: Iterable[WorkerId]) -> None:
         """Takes these workers' own word that they stop: they get no new requests."""
         for worker in workers:
@@ -156,6 +165,8 @@ class WorkerRegistry:
                 worker.state, worker.compatibility = member.state, member.compatibility
                 if member.state == MEMBER_STATE_DEAD:
                     self._drop(worker, "declared dead")
+                elif worker.stream is not None:
+                    worker.stream.set_suspected(member.state == MEMBER_STATE_SUSPECT)
             elif worker.id.name in names:
                 self._drop(worker, "replaced by a new incarnation")
         for worker_id, member in listed.items():
@@ -230,7 +241,8 @@ class WorkerRegistry:
         same = [model for _, model in up if model.fingerprint == fingerprint]
         chosen = ModelInfo()
         chosen.CopyFrom(same[0])
-        chosen.max_context = min(model.max_context for model in same)
+        smallest = min(same, key=lambda model: model.max_context)
+        chosen.max_context, chosen.context_limit = smallest.max_context, smallest.context_limit
         self._model = chosen
         for worker, model in up:
             if model.fingerprint != chosen.fingerprint:

@@ -5,7 +5,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import grpc
@@ -23,7 +22,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
-from kvrelay.router.callers import Callers
+from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
@@ -34,7 +33,6 @@ from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join
-from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
@@ -86,7 +84,7 @@ class RouterServer:
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
         self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
-        self._certificates = _certificates(config)
+        self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -194,11 +192,3 @@ class RouterServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)
-
-
-def _certificates(config: RouterConfig) -> CertificateFiles | None:
-    """Those of the public port; None for plaintext."""
-    if not config.tls_certificate:
-        return None
-    authorities = Path(config.tls_client_ca) if config.tls_client_ca else None
-    return CertificateFiles(Path(config.tls_certificate), Path(config.tls_key), authorities)

@@ -20,12 +20,14 @@ part of it. Every wait has a limit:
     decode capacity    first_token_timeout, in the router's queue               DEADLINE_EXCEEDED
     first token        first_token_timeout, from receipt                        DEADLINE_EXCEEDED
     next token         idle_timeout, from the previous token                    none: another attempt
-    a worker           idle_timeout, only after a failed attempt                UNAVAILABLE
+    a suspected worker SUSPECT_SECONDS, from the previous token                 none: another attempt
+    a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
     any of these       the client's own deadline                                DEADLINE_EXCEEDED
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -64,6 +66,10 @@ REPORT_SECONDS = 0.25
 
 BACKOFF_SECONDS = 0.05
 """Pause before an attempt that follows a refusal; doubles with each attempt."""
+
+SUSPECT_SECONDS = 1.0
+"""How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
+will be declared dead a while later."""
 
 APART_SECONDS = 5.0
 """How long a request on trial waits for workers without another one on trial."""
@@ -154,11 +160,16 @@ class Session:
         Raises:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
-        queue, until = self._dispatch.queue, min(self._token_limit(), self._deadline)
+        queue = self._dispatch.queue
         asked = time.monotonic()
+        limit = min(self._token_limit(), self._deadline)
+        workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
-            attempt = await queue.place(self._demand(), until, self._start, first=self._trace.resumed_tokens > 0)
+            begun = self._trace.resumed_tokens > 0
+            attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+            while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
+                attempt = await queue.place(self._demand(), limit, self._start, first=begun)
         except QueueFull:
             raise Exhausted(
                 f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
@@ -169,6 +180,7 @@ class Session:
             self._check_deadline()
             raise self._no_first_token("; it waited for capacity on a decode worker")
         if attempt is NoPlace.NO_WORKERS:
+            self._check_deadline()
             raise Unavailable(
                 "no worker can take the request now: it needs a prefill and a decode worker that are ready"
             )
@@ -234,7 +246,8 @@ class Session:
     async def _wait(self, attempt: Attempt) -> None:
         """Waits for the attempt's next event or the earliest limit; acts on a limit that has passed."""
         token_limit = self._token_limit()
-        earliest = min(token_limit, attempt.decide_by, self._deadline)
+        suspect_limit = self._suspect_limit(attempt)
+        earliest = min(token_limit, suspect_limit, attempt.decide_by, self._deadline)
         if time.monotonic() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
@@ -243,7 +256,9 @@ class Session:
         self._check_deadline()
         if earliest == token_limit and not self._begun:
             raise self._no_first_token()
-        if earliest == attempt.decide_by:
+        if earliest == suspect_limit:
+            attempt.fail_suspected()
+        elif earliest == attempt.decide_by:
             attempt.fail_handoff()
         else:
             attempt.fail_silent(f"no token for {self._dispatch.config.idle_timeout_seconds:g} s")
@@ -259,6 +274,13 @@ class Session:
     def _begun(self) -> bool:
         """Whether this call has sent tokens."""
         return self._trace.first_sent is not None
+
+    def _suspect_limit(self, attempt: Attempt) -> float:
+        """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
+        suspects = attempt.suspects
+        if not suspects or not self._dispatch.registry.can_spare(suspects):
+            return math.inf
+        return self._progress + SUSPECT_SECONDS
 
     # The end.
 
@@ -400,12 +422,18 @@ class Session:
                 raise self._given_up(failure, "no capacity on a decode worker")
             if attempt is not NoPlace.NO_WORKERS:
                 return attempt
-            try:
-                async with asyncio.timeout(limit - time.monotonic()):
-                    await self._dispatch.registry.changed()
-            except TimeoutError:
+            if not await self._workers_change(limit):
                 self._check_deadline()
-                raise self._given_up(failure, "no worker replaced the lost one") from None
+                raise self._given_up(failure, "no worker replaced the lost one")
+
+    async def _workers_change(self, limit: float) -> bool:
+        """Waits for a change of the workers; False if there is none until `limit`, on the monotonic clock."""
+        try:
+            async with asyncio.timeout(limit - time.monotonic()):
+                await self._dispatch.registry.changed()
+        except TimeoutError:
+            return False
+        return True
 
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such

@@ -13,7 +13,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, Sampling
+from kvrelay.internal.v1.worker_pb2 import (
+    CONTEXT_LIMIT_OPTION,
+    CONTEXT_LIMIT_POOL,
+    CONTEXT_LIMIT_UNSPECIFIED,
+    ClientCall,
+    ModelInfo,
+    Sampling,
+)
 from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.errors import InvalidRequest, shorten
 from kvrelay.router.prompt import PART_TOKENS, Prompt
@@ -37,6 +44,12 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+
+CONTEXT_LIMITS = {
+    CONTEXT_LIMIT_UNSPECIFIED: "the model's context is {}",
+    CONTEXT_LIMIT_OPTION: "the workers' option engine.max_context is {}",
+    CONTEXT_LIMIT_POOL: "the KV pool of a worker (engine.kv_memory_bytes) holds {} tokens",
+}
 
 WIRE_NAME_CHARACTERS = 100
 """Characters of the client's name that go into a wire id, which may have 128."""
@@ -90,7 +103,7 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     _check_choice(params)
     _check_stops(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
-    max_tokens = _max_tokens(params, len(tokens), model.max_context)
+    max_tokens = _max_tokens(params, len(tokens), model)
     if params.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
     sampling = Sampling(
@@ -129,10 +142,11 @@ async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: M
         if not ids:
             raise InvalidRequest("token_ids.ids", [], "at least 1 id")
         if len(ids) >= model.max_context:
-            raise _too_long(len(ids), model.max_context)
+            raise _too_long(len(ids), model)
         return await checked_ids("token_ids.ids", ids, model.vocab_size)
     longest = model.max_context * tokenizer.longest_token_bytes
-    tokens = await text_tokens(request, tokenizer, longest, "the model's context in its longest tokens")
+    why = f"{_context(model)}, of up to {tokenizer.longest_token_bytes} bytes each"
+    tokens = await text_tokens(request, tokenizer, longest, why)
     check_ids("prompt: token ids", tokens, model.vocab_size)
     return tokens
 
@@ -269,21 +283,26 @@ def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
     check_ids("sampling.stop_token_ids", params.stop_token_ids, model.vocab_size)
 
 
-def _max_tokens(params: SamplingParams, prompt: int, max_context: int) -> int:
-    left = max_context - prompt
+def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
+    left = model.max_context - prompt
     if left < 1:
-        raise _too_long(prompt, max_context)
+        raise _too_long(prompt, model)
     if not params.HasField("max_tokens"):
         return min(DEFAULT_MAX_TOKENS, left)
     if params.max_tokens > left:
-        limit = f"up to {left}: the prompt has {prompt} tokens and the model's context is {max_context}"
+        limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
         raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
     return params.max_tokens
 
 
-def _too_long(prompt: int, max_context: int) -> InvalidRequest:
-    limit = f"up to {max_context - 1}: the model's context is {max_context}, and one must be left to generate"
+def _too_long(prompt: int, model: ModelInfo) -> InvalidRequest:
+    limit = f"up to {model.max_context - 1}: {_context(model)}, and one must be left to generate"
     return InvalidRequest("prompt: number of tokens", prompt, limit)
+
+
+def _context(model: ModelInfo) -> str:
+    """The context's limit and what it comes from."""
+    return CONTEXT_LIMITS[model.context_limit].format(model.max_context)
 
 
 def _number(value: float) -> float:

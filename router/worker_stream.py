@@ -25,6 +25,7 @@ from kvrelay.rpc.options import HELLO_SECONDS
 
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
+OnDoubt = Callable[[], None]
 
 
 class WorkerStream:
@@ -54,6 +55,8 @@ class WorkerStream:
         """The worker's model, from its hello on."""
         self.lost: str | None = None
         """Why the stream ended; None while it has not."""
+        self.suspected = False
+        """Whether the supervisor suspects the worker; `set_suspected` changes it."""
         self.outstanding_tokens = 0
         """Tokens that this router's live attempts have yet to get from the worker; kept by the attempts."""
         self.requests = 0
@@ -72,7 +75,7 @@ class WorkerStream:
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
-        self._listeners: dict[tuple[str, int], tuple[OnEvent, OnLost]] = {}
+        self._listeners: dict[tuple[str, int], tuple[OnEvent, OnLost, OnDoubt]] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -91,18 +94,27 @@ class WorkerStream:
         """Prompt tokens of each decode submit that the latest load report doesn't account for."""
         return (tokens for _, tokens in self._unseen)
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost) -> None:
+    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
         """Sends one part of an attempt.
 
         Args:
             on_event: called with each of its events, until `forget` or `cancel`.
             on_lost: called when the stream is lost before that; `lost` then says why.
+            on_doubt: called whenever the worker becomes a suspect before that.
         """
-        self._listeners[submit.request_id, submit.attempt] = on_event, on_lost
+        self._listeners[submit.request_id, submit.attempt] = on_event, on_lost, on_doubt
         self._submits += 1
         if submit.phase == PHASE_DECODE:
             self._unseen.append((self._submits, len(submit.token_ids)))
         self._outgoing.put_nowait(RelayRequest(submit=submit))
+
+    def set_suspected(self, suspected: bool) -> None:
+        """Takes the supervisor's opinion of the worker."""
+        news = suspected and not self.suspected
+        self.suspected = suspected
+        if news:
+            for _, _, on_doubt in list(self._listeners.values()):
+                on_doubt()
 
     def end_trial(self) -> None:
         """One attempt less is on trial here: another may begin."""
@@ -197,6 +209,6 @@ class WorkerStream:
         self.lost = reason
         listeners = list(self._listeners.values())
         self._listeners.clear()
-        for _, on_lost in listeners:
+        for _, on_lost, _ in listeners:
             on_lost()
         self._on_change()

@@ -125,11 +125,11 @@ class Endpoint(Generic[TransferT]):
         """Epoch of the link to a worker; 0 if there is none now."""
         return self.links.epoch(incarnation)
 
-    def cancel(self, key: Key) -> None:
-        """Ends a hand-off and tells the peer; the host gets no further report of it. Unknown keys are allowed."""
+    def cancel(self, key: Key, code: Code = Code.CANCELLED) -> None:
+        """Ends a hand-off and tells the peer why; the host gets no further report of it. Unknown keys are allowed."""
         transfer = self._transfers.get(key)
         if transfer is not None:
-            self._feed(transfer, Cancel())
+            self._feed(transfer, Cancel(code, self._reason(code)))
 
     def peers_changed(self) -> None:
         """The membership changed: ends the pairs with workers that are no longer members."""
@@ -154,10 +154,11 @@ class Endpoint(Generic[TransferT]):
                 keys = [transfer.key for transfer in self._of(pair) if not transfer.machine.state.over]
                 pair.stream.put(*(Renew(tuple(keys[at : at + MAX_KEYS])) for at in range(0, len(keys), MAX_KEYS)))
 
-    def end_pairs(self) -> None:
-        """Ends every control stream, because this worker shuts down; `stream_ended` follows for each."""
+    def end_pairs(self, code: Code) -> None:
+        """Ends every control stream, because this worker shuts down (CLOSED or DRAINING); `stream_ended` follows for
+        each."""
         for pair in list(self._pairs.values()):
-            pair.stream.end(Code.CLOSED, f"{self.local.id.name} is shutting down")
+            pair.stream.end(code, self._reason(code))
 
     # For control streams.
 
@@ -185,6 +186,10 @@ class Endpoint(Generic[TransferT]):
 
     def _on_link_end(self, pair: Pair, end: LinkEnd) -> None:
         raise NotImplementedError
+
+    def _reason(self, code: Code) -> str:
+        """Why this end gives a hand-off up, for the peer."""
+        return f"{code.value} on {self.local.id.name}"
 
     def _feed(self, transfer: TransferT, event: Any) -> None:
         self._apply(transfer, transfer.machine.on(event, self.runtime.now()))

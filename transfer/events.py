@@ -152,7 +152,10 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """This end no longer wants the hand-off."""
+    """This end no longer wants the hand-off, for the reason that the other end is told."""
+
+    code: Code = Code.CANCELLED
+    message: str = "cancelled"
 
 
 SendEvent = Computed | Finished | LinkLost | FrameEnded | Renewed | PeerLost | Cancel | Wait | Grant | Ack | Nack

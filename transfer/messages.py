@@ -101,6 +101,8 @@ class Code(enum.Enum):
     CLOSED = "closed"
     """The other worker is shutting down, or gone."""
     CORRUPT = "corrupt"
+    DRAINING = "draining"
+    """The other worker is about to stop, and returns its requests."""
     INCOMPATIBLE = "incompatible"
     """The two workers' KV or models differ, or no transport suits both; a retry between these two can't help."""
     INTERNAL = "internal"

@@ -112,8 +112,8 @@ class ReceiveAttempt:
                 yield from self._end(State.FAILED, code, message, tell=False)
             case PeerLost(code=code, message=message):
                 yield from self._end(State.FAILED, code, message)
-            case Cancel():
-                yield from self._end(State.CANCELLED, Code.CANCELLED, "cancelled by the receiver")
+            case Cancel(code=code, message=message):
+                yield from self._end(State.CANCELLED, code, message)
 
     def _after_end(self, event: ReceiveEvent) -> Iterator[ReceiveAction]:
         match event:

@@ -114,8 +114,8 @@ class SendAttempt:
                 yield from self._end(State.FAILED, code, message)
             case PeerLost(code=code, message=message):
                 yield from self._end(State.FAILED, code, message, tell=True)
-            case Cancel():
-                yield from self._end(State.CANCELLED, Code.CANCELLED, "cancelled by the sender", tell=True)
+            case Cancel(code=code, message=message):
+                yield from self._end(State.CANCELLED, code, message, tell=True)
             case LinkLost(epoch):
                 yield from self._on_link_lost(epoch, now)
             case FrameEnded(frame):

@@ -23,12 +23,16 @@ from kvrelay.worker.worker import Key, Role, Worker
 
 CAUSES = {
     Code.CLOSED: Failure.CAUSE_PEER_LOST,
+    Code.DRAINING: Failure.CAUSE_DRAINING,
     Code.TIMEOUT: Failure.CAUSE_LINK,
     Code.UNKNOWN_PEER: Failure.CAUSE_PEER_LOST,
     Code.LINK: Failure.CAUSE_LINK,
     Code.INCOMPATIBLE: Failure.CAUSE_REFUSED,
 }
 """Failures of a hand-off that the other worker, or the way to it, is the cause of."""
+
+OWN_CODES = {Failure.CAUSE_DRAINING: Code.DRAINING, Failure.CAUSE_PEER_LOST: Code.CLOSED}
+"""What the other worker is told when this one, which stops or has failed, is the cause."""
 
 # A suspect may recover, and a draining worker completes what it has. A dead one never comes back.
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
@@ -93,10 +97,22 @@ class HandoffRole(Role):
         del self._early[request.key]
         self.take(request, submit)
 
-    def cancel(self, key: Key) -> None:
+    def end(self, key: Key, code: Code) -> None:
+        """Ends this role's part of a request, for the reason that the peer is told. Unknown keys are allowed."""
+        raise NotImplementedError
+
+    async def close(self, code: Code) -> None:
+        """Ends all hand-offs, for the reason that the peers are told."""
+        raise NotImplementedError
+
+    async def stop(self, cause: Failure.Cause) -> None:
+        await self.close(OWN_CODES[cause])
+
+    def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
         early = self._early.pop(key, None)
         if early is not None:
             early.cancel()
+        self.end(key, OWN_CODES.get(cause, Code.CANCELLED))
 
     def handoff_failed(self, key: Key, code: Code, message: str) -> None:
         """Returns the request to its router, which places it again if that may help."""
@@ -105,6 +121,8 @@ class HandoffRole(Role):
             failure.code = Failure.CODE_FULL
         elif code.retryable or code is Code.INCOMPATIBLE:
             failure.code, failure.cause = Failure.CODE_RETRY, CAUSES.get(code, Failure.CAUSE_UNSPECIFIED)
+        if code is Code.DRAINING:
+            failure.blamed.append(self.worker.peer(key))
         self.worker.fail(key, failure)
 
 

@@ -2,7 +2,22 @@
 
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.internal.v1.worker_pb2 import Cancel, ModelInfo, RequestEvent, Sampling, Submit
+from kvrelay.internal.v1.worker_pb2 import (
+    CONTEXT_LIMIT_OPTION,
+    CONTEXT_LIMIT_POOL,
+    CONTEXT_LIMIT_UNSPECIFIED,
+    Cancel,
+    ModelInfo,
+    RequestEvent,
+    Sampling,
+    Submit,
+)
+
+CONTEXT_LIMITS = {
+    "model": CONTEXT_LIMIT_UNSPECIFIED,
+    "option": CONTEXT_LIMIT_OPTION,
+    "pool": CONTEXT_LIMIT_POOL,
+}
 
 
 def model_info(spec: ModelSpec) -> ModelInfo:
@@ -15,6 +30,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
         eos_token_ids=spec.eos_token_ids,
         dtype=spec.dtype,
         fingerprint=spec.fingerprint,
+        context_limit=CONTEXT_LIMITS[spec.context_limit],
     )
 
 

@@ -82,8 +82,12 @@ class Role:
         """A request of one of `phases` has come."""
         self.worker.compute(request)
 
-    def cancel(self, key: Key) -> None:
-        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed."""
+    def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
+        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed.
+
+        Args:
+            cause: why this worker returns the request, if it does.
+        """
 
     def promised(self) -> Promised:
         """Requests of this role that will need blocks and have none yet."""
@@ -97,8 +101,8 @@ class Role:
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
 
-    async def stop(self) -> None:
-        """Ends what the role has in progress, before the engine ends."""
+    async def stop(self, cause: Failure.Cause) -> None:
+        """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
 
 
 @dataclass(slots=True)
@@ -106,6 +110,8 @@ class LiveRequest:
     """A request of this worker, from its Submit to its last event."""
 
     request: Request
+    peer: PeerRef
+    """The other worker of its hand-off; without a name if there is none."""
     stream: RelayStream
     expiry: asyncio.TimerHandle | None
     """Ends the request if it has no token by then."""
@@ -165,7 +171,7 @@ class Worker:
             await asyncio.wait_for(self._idle.wait(), grace)
         for key in list(self._live):
             self.fail(key, Failure(**self._moving))
-        await self.role.stop()
+        await self.role.stop(self._moving["cause"])
 
     @property
     def _moving(self) -> dict[str, Any]:
@@ -186,6 +192,11 @@ class Worker:
         """The live request of this key."""
         live = self._live.get(key)
         return None if live is None else live.request
+
+    def peer(self, key: Key) -> PeerRef:
+        """The other worker of a live request's hand-off; without a name if there is none."""
+        live = self._live.get(key)
+        return PeerRef() if live is None else live.peer
 
     def compute(self, request: Request, *, handoff: bool = False) -> None:
         """Gives the request to the engine; with `handoff` it leaves the engine after its first token."""
@@ -283,7 +294,7 @@ class Worker:
             return
         logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
-        self._release(key)
+        self._release(key, failure.cause)
         self.send(event, last=True)
 
     # For the relay and the heartbeat.
@@ -323,7 +334,7 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, stream, expiry, client_call)
+        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call)
         self._submitted += 1
         self._idle.clear()
         self.role.submit(request, submit)
@@ -368,9 +379,9 @@ class Worker:
         message = f"no token within the request's time on worker {self.id.name}"
         self.fail(key, Failure(code=Failure.CODE_FULL, message=message))
 
-    def _release(self, key: Key) -> None:
-        """Frees what the request has in the engine and in the role."""
-        self.role.cancel(key)
+    def _release(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
+        """Frees what the request has in the engine and in the role; `cause` as in `Role.cancel`."""
+        self.role.cancel(key, cause)
         self._thread.post(lambda: self._engine.scheduler.cancel(key))
         self._refresh_load()
 

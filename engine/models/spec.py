@@ -1,10 +1,13 @@
 """What the rest of the system knows about a model. No torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvrelay.engine.kv.layout import KVDtype
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig
+
+ContextLimit = Literal["model", "option", "pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +26,28 @@ class ModelSpec:
     """Of weights and KV as they run, whatever the files hold."""
     fingerprint: str
     """Hexadecimal SHA-256 over the config and the weights; see `Checkpoint.fingerprint`."""
+    context_limit: ContextLimit = "model"
+    """What `max_context` comes from: the model itself, the option `max_context`, or the size of the KV pool."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: KVDtype, *context_limits: int) -> "ModelSpec":
+    def of(
+        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: KVDtype, *, max_context: int, pool_tokens: int
+    ) -> "ModelSpec":
         """The spec of a checkpoint.
 
         Args:
-            context_limits: tokens that the context may have besides the model's own limit; 0 is no limit.
+            max_context: the option; 0 is no limit.
+            pool_tokens: tokens that the KV pool holds.
         """
+        limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
+        context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
         return cls(
             name=checkpoint.folder.resolve().name,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
-            max_context=min(config.max_positions, *(limit for limit in context_limits if limit)),
+            max_context=limits[context_limit],
             eos_token_ids=config.eos_token_ids,
             dtype=dtype,
             fingerprint=checkpoint.fingerprint(),
+            context_limit=context_limit,
         )

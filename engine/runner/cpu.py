@@ -129,7 +129,7 @@ def build_cpu_runner(folder: Path, dtype: Dtype, options: EngineConfig, on_loade
     checkpoint = Checkpoint(folder)
     layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
     pool = allocate_pool(layout, options.kv_memory_bytes)
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     model, attention = _load(checkpoint, config, pool, config.windows(spec.max_context), threads, on_loaded)

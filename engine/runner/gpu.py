@@ -211,5 +211,5 @@ def build_gpu_runner(
     pool = allocate_pool(layout, options.kv_memory_bytes, device)
     with torch.inference_mode():
         weights = load_weights(checkpoint, config, pool.tensor.dtype, gpu_ops.linear, on_loaded, device)
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, options.max_context, pool.num_tokens)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
     return GpuRunner(spec, Decoder(config, weights, gpu_ops), pool, options)

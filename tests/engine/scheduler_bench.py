@@ -46,6 +46,7 @@ class Bench:
 
     def request(self, tokens: tuple[int, ...], max_tokens: int = 1, **options: object) -> Request:
         sampling = SamplingParams(
+            temperature=0.0,
             max_tokens=max_tokens,
             min_tokens=options.pop("min_tokens", 0),
             stop_token_ids=frozenset(options.pop("stop", ())),

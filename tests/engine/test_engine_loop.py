@@ -54,7 +54,7 @@ class Worker:
 
 
 def request(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
-    return Request(name, 1, tokens, len(tokens), SamplingParams(max_tokens=max_tokens))
+    return Request(name, 1, tokens, len(tokens), SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=50).map(tuple)
@@ -208,7 +208,7 @@ def decode_plan(blocks: list[int], length: int) -> StepPlan:
         lengths=np.array([1], np.int32),
         block_tables=np.array([blocks[: length // 8 + 1]], np.int32),
         sample=np.array([True]),
-        sampling=(SamplingParams(),),
+        sampling=(SamplingParams(temperature=0.0),),
         generated=np.array([1], np.int32),
     )
 

@@ -170,18 +170,19 @@ def test_the_spec_says_what_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "max_context"),
+    ("options", "max_context", "context_limit"),
     [
-        (EngineConfig(kv_memory_bytes=2**21), 1024),
-        (EngineConfig(kv_memory_bytes=2**21, max_context=100), 100),
-        (EngineConfig(kv_memory_bytes=2**21, max_context=5000), 1024),
-        (EngineConfig(kv_memory_bytes=3 * 12288 + 5), 48),
+        (EngineConfig(kv_memory_bytes=2**21), 1024, "model"),
+        (EngineConfig(kv_memory_bytes=2**21, max_context=100), 100, "option"),
+        (EngineConfig(kv_memory_bytes=2**21, max_context=5000), 1024, "model"),
+        (EngineConfig(kv_memory_bytes=3 * 12288 + 5), 48, "pool"),
     ],
 )
 def test_max_context_is_the_least_of_model_option_and_pool(
-    llama: Path, options: EngineConfig, max_context: int
+    llama: Path, options: EngineConfig, max_context: int, context_limit: str
 ) -> None:
-    assert build_cpu_runner(llama, "float32", options).spec.max_context == max_context
+    spec = build_cpu_runner(llama, "float32", options).spec
+    assert (spec.max_context, spec.context_limit) == (max_context, context_limit)
 
 
 def test_the_last_position_of_the_context_can_be_computed(llama: Path) -> None:

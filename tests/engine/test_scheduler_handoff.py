@@ -1,5 +1,7 @@
 """KV from other workers, hand-offs, cancels and ends in the scheduler."""
 
+from functools import partial
+
 import pytest
 from scheduler_bench import SIZE, Bench, numbers, spans
 
@@ -8,6 +10,8 @@ from kvrelay.engine.sequence import Status
 from support.hash_runner import expected_tokens
 
 # KV from elsewhere.
+
+greedy = partial(SamplingParams, temperature=0.0)
 
 
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 5 * SIZE])
@@ -159,14 +163,14 @@ def test_blocks_of_a_canceled_sequence_stay_until_the_step_in_flight_ends(handof
 @pytest.mark.parametrize(
     ("sampling", "resumed", "tokens", "reason"),
     [
-        (SamplingParams(max_tokens=3), 0, 3, FinishReason.LENGTH),
-        (SamplingParams(max_tokens=40 - SIZE), 0, 40 - SIZE, FinishReason.LENGTH),
-        (SamplingParams(max_tokens=5), 2, 3, FinishReason.LENGTH),
-        (SamplingParams(max_tokens=30, stop_token_ids=frozenset(range(251))), 0, 1, FinishReason.STOP),
-        (SamplingParams(max_tokens=30, min_tokens=4, stop_token_ids=frozenset(range(251))), 0, 4, FinishReason.STOP),
-        (SamplingParams(max_tokens=30, min_tokens=4, stop_token_ids=frozenset(range(251))), 3, 1, FinishReason.STOP),
+        (greedy(max_tokens=3), 0, 3, FinishReason.LENGTH),
+        (greedy(max_tokens=40 - SIZE), 0, 40 - SIZE, FinishReason.LENGTH),
+        (greedy(max_tokens=5), 2, 3, FinishReason.LENGTH),
+        (greedy(max_tokens=30, stop_token_ids=frozenset(range(251))), 0, 1, FinishReason.STOP),
+        (greedy(max_tokens=30, min_tokens=4, stop_token_ids=frozenset(range(251))), 0, 4, FinishReason.STOP),
+        (greedy(max_tokens=30, min_tokens=4, stop_token_ids=frozenset(range(251))), 3, 1, FinishReason.STOP),
         # A token that is both is a stop.
-        (SamplingParams(max_tokens=1, stop_token_ids=frozenset(range(251))), 0, 1, FinishReason.STOP),
+        (greedy(max_tokens=1, stop_token_ids=frozenset(range(251))), 0, 1, FinishReason.STOP),
     ],
 )
 def test_a_sequence_ends_once(sampling: SamplingParams, resumed: int, tokens: int, reason: FinishReason) -> None:

@@ -42,3 +42,22 @@ def test_new_requests_go_elsewhere_while_a_worker_drains(tmp_path: Path) -> None
         assert long.result().timeline.migrations == 0, "its own grace was long enough"
         until(lambda: it.ended() == [serving], "the drained worker has ended", STOPPED_SECONDS)
         it.settle(3, but=[serving])
+
+
+def test_a_hand_off_with_a_drained_worker_moves(tmp_path: Path) -> None:
+    """Its peer reports it too, and may be first: as a migration, by the worker that drains."""
+    options = {"worker": {"drain_seconds": 0.0}}
+    with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.05}, **options) as it:
+        for leaving, peers in (("decode-0", it.prefills), ("prefill-0", ["decode-1"])):
+            running = [it.begin(f"stream {number} over {leaving}", count=4) for number in range(STREAMS)]
+            wait_until(lambda leaving=leaving: it.held(leaving), "hand-offs are under way", 20)
+            wait_until(lambda peers=peers: all(it.held(name) for name in peers), "hand-offs are under way", 20)
+            it.signal(leaving, signal.SIGTERM)
+            done = [stream.result() for stream in running]
+            assert it.failures() == [], "no attempt failed"
+            assert not sum(each.timeline.retries for each in done)
+            assert sum(each.timeline.migrations for each in done)
+            until(lambda leaving=leaving: leaving in it.ended(), "the drained worker has ended", STOPPED_SECONDS)
+            told = [line["reason"] for peer in peers for line in it.log(peer) if line["message"] == "request failed"]
+            assert f"hand-off draining: draining on {leaving}" in told, "peers had hand-offs with it"
+        it.settle(3, but=it.ended())

@@ -8,8 +8,8 @@ import pytest
 from support.history import CANCEL_SECONDS, MAX_RETRIES, History, violations
 
 
-def oracle(prompt: Sequence[int], count: int) -> list[int]:
-    return [sum(prompt) + index for index in range(count)]
+def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
+    return [sum(prompt) + (seed or 0) + index for index in range(count)]
 
 
 def record(history: History, script: str) -> History:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import Completion, InternalError
-from support.faults import TRANSFER, Scene, scene, until
+from support.faults import Scene, scene, until
+from support.hash_worker import STEP_SECONDS
 from support.processes import wait_until
 
-AUTO = {**TRANSFER, "transport": "auto"}
 CLIENTS = 60
 AT_ONCE = 20
 
@@ -29,7 +29,7 @@ def asking(it: Scene, name: str) -> Iterator[list[Completion]]:
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: str) -> None:
-    with scene(tmp_path, losses=True, transfer=AUTO, step_seconds=0.01) as it:
+    with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}) as it:
         frozen = f"{role}-0"
         with asking(it, "beside the frozen one") as done:
             until(lambda: it.held(frozen), "it works", 30)
@@ -44,7 +44,7 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: s
 def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str) -> None:
     role = place.partition(".")[0]
     counts = {"prefill": 2, "decode": 2, role: 4}
-    with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, transfer=AUTO, **counts) as it:  # type: ignore[arg-type]  # counts
+    with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, **counts) as it:  # type: ignore[arg-type]  # counts
         it.may_fail.add("poison")
         with asking(it, "innocent") as done:
             # Not by heartbeats: all may be over before one of them tells of a running request.
@@ -52,7 +52,7 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
             with pytest.raises(InternalError, match="suspected of ending workers"):
                 it.ask("poison")
         assert len(done) == CLIENTS
-        dead = wait_until(it.ended, "workers have ended", seconds=3)
+        dead = wait_until(lambda: len(it.ended()) >= 2 and it.ended(), "workers have ended", seconds=3)
         assert len(dead) == 2, dead
         it.settle(10, but=dead)
         (line,) = [line for line in it.log("router-0") if line["message"] == "request suspected of ending workers"]

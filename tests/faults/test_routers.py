@@ -9,12 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvrelay.client import Client, Completion
 from kvrelay.client.messages import PING_OTHERS_SECONDS
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
-from support.faults import ENGINE, OUT, PROMPT, TRANSFER, Running, Scene, oracle, prompt_of, scene, until
+from support.faults import (
+    ENGINE,
+    OUT,
+    PROMPT,
+    TRANSFER,
+    Running,
+    Scene,
+    oracle,
+    prompt_of,
+    sampling_options,
+    scene,
+    seed_of,
+    until,
+)
 from support.hash_worker import STEP_SECONDS
 from support.history import History, violations
 from support.processes import START_SECONDS, free_port, wait_until
@@ -86,9 +98,9 @@ class Load:
 
     def ask(self) -> None:
         name = f"request {next(self._numbers)}"
-        prompt = prompt_of(name, PROMPT)
-        self.history.add(name, "invoke", prompt=tuple(prompt), count=OUT)
-        options: dict[str, Any] = {"max_tokens": OUT, "temperature": 0, "ignore_eos": True, "request_id": name}
+        prompt, seed = prompt_of(name, PROMPT), seed_of(name)
+        self.history.add(name, "invoke", prompt=tuple(prompt), count=OUT, seed=seed)
+        options = sampling_options(seed) | {"max_tokens": OUT, "ignore_eos": True, "request_id": name}
         self.done.append(Running(name, self.client.generate(prompt, timeout=60.0, **options), self.history).result())
 
     @contextmanager

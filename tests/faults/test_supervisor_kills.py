@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY
-from support.faults import TRANSFER, Scene, scene
+from support.faults import Scene, scene
 from support.processes import START_SECONDS, wait_until
 
 KILLS = 10
 CLIENTS = 4
-AUTO = {**TRANSFER, "transport": "auto"}
 
 
 def restart(it: Scene, record: Path | None) -> None:
@@ -59,7 +58,7 @@ def load(it: Scene) -> Iterator[None]:
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["with a record", "without a record"])
 def test_ten_kills_of_the_supervisor_under_load_cost_nobody_anything(tmp_path: Path, recorded: bool) -> None:
-    with scene(tmp_path, transfer=AUTO) as it:
+    with scene(tmp_path) as it:
         record = tmp_path / "record.json" if recorded else None
         wait_until(lambda: it.ask("first"), "serves")
         with load(it):
@@ -75,7 +74,7 @@ def test_ten_kills_of_the_supervisor_under_load_cost_nobody_anything(tmp_path: P
 
 
 def test_a_zombie_that_wakes_after_a_restart_cannot_fence_its_replacement(tmp_path: Path) -> None:
-    with scene(tmp_path, prefill=1, decode=1, transfer=AUTO, losses=True) as it:
+    with scene(tmp_path, prefill=1, decode=1, losses=True) as it:
         record = tmp_path / "record.json"
         restart(it, record)
         wait_until(lambda: heard(it) == 3, "all are heard", START_SECONDS)

@@ -25,7 +25,7 @@ ASK: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "timeout": 60.0}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     """A cluster on the hash model, and a member that never starts. In the end nothing of it is left."""
-    members = hash_members(engine=ENGINE, transfer={**TRANSFER, "transport": "auto"}, drain_seconds=2.0)
+    members = hash_members(engine=ENGINE, transfer=TRANSFER, drain_seconds=2.0)
     members["prefill-1"] = {"module": "no.such.module"}
     with supervised(tmp_path_factory.mktemp("supervised"), members, drain_seconds=2.0) as cluster:
         wait_until(lambda: cluster.status().ready, lambda: cluster.log()[-4000:], START_SECONDS)

@@ -10,7 +10,7 @@ from kvrelay.router.attempt import Attempt
 from kvrelay.router.prompt import Prompt
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
-from kvrelay.router.worker_stream import OnEvent, OnLost, WorkerStream
+from kvrelay.router.worker_stream import OnDoubt, OnEvent, OnLost, WorkerStream
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
 from support.access import credentials
@@ -29,7 +29,7 @@ class ScriptedStream(WorkerStream):
         super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost) -> None:
+    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
         self.on_event, self.on_lost = on_event, on_lost
 
     def cancel(self, key: tuple[str, int]) -> None:

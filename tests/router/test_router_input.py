@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from kvrelay.client import AsyncClient, InvalidRequest, KvrelayError
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL
 from kvrelay.router.errors import InvalidArgument
 from kvrelay.router.grpc_face import parser
 from kvrelay.v1.inference_pb2 import ChatMessages, GenerateRequest, SamplingParams, TokenIds, TokenizeRequest
@@ -75,6 +76,32 @@ def test_each_mistake_is_named_and_the_router_continues(tmp_path: Path, caplog: 
         run(test)
     assert caplog.records
     assert not any(SECRET in str(vars(record)) for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("context_limit", "named"),
+    [
+        (CONTEXT_LIMIT_POOL, r"the KV pool of a worker \(engine\.kv_memory_bytes\) holds 48 tokens"),
+        (CONTEXT_LIMIT_OPTION, r"the workers' option engine\.max_context is 48"),
+    ],
+)
+def test_a_prompt_over_a_workers_limit_is_told_what_limits_it(tmp_path: Path, context_limit: int, named: str) -> None:
+    async def test() -> None:
+        prefill, decode = pair(lambda index: 40 + index)
+        decode.model.max_context, decode.model.context_limit = 48, context_limit
+        async with (
+            fake_cluster(tmp_path, prefill, decode) as cluster,
+            AsyncClient(cluster.router.address, timeout=10) as client,
+        ):
+            with pytest.raises(InvalidRequest, match=f"number of tokens is 50; allowed: up to 47: {named}"):
+                await client.complete([3] * 50, max_tokens=1)
+            with pytest.raises(InvalidRequest, match=f"allowed: up to 8: the prompt has 40 tokens and {named}"):
+                await client.complete([3] * 40, max_tokens=9)
+            with pytest.raises(InvalidRequest, match=f"number of bytes is 90000; allowed: up to [0-9]+, {named}"):
+                await client.complete("a" * 90000, max_tokens=1)
+            assert (await client.complete([3] * 40, max_tokens=8)).usage.completion_tokens == 8
+
+    run(test)
 
 
 def test_the_default_of_max_tokens_is_cut_to_what_the_context_leaves(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_request_beyond_the_queues_limit_gets_a_retry_delay(tmp_path: Path) ->
 
 def test_waiting_requests_are_refused_when_no_worker_is_left(tmp_path: Path) -> None:
     async def test() -> None:
-        async with full_cluster(tmp_path) as (cluster, client):
+        async with full_cluster(tmp_path, worker_wait_seconds=0.2) as (cluster, client):
             task = ask(client)
             await until(lambda: waiting(cluster) == 1, "it waits")
             cluster.announce(decode_0=MEMBER_STATE_DEAD)

@@ -181,6 +181,35 @@ def test_a_draining_or_suspect_worker_finishes_what_it_has_and_gets_no_more(tmp_
     run(test)
 
 
+@pytest.mark.parametrize("case", ["silent", "silent and the only one", "slow"])
+def test_a_stream_leaves_a_suspect_that_sends_nothing(tmp_path: Path, case: str) -> None:
+    async def first(job: Job) -> None:
+        for index in range(1, TOTAL):
+            if index == 3 and case != "slow":
+                await asyncio.wait((asyncio.create_task(job.cancelled.wait()),), timeout=1.8)
+            if job.cancelled.is_set():
+                return
+            job.send(index, (token_at(index),))
+            await asyncio.sleep(0.2 if case == "slow" else 0.0)
+
+    async def test() -> None:
+        alone = case == "silent and the only one"
+        others = () if alone else (FakeWorker("decode-1", "decode", decode_of(token_at)),)
+        workers = FakeWorker("prefill-0", "prefill", prefill_of(token_at)), FakeWorker("decode-0", "decode", first)
+        async with (
+            fake_cluster(tmp_path, *workers, *others) as cluster,
+            AsyncClient(cluster.router.address, timeout=20) as client,
+        ):
+            running = asyncio.create_task(client.complete("hello", max_tokens=TOTAL))
+            await cluster.job("decode-0")
+            cluster.announce(decode_0=MEMBER_STATE_SUSPECT)
+            completion = await running
+            assert completion.token_ids == tokens(TOTAL)
+            assert completion.timeline.retries == (case == "silent")
+
+    run(test)
+
+
 def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
@@ -200,7 +229,10 @@ def test_a_supervisor_that_goes_away_stops_nothing(tmp_path: Path) -> None:
 def test_another_incarnation_at_the_same_address_is_not_used(tmp_path: Path) -> None:
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-        async with fake_cluster(tmp_path, worker) as cluster, AsyncClient(cluster.router.address) as client:
+        async with (
+            fake_cluster(tmp_path, worker, worker_wait_seconds=0.0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
             member = worker.member()
             member.incarnation = "stale"
             cluster.supervisor.announce(member)

@@ -30,7 +30,7 @@ def token_at(index: int) -> int:
 def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
     async def test() -> None:
         async with (
-            fake_cluster(tmp_path, *pair(token_at)) as cluster,
+            fake_cluster(tmp_path, *pair(token_at), worker_wait_seconds=0.0) as cluster,
             grpc.aio.insecure_channel(cluster.router.address) as channel,
         ):
             stub = HealthStub(channel)
@@ -113,6 +113,28 @@ def test_one_request_too_many_is_refused(tmp_path: Path) -> None:
             await asyncio.gather(*running)
             worker.script = colocated_of(token_at)
             await client.complete("hello", max_tokens=3)
+
+    run(test)
+
+
+def test_a_new_request_waits_for_the_replacement_of_a_lost_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path, *pair(token_at)) as cluster,
+            AsyncClient(cluster.router.address, timeout=20) as client,
+        ):
+            cluster.announce(decode_0=MEMBER_STATE_DEAD)
+            await until(lambda: not cluster.router.registry.complete, "it is lost")
+            waiting = [asyncio.create_task(client.complete("hello", max_tokens=3)) for _ in range(20)]
+            worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+            await worker.start()
+            await asyncio.wait(waiting, timeout=0.2)
+            assert not any(task.done() for task in waiting)
+            cluster.supervisor.announce(worker.member())
+            for completion in await asyncio.gather(*waiting):
+                assert completion.token_ids == (40, 41, 42)
+                assert completion.timeline.retries == 0
+            await worker.stop()
 
     run(test)
 

@@ -24,6 +24,7 @@ import pytest
 from kvrelay.client import Client, Completion, KvrelayError
 from kvrelay.client.messages import Chunk, completion
 from kvrelay.client.sync import ChunkStream
+from kvrelay.engine.request import SamplingParams
 from kvrelay.transfer import failpoints
 from support import damage
 from support.chaos import Chaos, Proxy
@@ -137,9 +138,9 @@ class Scene:
 
     def begin(self, name: str, length: int = PROMPT, count: int = OUT) -> Running:
         """Sends a request of this name, which runs until it ends or is cancelled."""
-        prompt = prompt_of(name, length)
-        self.history.add(name, "invoke", prompt=tuple(prompt), count=count)
-        options: dict[str, Any] = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "request_id": name}
+        prompt, seed = prompt_of(name, length), seed_of(name)
+        self.history.add(name, "invoke", prompt=tuple(prompt), count=count, seed=seed)
+        options = sampling_options(seed) | {"max_tokens": count, "ignore_eos": True, "request_id": name}
         return Running(name, self.client.generate(prompt, timeout=CLIENT_SECONDS, **options), self.history)
 
     def ask(self, name: str, length: int = PROMPT, count: int = OUT) -> Completion:
@@ -254,6 +255,8 @@ def scene(
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
             place; `worker`, other options of every worker; `router`, options of every router.
     """
+    if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router"}:
+        raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
     environment = {name: str(value) for name, value in times.items()}
     for variable, of_damage in ((failpoints.VARIABLE, False), (damage.VARIABLE, True)):
@@ -288,8 +291,18 @@ def scene(
         yield Scene(cluster, stack.enter_context(Client(cluster.router)), proxies, losses)
 
 
-def oracle(prompt: Sequence[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, WORKER_LAYOUT)
+def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
+    return expected_tokens(prompt, count, WORKER_LAYOUT, sampling=SamplingParams(**sampling_options(seed)))
+
+
+def seed_of(name: str) -> int | None:
+    """Of a request's sampling; None, for greedy decoding, for one name in four."""
+    draw = random.Random(f"seed of {name}")
+    return draw.getrandbits(64) if draw.random() < 0.75 else None
+
+
+def sampling_options(seed: int | None) -> dict[str, Any]:
+    return {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
 
 
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:

@@ -1,8 +1,9 @@
 """The hash model: a runner whose output shows every wrong byte of KV.
 
-The KV of a token is pseudo-random bytes of (token, position, layer), and the next token is a hash of all KV bytes of
-the sequence, read through its block table. So one wrong, stale or swapped byte changes every later token, and
-`expected_tokens` says what an undisturbed run yields. A row takes some ten microseconds.
+The KV of a token is pseudo-random bytes of (token, position, layer), and the logits of the next token are noise from a
+hash of all KV bytes of the sequence, read through its block table. So one wrong, stale or swapped byte changes every
+later token, and `expected_tokens` says what an undisturbed run yields. Sampled tokens are drawn by the engine's own
+sampler. A greedy row takes some ten microseconds.
 """
 
 import dataclasses
@@ -17,10 +18,14 @@ from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.request import FinishReason, Request
+from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
+from kvrelay.engine.sampling.sampler import Draw, sample
 
 VOCAB_SIZE = 251
+LOGITS = 4.0
+"""The largest logit; the smallest is about 0."""
+GREEDY = SamplingParams(temperature=0.0)
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
 
 
@@ -51,13 +56,18 @@ def kv_bytes(tokens: Sequence[int], first_position: int, layout: KVLayout = LAYO
 
 
 def expected_tokens(
-    prompt: Sequence[int], n: int, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE
+    prompt: Sequence[int],
+    n: int,
+    layout: KVLayout = LAYOUT,
+    vocab_size: int = VOCAB_SIZE,
+    sampling: SamplingParams = GREEDY,
 ) -> list[int]:
     """The `n` tokens that the hash model yields after `prompt`."""
     state = hashlib.blake2b(kv_bytes(prompt, 0, layout).tobytes(), digest_size=8)
     tokens: list[int] = []
     while len(tokens) < n:
-        tokens.append(_token(state.digest(), vocab_size))
+        draw = Draw(sampling, len(prompt) + len(tokens), len(tokens))
+        tokens += _choose([state.digest()], [draw], vocab_size)
         state.update(kv_bytes(tokens[-1:], len(prompt) + len(tokens) - 1, layout).tobytes())
     return tokens
 
@@ -113,10 +123,15 @@ class HashRunner:
         for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
             self.fill(plan.block_tables[row], plan.tokens[offset : offset + length].tolist(), int(start))
         tokens_out: list[int | None] = [None] * plan.num_rows
-        for row in np.flatnonzero(plan.sample):
-            data = self.held_bytes(plan.block_tables[row], int(plan.starts[row] + plan.lengths[row]))
-            digest = hashlib.blake2b(data.tobytes(), digest_size=8).digest()
-            tokens_out[row] = _token(digest, self.spec.vocab_size)
+        digests, draws = [], []
+        rows = np.flatnonzero(plan.sample)
+        for row in rows:
+            end = int(plan.starts[row] + plan.lengths[row])
+            data = self.held_bytes(plan.block_tables[row], end)
+            digests.append(hashlib.blake2b(data.tobytes(), digest_size=8).digest())
+            draws.append(Draw(plan.sampling[row], end, int(plan.generated[row])))
+        for row, token in zip(rows, _choose(digests, draws, self.spec.vocab_size), strict=True):
+            tokens_out[row] = token
         return StepOutput(tuple(tokens_out))
 
     def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
@@ -187,8 +202,20 @@ def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
     assert plan.block_tables.max() < num_blocks
 
 
-def _token(digest: bytes, vocab_size: int) -> int:
-    return int.from_bytes(digest, "little") % vocab_size
+def _choose(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> list[int]:
+    """The token of each row. The largest of the logits that follow from a digest is at (digest modulo vocabulary)."""
+    numbers = [int.from_bytes(digest, "little") for digest in digests]
+    tokens = [number % vocab_size for number in numbers]
+    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy]
+    if drawn:
+        seeds = np.array([numbers[row] for row in drawn], np.uint64)[:, None]
+        noise = _mix(seeds + np.arange(vocab_size, dtype=np.uint64)) >> np.uint64(40)
+        logits = torch.from_numpy(noise.astype(np.float32) * np.float32(LOGITS / 2**24))
+        logits[range(len(drawn)), [tokens[row] for row in drawn]] = LOGITS
+        chosen, _ = sample(logits, [draws[row] for row in drawn], lambda logits: tuple(logits.max(-1)))
+        for row, token in zip(drawn, chosen, strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 Kind = Literal["invoke", "token", "retry", "finish", "error", "cancel"]
 ENDS = ("finish", "error", "cancel")
-Oracle = Callable[[Sequence[int], int], Sequence[int]]
-"""Prompt and count to the tokens of the undisturbed run."""
+Oracle = Callable[[Sequence[int], int, int | None], Sequence[int]]
+"""Prompt, count and seed to the tokens of the undisturbed run."""
 
 MAX_RETRIES = 3
 """Of one request: the router's `max_attempts` less one."""
@@ -37,6 +37,8 @@ class Event:
     """invoke"""
     count: int = 0
     """invoke: tokens asked for. finish: tokens that the stream says it had."""
+    seed: int | None = None
+    """invoke: of sampling; None for greedy decoding."""
     index: int = -1
     """token"""
     token: int = -1
@@ -94,7 +96,7 @@ def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str
     if indices != list(range(len(indices))):
         wrong = next(at for at, index in enumerate(indices) if index != at)
         found.append(f"token index {indices[wrong]} where {wrong} was due")
-    expected = oracle(asked.prompt, asked.count)
+    expected = oracle(asked.prompt, asked.count, asked.seed)
     for event in tokens:
         if not 0 <= event.index < asked.count or event.token != expected[event.index]:
             due = expected[event.index] if 0 <= event.index < asked.count else "none"

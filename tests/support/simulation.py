@@ -24,7 +24,7 @@ from unittest import mock
 
 from kvrelay.decode_worker import kv_receiver
 from kvrelay.prefill_worker import kv_sender
-from kvrelay.transfer.messages import Key
+from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer
 from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
 from support.simulated_blocks import Violation
@@ -315,7 +315,7 @@ class World:
             return
         self.say(f"the engine of {process} ends")
         process.engine_ended = True
-        self.post(1.0 + self.random(), process, process.endpoint.end_pairs)
+        self.post(1.0 + self.random(), process, process.endpoint.end_pairs, Code.DRAINING)
         self.post(0.5, self.router, self._replace, process)
 
     def _cancel(self) -> None:

@@ -113,6 +113,8 @@ def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> Non
         ({"token_ids": [], "prompt_tokens": 0}, "prompt_tokens is 0"),
         ({"token_ids": [1] * 9, "prompt_tokens": 3}, "max_tokens is 4; 6 completion tokens are there already"),
         ({"sampling": Sampling(max_tokens=10**6, top_p=1.0)}, "prompt_tokens plus max_tokens"),
+        ({"sampling": Sampling(max_tokens=4, top_p=1.0, temperature=float("nan"))}, "temperature is nan"),
+        ({"sampling": Sampling(max_tokens=4, top_k=2)}, "top_p is 0.0; allowed: above 0"),
     ]
 
     async def test() -> None:

@@ -9,6 +9,7 @@ thread is woken in between. `abort` ends a blocked call at once. `benchmarks/NOT
 `transfer.encrypt: full` then starts TLS 1.3 on the connection, with the workers' certificates.
 """
 
+import math
 import socket
 import ssl
 import struct
@@ -172,10 +173,14 @@ class TlsLink(TcpLink):
 
     def _each(self, call: Callable[[memoryview], int], runs: Sequence[memoryview], deadline: float) -> None:
         """Repeats `call`, which moves at most one record, until all of `runs` has moved."""
+        allowed = math.inf
         with link_errors("tcp", OSError):
             for run in runs:
                 while len(run):
-                    self._connection.settimeout(seconds_left(deadline))
+                    # Setting it is a system call, too much for each record.
+                    if (left := seconds_left(deadline)) < 0.9 * allowed:
+                        self._connection.settimeout(left)
+                        allowed = left
                     moved = call(run)
                     if not moved:
                         raise LinkError("tcp: the other end has closed")

@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/internal/v1/worker.proto\x12\x13kvrelay.internal.v1\x1a\x1akvrelay/v1/inference.proto\"\xdc\x01\n\x0cRelayRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .kvrelay.internal.v1.RouterHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.kvrelay.internal.v1.SubmitH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.kvrelay.internal.v1.CancelH\x00\x12\x30\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x1f.kvrelay.internal.v1.ClientCallH\x00\x42\t\n\x07message\"\'\n\nClientCall\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x02 \x01(\r\"U\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\",\n\x07PeerRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xae\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\"\xbe\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x05phase\x18\x03 \x01(\x0e\x32\x1a.kvrelay.internal.v1.Phase\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12*\n\x04peer\x18\x08 \x01(\x0b\x32\x1c.kvrelay.internal.v1.PeerRef\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x12\x34\n\x0b\x63lient_call\x18\n \x01(\x0b\x32\x1f.kvrelay.internal.v1.ClientCall\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xb2\x01\n\rRelayResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32 .kvrelay.internal.v1.WorkerHello\x12\x31\n\x06\x65vents\x18\x02 \x03(\x0b\x32!.kvrelay.internal.v1.RequestEvent\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\x12\x14\n\x0csubmits_seen\x18\x04 \x01(\x04\"_\n\x0bWorkerHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.kvrelay.internal.v1.ModelInfo\"\x93\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\x8b\x03\n\x07\x46\x61ilure\x12/\n\x04\x63ode\x18\x01 \x01(\x0e\x32!.kvrelay.internal.v1.Failure.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\".kvrelay.internal.v1.Failure.Cause\x12,\n\x06\x62lamed\x18\x04 \x03(\x0b\x32\x1c.kvrelay.internal.v1.PeerRef\"q\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x43ODE_INVALID\x10\x01\x12\x0e\n\nCODE_RETRY\x10\x02\x12\x11\n\rCODE_INTERNAL\x10\x03\x12\r\n\tCODE_FULL\x10\x04\x12\x0f\n\x0b\x43ODE_FENCED\x10\x05\"j\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41USE_PEER_LOST\x10\x01\x12\x12\n\x0e\x43\x41USE_DRAINING\x10\x02\x12\x0e\n\nCAUSE_LINK\x10\x03\x12\x11\n\rCAUSE_REFUSED\x10\x04\"V\n\rPrefillReport\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"[\n\x0eTransferReport\x12\x18\n\x10transfer_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x02 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\"@\n\x0c\x44\x65\x63odeReport\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x02 \x01(\r\"\xda\x02\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12-\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1c.kvrelay.internal.v1.Failure\x12\x33\n\x07prefill\x18\x07 \x01(\x0b\x32\".kvrelay.internal.v1.PrefillReport\x12\x35\n\x08transfer\x18\x08 \x01(\x0b\x32#.kvrelay.internal.v1.TransferReport\x12\x31\n\x06\x64\x65\x63ode\x18\t \x01(\x0b\x32!.kvrelay.internal.v1.DecodeReport\"Q\n\x06\x42locks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\"@\n\x08Requests\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\",\n\x08Promised\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"\xc6\x01\n\x04Load\x12+\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Blocks\x12/\n\x08requests\x18\x02 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Requests\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12/\n\x08promised\x18\x05 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Promised*X\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x12\x13\n\x0fPHASE_COLOCATED\x10\x03\x32\x63\n\rWorkerService\x12R\n\x05Relay\x12!.kvrelay.internal.v1.RelayRequest\x1a\".kvrelay.internal.v1.RelayResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvrelay/internal/v1/worker.proto\x12\x13kvrelay.internal.v1\x1a\x1akvrelay/v1/inference.proto\"\xdc\x01\n\x0cRelayRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .kvrelay.internal.v1.RouterHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.kvrelay.internal.v1.SubmitH\x00\x12-\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1b.kvrelay.internal.v1.CancelH\x00\x12\x30\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x1f.kvrelay.internal.v1.ClientCallH\x00\x42\t\n\x07message\"\'\n\nClientCall\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x02 \x01(\r\"U\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\",\n\x07PeerRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xae\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\"\xbe\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x05phase\x18\x03 \x01(\x0e\x32\x1a.kvrelay.internal.v1.Phase\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12*\n\x04peer\x18\x08 \x01(\x0b\x32\x1c.kvrelay.internal.v1.PeerRef\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x12\x34\n\x0b\x63lient_call\x18\n \x01(\x0b\x32\x1f.kvrelay.internal.v1.ClientCall\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xb2\x01\n\rRelayResponse\x12/\n\x05hello\x18\x01 \x01(\x0b\x32 .kvrelay.internal.v1.WorkerHello\x12\x31\n\x06\x65vents\x18\x02 \x03(\x0b\x32!.kvrelay.internal.v1.RequestEvent\x12\'\n\x04load\x18\x03 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\x12\x14\n\x0csubmits_seen\x18\x04 \x01(\x04\"_\n\x0bWorkerHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12-\n\x05model\x18\x03 \x01(\x0b\x32\x1e.kvrelay.internal.v1.ModelInfo\"\xcd\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x38\n\rcontext_limit\x18\x08 \x01(\x0e\x32!.kvrelay.internal.v1.ContextLimit\"\x8b\x03\n\x07\x46\x61ilure\x12/\n\x04\x63ode\x18\x01 \x01(\x0e\x32!.kvrelay.internal.v1.Failure.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05\x63\x61use\x18\x03 \x01(\x0e\x32\".kvrelay.internal.v1.Failure.Cause\x12,\n\x06\x62lamed\x18\x04 \x03(\x0b\x32\x1c.kvrelay.internal.v1.PeerRef\"q\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x43ODE_INVALID\x10\x01\x12\x0e\n\nCODE_RETRY\x10\x02\x12\x11\n\rCODE_INTERNAL\x10\x03\x12\r\n\tCODE_FULL\x10\x04\x12\x0f\n\x0b\x43ODE_FENCED\x10\x05\"j\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43\x41USE_PEER_LOST\x10\x01\x12\x12\n\x0e\x43\x41USE_DRAINING\x10\x02\x12\x0e\n\nCAUSE_LINK\x10\x03\x12\x11\n\rCAUSE_REFUSED\x10\x04\"V\n\rPrefillReport\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"[\n\x0eTransferReport\x12\x18\n\x10transfer_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x02 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x03 \x01(\x04\"@\n\x0c\x44\x65\x63odeReport\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x02 \x01(\r\"\xda\x02\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12-\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1c.kvrelay.internal.v1.Failure\x12\x33\n\x07prefill\x18\x07 \x01(\x0b\x32\".kvrelay.internal.v1.PrefillReport\x12\x35\n\x08transfer\x18\x08 \x01(\x0b\x32#.kvrelay.internal.v1.TransferReport\x12\x31\n\x06\x64\x65\x63ode\x18\t \x01(\x0b\x32!.kvrelay.internal.v1.DecodeReport\"Q\n\x06\x42locks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0c\n\x04size\x18\x05 \x01(\r\"@\n\x08Requests\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x12\n\nfree_slots\x18\x03 \x01(\r\",\n\x08Promised\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"\xc6\x01\n\x04Load\x12+\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Blocks\x12/\n\x08requests\x18\x02 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Requests\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12/\n\x08promised\x18\x05 \x01(\x0b\x32\x1d.kvrelay.internal.v1.Promised*X\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02\x12\x13\n\x0fPHASE_COLOCATED\x10\x03*_\n\x0c\x43ontextLimit\x12\x1d\n\x19\x43ONTEXT_LIMIT_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43ONTEXT_LIMIT_OPTION\x10\x01\x12\x16\n\x12\x43ONTEXT_LIMIT_POOL\x10\x02\x32\x63\n\rWorkerService\x12R\n\x05Relay\x12!.kvrelay.internal.v1.RelayRequest\x1a\".kvrelay.internal.v1.RelayResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.internal.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=2845
-  _globals['_PHASE']._serialized_end=2933
+  _globals['_PHASE']._serialized_start=2903
+  _globals['_PHASE']._serialized_end=2991
+  _globals['_CONTEXTLIMIT']._serialized_start=2993
+  _globals['_CONTEXTLIMIT']._serialized_end=3088
   _globals['_RELAYREQUEST']._serialized_start=86
   _globals['_RELAYREQUEST']._serialized_end=306
   _globals['_CLIENTCALL']._serialized_start=308
@@ -53,29 +55,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERHELLO']._serialized_start=1208
   _globals['_WORKERHELLO']._serialized_end=1303
   _globals['_MODELINFO']._serialized_start=1306
-  _globals['_MODELINFO']._serialized_end=1453
-  _globals['_FAILURE']._serialized_start=1456
-  _globals['_FAILURE']._serialized_end=1851
-  _globals['_FAILURE_CODE']._serialized_start=1630
-  _globals['_FAILURE_CODE']._serialized_end=1743
-  _globals['_FAILURE_CAUSE']._serialized_start=1745
-  _globals['_FAILURE_CAUSE']._serialized_end=1851
-  _globals['_PREFILLREPORT']._serialized_start=1853
-  _globals['_PREFILLREPORT']._serialized_end=1939
-  _globals['_TRANSFERREPORT']._serialized_start=1941
-  _globals['_TRANSFERREPORT']._serialized_end=2032
-  _globals['_DECODEREPORT']._serialized_start=2034
-  _globals['_DECODEREPORT']._serialized_end=2098
-  _globals['_REQUESTEVENT']._serialized_start=2101
-  _globals['_REQUESTEVENT']._serialized_end=2447
-  _globals['_BLOCKS']._serialized_start=2449
-  _globals['_BLOCKS']._serialized_end=2530
-  _globals['_REQUESTS']._serialized_start=2532
-  _globals['_REQUESTS']._serialized_end=2596
-  _globals['_PROMISED']._serialized_start=2598
-  _globals['_PROMISED']._serialized_end=2642
-  _globals['_LOAD']._serialized_start=2645
-  _globals['_LOAD']._serialized_end=2843
-  _globals['_WORKERSERVICE']._serialized_start=2935
-  _globals['_WORKERSERVICE']._serialized_end=3034
+  _globals['_MODELINFO']._serialized_end=1511
+  _globals['_FAILURE']._serialized_start=1514
+  _globals['_FAILURE']._serialized_end=1909
+  _globals['_FAILURE_CODE']._serialized_start=1688
+  _globals['_FAILURE_CODE']._serialized_end=1801
+  _globals['_FAILURE_CAUSE']._serialized_start=1803
+  _globals['_FAILURE_CAUSE']._serialized_end=1909
+  _globals['_PREFILLREPORT']._serialized_start=1911
+  _globals['_PREFILLREPORT']._serialized_end=1997
+  _globals['_TRANSFERREPORT']._serialized_start=1999
+  _globals['_TRANSFERREPORT']._serialized_end=2090
+  _globals['_DECODEREPORT']._serialized_start=2092
+  _globals['_DECODEREPORT']._serialized_end=2156
+  _globals['_REQUESTEVENT']._serialized_start=2159
+  _globals['_REQUESTEVENT']._serialized_end=2505
+  _globals['_BLOCKS']._serialized_start=2507
+  _globals['_BLOCKS']._serialized_end=2588
+  _globals['_REQUESTS']._serialized_start=2590
+  _globals['_REQUESTS']._serialized_end=2654
+  _globals['_PROMISED']._serialized_start=2656
+  _globals['_PROMISED']._serialized_end=2700
+  _globals['_LOAD']._serialized_start=2703
+  _globals['_LOAD']._serialized_end=2901
+  _globals['_WORKERSERVICE']._serialized_start=3090
+  _globals['_WORKERSERVICE']._serialized_end=3189
 # @@protoc_insertion_point(module_scope)

@@ -14,10 +14,19 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_PREFILL: _ClassVar[Phase]
     PHASE_DECODE: _ClassVar[Phase]
     PHASE_COLOCATED: _ClassVar[Phase]
+
+class ContextLimit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTEXT_LIMIT_UNSPECIFIED: _ClassVar[ContextLimit]
+    CONTEXT_LIMIT_OPTION: _ClassVar[ContextLimit]
+    CONTEXT_LIMIT_POOL: _ClassVar[ContextLimit]
 PHASE_UNSPECIFIED: Phase
 PHASE_PREFILL: Phase
 PHASE_DECODE: Phase
 PHASE_COLOCATED: Phase
+CONTEXT_LIMIT_UNSPECIFIED: ContextLimit
+CONTEXT_LIMIT_OPTION: ContextLimit
+CONTEXT_LIMIT_POOL: ContextLimit
 
 class RelayRequest(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "fence")
@@ -134,7 +143,7 @@ class WorkerHello(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "dtype", "fingerprint")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "dtype", "fingerprint", "context_limit")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +151,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -149,7 +159,8 @@ class ModelInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    context_limit: ContextLimit
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_limit: _Optional[_Union[ContextLimit, str]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("code", "message", "cause", "blamed")

@@ -1,0 +1,201 @@
+"""The faults of the nemesis. Each is injected into a running cluster; a deadline says when all members serve again."""
+
+import asyncio
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
+from nemesis.load import Load
+from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
+from support.chaos import CLEAR, HELD, Chaos
+from support.supervised import Supervised
+
+CLOCK_JUMPS = (-86400, -30, 30, 86400)
+"""Seconds."""
+SPARE_FDS = 2
+"""File descriptors that a process may still open under the limit."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What the faults happen to."""
+
+    cluster: Supervised
+    chaos: Chaos
+    load: Load
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in self.cluster.config["members"] if not name.startswith("router")]
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    async def recovered(self, gone: dict[str, int]) -> bool:
+        """Whether every member is ready, and the processes of `gone` (by name) are replaced."""
+        with suppress(grpc.RpcError):
+            status = await asyncio.to_thread(self.cluster.status)
+            ready = {each.member.name: each.member.pid for each in status.members if _serves(each.member.state)}
+            replaced = all(ready.get(name, pid) != pid for name, pid in gone.items())
+            return status.ready and ready.keys() >= self.cluster.config["members"].keys() and replaced
+        return False
+
+
+def _serves(state: int) -> bool:
+    return state == MEMBER_STATE_READY
+
+
+Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
+"""Returns, when the fault is over, the processes that must be replaced: pids by name."""
+
+
+class Fault(NamedTuple):
+    """A kind of fault."""
+
+    name: str
+    inject: Inject
+    seconds: float
+    """Within which all members are ready again, from the end of the fault."""
+    needs: Callable[[], str] = str
+    """Why the fault can't be injected on this machine; empty if it can."""
+
+
+def _victim(ground: Ground, rng: random.Random) -> dict[str, int]:
+    name = rng.choice(ground.workers)
+    return {name: ground.cluster.pid(name)}
+
+
+def _signalled(number: signal.Signals) -> Inject:
+    async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
+        victim = _victim(ground, rng)
+        for pid in victim.values():
+            ground.signal(pid, number)
+        return victim
+
+    return inject
+
+
+def _stopped(seconds: float, *, lost: bool) -> Inject:
+    async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
+        victim = _victim(ground, rng)
+        for pid in victim.values():
+            ground.signal(pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        for pid in victim.values():
+            ground.signal(pid, signal.SIGCONT)
+        return victim if lost else {}
+
+    return inject
+
+
+def _ordered(order: str) -> Inject:
+    async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
+        victim = _victim(ground, rng)
+        for name in victim:
+            give(ground.cluster.folder, name, order)
+        return victim
+
+    return inject
+
+
+async def _poison(ground: Ground, rng: random.Random) -> dict[str, int]:
+    before = {name: ground.cluster.pid(name) for name in ground.workers if name.startswith("prefill")}
+    await ground.load.send("poison", poison=POISON)
+    return before
+
+
+async def _supervisor_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
+    ground.cluster.kill()
+    await asyncio.sleep(rng.uniform(0.0, 3.0))
+    await asyncio.to_thread(ground.cluster.start)
+    return {}
+
+
+async def _link_reset(ground: Ground, rng: random.Random) -> dict[str, int]:
+    for link in ground.chaos.links():
+        link.reset()
+    return {}
+
+
+async def _link_silent(ground: Ground, rng: random.Random) -> dict[str, int]:
+    prefill = rng.choice([name for name in ground.workers if name.startswith("prefill")])
+    link = ground.chaos.link(prefill, rng.choice(REMOTE))
+    link.set(HELD, HELD)
+    await asyncio.sleep(4.0)
+    link.set(CLEAR, CLEAR)
+    return {}
+
+
+async def _slow_reader(ground: Ground, rng: random.Random) -> dict[str, int]:
+    await asyncio.gather(*(ground.load.send("slow", pause=3.0) for _ in range(4)))
+    return {}
+
+
+async def _client_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
+    command = (sys.executable, "-m", "nemesis.load", ground.load.address, f"client-{rng.random()}")
+    client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    if client.stdout is not None:
+        await client.stdout.readline()
+    client.kill()
+    await client.wait()
+    return {}
+
+
+async def _clock_jump(ground: Ground, rng: random.Random) -> dict[str, int]:
+    (name,) = _victim(ground, rng)
+    set_clock(ground.cluster.folder, name, rng.choice(CLOCK_JUMPS))
+    await asyncio.sleep(4.0)
+    set_clock(ground.cluster.folder, name, 0)
+    return {}
+
+
+async def _disk_full(ground: Ground, rng: random.Random) -> dict[str, int]:
+    (name,) = _victim(ground, rng)
+    give(ground.cluster.folder, name, "disk full")
+    await asyncio.sleep(4.0)
+    give(ground.cluster.folder, name, "disk free")
+    return {}
+
+
+async def _fd_limit(ground: Ground, rng: random.Random) -> dict[str, int]:
+    (pid,) = _victim(ground, rng).values()
+    with suppress(ProcessLookupError, FileNotFoundError):
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + SPARE_FDS, hard))
+        await asyncio.sleep(4.0)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    return {}
+
+
+def _no_clock() -> str:
+    return "" if os.environ.get(CLOCK_LIBRARY) else "there is no C compiler"
+
+
+FAULTS = (
+    Fault("SIGKILL", _signalled(signal.SIGKILL), 30.0),
+    Fault("SIGTERM", _signalled(signal.SIGTERM), 40.0),
+    Fault("SIGSTOP for 5 s", _stopped(5.0, lost=True), 30.0),
+    Fault("SIGSTOP for 0.4 s", _stopped(0.4, lost=False), 10.0),
+    Fault("engine hang", _ordered("hang"), 40.0),
+    Fault("engine exception", _ordered("raise"), 40.0),
+    Fault("poison request", _poison, 40.0),
+    Fault("supervisor SIGKILL", _supervisor_kill, 20.0),
+    Fault("link reset", _link_reset, 10.0),
+    Fault("link silent for 4 s", _link_silent, 10.0),
+    Fault("slow reader", _slow_reader, 10.0),
+    Fault("client SIGKILL", _client_kill, 10.0),
+    Fault("clock jump", _clock_jump, 10.0, _no_clock),
+    Fault("log's disk full", _disk_full, 10.0),
+    Fault("file descriptors used up", _fd_limit, 30.0),
+)

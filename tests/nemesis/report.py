@@ -1,0 +1,154 @@
+"""What a run of the nemesis found, as JSON."""
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemesis.load import Stream
+
+COMPLETE = 0.999
+"""Share of the requests that must complete."""
+STALL_SECONDS = 2.0
+"""Most of the p99 of stalls after a single fault."""
+GROWTH = {"rss_mib": (1.3, 60), "fds": (1.2, 12), "threads": (1.2, 6), "sockets": (1.2, 8)}
+"""Figures of a process at the end: at most so many times those at the begin, and so much more."""
+
+
+@dataclass(slots=True)
+class Injected:
+    """One fault, or two at a time."""
+
+    faults: list[str]
+    at: float
+    """Seconds since the run began."""
+    victims: list[str]
+    recovery_seconds: float = 0.0
+    """From the injection until every member was ready again."""
+    stall: dict[str, float] = field(default_factory=dict)
+    """Longest gap between two tokens of each stream that ran meanwhile: seconds."""
+    first_token: dict[str, float] = field(default_factory=dict)
+    """Seconds to the first token of each request that came meanwhile, and has it."""
+    failed: dict[str, int] = field(default_factory=dict)
+    """Requests that failed meanwhile, by reason."""
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole run."""
+
+    seed: int
+    seconds: float
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    skipped: dict[str, str]
+    """Faults that this machine can't have, and why."""
+    faults: list[Injected] = field(default_factory=list)
+    requests: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """total, complete, and failures by reason."""
+    tokens_judged: int = 0
+    retries: int = 0
+    migrations: int = 0
+    violations: list[str] = field(default_factory=list)
+    processes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Of each process: figures at begin and end."""
+    blocks: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of each worker at the end, without any request."""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, streams: Iterable[Stream]) -> None:
+        """Counts streams that have ended."""
+        for stream in streams:
+            self.requests["total"] += 1
+            self.requests[reason_of(stream) or "complete"] += 1
+            self.tokens_judged += len(stream.tokens)
+            self.retries += stream.retries
+            self.migrations += stream.migrations
+
+    def summarize(self, stalls: Sequence[float]) -> None:
+        """Fills `summary`; `stalls` are those of all streams during single faults."""
+        failed = self.requests["total"] - self.requests["complete"] - self.requests["poison"]
+        self.summary = {
+            "faults": sum(len(injected.faults) for injected in self.faults),
+            "complete_share": 1 - failed / max(1, self.requests["total"]),
+            "stall_after_single_faults": percentiles(stalls),
+            "recovery": percentiles([injected.recovery_seconds for injected in self.faults]),
+            "wrong_lost_or_doubled_tokens": len(self.violations),
+        }
+
+    def broken(self) -> list[str]:
+        """The requirements that the run did not meet."""
+        found = list(self.violations)
+        if self.summary["complete_share"] < COMPLETE:
+            found.append(f"{self.summary['complete_share']:.2%} of the requests completed: {dict(self.requests)}")
+        if self.summary["stall_after_single_faults"].get("p99", 0) > STALL_SECONDS:
+            found.append(f"stalls: {self.summary['stall_after_single_faults']}")
+        for name, figures in self.processes.items():
+            for figure, (factor, more) in GROWTH.items():
+                begin, end = figures["begin"].get(figure, 0), figures["end"].get(figure, 0)
+                if end > begin * factor + more:
+                    found.append(f"{name}: {figure} grew from {begin:g} to {end:g}")
+        for name, blocks in self.blocks.items():
+            if blocks["held"] or blocks["free"] + blocks["cached"] != blocks["total"]:
+                found.append(f"{name}: blocks {blocks}")
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(replace(self, requests=dict(self.requests)))
+
+
+def reason_of(stream: Stream) -> str:
+    """Why a stream failed: its status and the text without numbers; empty if it is complete."""
+    if not stream.error:
+        return ""
+    if stream.may_fail:
+        return "poison"
+    return "".join(char for char in stream.error if not char.isdigit())[:120]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p99 and max; empty without values."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()} | {
+        "count": len(ordered)
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the run ran on."""
+    names = [
+        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line
+    ]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in ("kvrelay", "torch", "grpcio", "protobuf", "ray")},
+    }
+
+
+def figures(pid: int) -> dict[str, float]:
+    """Size of one process; empty if it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return {
+            "pid": pid,
+            "rss_mib": round(process.memory_info().rss / 2**20, 1),
+            "fds": process.num_fds(),
+            "threads": process.num_threads(),
+            "sockets": len(process.net_connections("all")),
+        }
+    return {}
