@@ -120,11 +120,15 @@ class RouterActor(ServerActor[Server]):
     """One router; `router-0 (router)` on the dashboard."""
 
     def __init__(self, config: RouterConfig, local: bool, token: str) -> None:
-        if config.host == LOOPBACK:
-            config = replace(config, host=own_host(local))
-        elif config.host in WILDCARDS:
-            config = replace(config, advertised_host=own_host(local))
+        config = reachable(config, local)
         super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config), token)
+
+
+def reachable(config: RouterConfig, local: bool) -> RouterConfig:
+    """The options of a router that others reach at the address that it tells them."""
+    if config.host == LOOPBACK:
+        return replace(config, host=own_host(local))
+    return replace(config, advertised_host=own_host(local)) if config.host in WILDCARDS else config
 
 
 def own_host(local: bool) -> str:

@@ -13,6 +13,8 @@ import pytest
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.errors import GIVEN_UP_KEY
 from kvrelay.router.placement import NoPlace
+from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.validation import check
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -29,6 +31,7 @@ from support.router_fakes import (
     byte_level_tokenizer,
     fake_cluster,
     length_if,
+    model_folder,
     run,
     second_router,
     silent,
@@ -161,6 +164,23 @@ def test_a_later_call_ends_the_earlier_one_wherever_it_is(tmp_path: Path, caplog
     assert KEY.hex() not in caplog.text
     assert repr(KEY) not in caplog.text
     assert "attempt failed" not in caplog.text, "it is no failure of the workers"
+
+
+def test_a_key_is_of_no_use_to_another_tenant(tmp_path: Path) -> None:
+    async def test() -> None:
+        tokenizer = Tokenizer(model_folder(tmp_path))
+        model = FakeWorker("", "colocated", silent).model
+        keys = []
+        for tenant, call in (("mine", 1), ("mine", 2), ("another's", 3)):
+            checked = await check(request(call), tenant, model, tokenizer)
+            assert checked.client_call is not None
+            assert checked.client_call.call == call
+            keys.append(checked.client_call.key)
+        assert keys[0] == keys[1] != keys[2]
+        assert KEY not in keys
+        tokenizer.close()
+
+    run(test)
 
 
 def test_a_stream_that_goes_on_waits_before_new_requests_and_is_not_refused(tmp_path: Path) -> None:
