@@ -5,6 +5,7 @@ own limits.
 """
 
 import asyncio
+import hashlib
 import math
 import secrets
 import uuid
@@ -98,7 +99,7 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     """
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
-    client_call = _client_call(request.resume, params) if request.HasField("resume") else None
+    client_call = _client_call(request.resume, tenant, params) if request.HasField("resume") else None
     _check_choice(params)
     _check_stops(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
@@ -228,8 +229,11 @@ def _names(request_id: str) -> tuple[str, str]:
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
-def _client_call(resume: Resume, params: SamplingParams) -> ClientCall:
-    """The call's place among those of its request. No error contains the key."""
+def _client_call(resume: Resume, tenant: str, params: SamplingParams) -> ClientCall:
+    """The call's place among those of its request. No error contains the key.
+
+    Workers get a hash of the key and the tenant, so no tenant can end another one's request.
+    """
     if not MIN_KEY_BYTES <= len(resume.key) <= MAX_KEY_BYTES:
         raise InvalidRequest("resume.key: number of bytes", len(resume.key), f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
     if resume.call < 1:
@@ -239,7 +243,8 @@ def _client_call(resume: Resume, params: SamplingParams) -> ClientCall:
     drawn = not params.HasField("temperature") or params.temperature > 0
     if resume.token_ids and drawn and not params.HasField("seed"):
         raise InvalidRequest("sampling.seed", None, "the seed of the request's first call, or temperature 0")
-    return ClientCall(key=resume.key, call=resume.call)
+    key = hashlib.blake2b(tenant.encode() + b"\0" + resume.key, digest_size=32).digest()
+    return ClientCall(key=key, call=resume.call)
 
 
 async def _resumed(token_ids: Sequence[int], sampling: Sampling, model: ModelInfo) -> Resumed:
