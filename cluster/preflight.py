@@ -31,8 +31,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_checkpoint(folder)
-    for router in config.router_configs():
-        check_port("grpc_port", router.host, router.grpc_port)
+    for each in config.router_configs():
+        check_port("grpc_port", each.host, each.grpc_port)
     check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}
