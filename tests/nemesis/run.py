@@ -248,9 +248,10 @@ def main() -> int:
     if given.out is not None:
         given.out.write_text(json.dumps(report.plain(), indent=1) + "\n")
     print(json.dumps(report.summary, indent=1))
-    for what in report.broken():
+    found = report.broken() + report.missed()
+    for what in found:
         print(what)
-    return 1 if report.broken() else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
