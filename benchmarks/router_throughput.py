@@ -52,12 +52,16 @@ from kvrelay.internal.v1.worker_pb2 import (
     WorkerHello,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options, server_options
+from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 HOST = "127.0.0.1"
+CREDENTIALS = Credentials("worker", os.environ.setdefault(TOKEN_VARIABLE, "the-token-of-this-benchmark"))
+"""The supervisor and the router inherit the token."""
 MODEL = "pico"
 VOCAB_SIZE, CONTEXT = 4096, 4096
 ASKED_RATE, ASKED_CORES = 8000, 1.0
@@ -95,7 +99,9 @@ class EchoWorker(WorkerServiceServicer):
             pid=os.getpid(),
             state=MEMBER_STATE_READY,
         )
-        heartbeat = HeartbeatClient(self._supervisor, lambda: (member, self._load()), lambda members: None, until.set)
+        heartbeat = HeartbeatClient(
+            self._supervisor, CREDENTIALS, lambda: (member, self._load()), lambda members: None, until.set
+        )
         heartbeat.start()
         await until.wait()
         await heartbeat.stop()

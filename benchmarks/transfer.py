@@ -7,9 +7,10 @@ One JSON line per cell, with its limit.
     throughput   a real sender and receiver, two processes on loopback. The offer is granted before the clock starts,
                  and all of the KV is ready at once, so no compute hides anything. The clock stops at the
                  acknowledgement. Bare Gloo sends the same bytes in one message, and the other end answers with one
-                 byte. Hand-offs with and without checksums and the bare send take turns, repeat by repeat. CPU seconds
-                 per GB are those of both processes. Without --pin the kernel chooses the cores, and the figures vary
-                 with its choice; --pin gives each process its own core.
+                 byte. Hand-offs with and without checksums, with each setting of `transfer.encrypt` that changes what
+                 the transport does, and the bare send take turns, repeat by repeat. CPU seconds per GB are those of
+                 both processes. Without --pin the kernel chooses the cores, and the figures vary with its choice;
+                 --pin gives each process its own core.
     exposed      the whole road (gRPC client, router, one prefill and one decode worker), cold prompts, one at a time:
                  from the end of prefill to the decode worker's acknowledged commit. Needs --model, a checkpoint in
                  bfloat16.
@@ -31,13 +32,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
 from local_cluster import local_cluster
 from torch.distributed import FileStore, ProcessGroupGloo
 from turns import own_setting, save, spread
 
 from kvrelay.client import Client
+from kvrelay.cluster import certificates
 from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.layout import KVLayout
@@ -45,9 +46,10 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.progress import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.rpc.certificates import part_files
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
-from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.config import Encrypt, TransferConfig
 from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.endpoint_loop import HandoffSetup
 from kvrelay.transfer.frames import PoolFrames
@@ -64,7 +66,10 @@ ASKED_RATIO, ASKED_FROM_BYTES = 0.85, 2**23
 ASKED_EXPOSED_PERCENT = 5.0
 PREFILL, DECODE = WorkerId("prefill-0", "p"), WorkerId("decode-0", "d")
 HOST = "127.0.0.1"
+CREDENTIALS = Credentials("worker", "the-token-of-this-benchmark")
 TIMEOUT = timedelta(seconds=60)
+ENCRYPTED: dict[str, tuple[Encrypt, ...]] = {"tcp": ("integrity", "full"), "gloo": ("integrity",)}
+"""The settings of `transfer.encrypt` that change what a transport does."""
 
 
 def scattered(pool: KVPool, count: int, seed: int) -> Hold:
@@ -78,7 +83,13 @@ def setup(
     worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
 ) -> HandoffSetup:
     local = LocalWorker(worker, LAYOUT, "-", pool.tensor.is_cuda)
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, CREDENTIALS)
+
+
+def offered(config: TransferConfig, folder: str, gpu: bool) -> dict[str, Transport]:
+    """The transports of one end; `folder` has its certificates."""
+    files = part_files(Path(folder), "worker") if config.encrypt == "full" else None
+    return available_transports(HOST, config.transport, gpu, config.encrypt, files)
 
 
 class Sending:
@@ -122,38 +133,40 @@ class Receiving:
         """The sender's end reports it."""
 
 
-def bare_group(store: str, rank: int) -> ProcessGroupGloo:
+def bare_group(folder: str, rank: int) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's own stub
     options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
     options._threads = 1
     options._timeout = TIMEOUT
-    return ProcessGroupGloo(FileStore(store, 2), rank, 2, options)
+    return ProcessGroupGloo(FileStore(str(Path(folder) / "store"), 2), rank, 2, options)
 
 
 def receiver(
-    there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str, core: int | None
+    there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], device: str, core: int | None
 ) -> None:
     """The process of the decode side, and of the bare group's rank 1."""
     torch.set_num_threads(1)
     if core is not None:
         os.sched_setaffinity(0, {core})
-    asyncio.run(_receive(there, store, largest, configs, device))
+    asyncio.run(_receive(there, folder, largest, configs, device))
 
 
-async def _receive(there: Connection, store: str, largest: int, configs: Sequence[TransferConfig], device: str) -> None:
+async def _receive(
+    there: Connection, folder: str, largest: int, configs: Sequence[TransferConfig], device: str
+) -> None:
     pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
     host = Receiving(there, pool)
     services, servers, ports = [], [], []
     for config in configs:
-        transports = available_transports(HOST, config.transport, pool.tensor.is_cuda)
+        transports = offered(config, folder, pool.tensor.is_cuda)
         members = PeerTable([Peer(PREFILL, address="")])
         services.append(HandoffService(setup(DECODE, pool, members, config, transports), host))
-        servers.append(grpc.aio.server(options=server_options()))
+        servers.append(CREDENTIALS.server())
         add_HandoffServiceServicer_to_server(services[-1], servers[-1])
         ports.append(servers[-1].add_insecure_port(f"{HOST}:0"))
         await servers[-1].start()
     there.send(ports)
-    group = await asyncio.to_thread(bare_group, store, 1)
+    group = await asyncio.to_thread(bare_group, folder, 1)
     into, byte = torch.zeros(largest, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     while (command := await asyncio.to_thread(there.recv)) is not None:
         what, key, size = command
@@ -174,7 +187,7 @@ class PrefillSide:
     def __init__(
         self,
         here: Connection,
-        store: str,
+        folder: str,
         largest: int,
         configs: Sequence[TransferConfig],
         ports: list[int],
@@ -183,14 +196,14 @@ class PrefillSide:
         self._here = here
         self._pool = KVPool(LAYOUT, LAYOUT.blocks_for(largest // LAYOUT.token_bytes), device)
         self._pool.tensor.view(torch.uint8).random_(0, 256)
-        self._group = bare_group(store, 0)
+        self._group = bare_group(folder, 0)
         self._data = torch.zeros(largest, dtype=torch.uint8).random_(0, 256)
         self._byte = torch.zeros(1, dtype=torch.uint8)
         self._host = Sending()
         self._count = 0
         self._clients = []
         for config, port in zip(configs, ports, strict=True):
-            transports = available_transports(HOST, config.transport, self._pool.tensor.is_cuda)
+            transports = offered(config, folder, self._pool.tensor.is_cuda)
             peers = PeerTable([Peer(DECODE, f"{HOST}:{port}", tuple(entries(transports)))])
             self._clients.append(HandoffClient(setup(PREFILL, self._pool, peers, config, transports), self._host))
 
@@ -243,20 +256,20 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 async def measure(
-    sender: PrefillSide, transport: str, sizes: Sequence[int], repeats: int, pids: Sequence[int]
+    sender: PrefillSide, configs: Mapping[str, TransferConfig], sizes: Sequence[int], repeats: int, pids: Sequence[int]
 ) -> list[dict[str, Any]]:
+    """`configs` are those of `sender`, in its order, by the name of the kind."""
     cells = []
     for size in sizes:
-        kinds: dict[str, Callable[[], Any]] = {
-            "bare": lambda size=size: sender.bare(size),
-            "checksums on": lambda size=size: sender.handoff(0, size),
-            "checksums off": lambda size=size: sender.handoff(1, size),
-        }
+        kinds: dict[str, Callable[[], Any]] = {"bare": lambda size=size: sender.bare(size)}
+        for number, name in enumerate(configs):
+            kinds[name] = lambda number=number, size=size: sender.handoff(number, size)
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         cpu = dict.fromkeys(kinds, 0.0)
         for repeat in range(repeats + 2):
             # Each kind goes first in turn, so that other processes on the machine disturb all kinds alike.
-            names = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
+            turn = repeat % len(kinds)
+            names = list(kinds)[turn:] + list(kinds)[:turn]
             for kind in names:
                 before = cpu_seconds(pids)
                 took = await kinds[kind]()
@@ -266,7 +279,12 @@ async def measure(
         bare = statistics.median(seconds["bare"])
         asked = ASKED_RATIO if size >= ASKED_FROM_BYTES else None
         for kind, times in seconds.items():
-            cell: dict[str, Any] = {"part": "throughput", "transport": transport, "bytes": size, "kind": kind}
+            cell: dict[str, Any] = {
+                "part": "throughput",
+                "transport": configs["checksums on"].transport,
+                "bytes": size,
+                "kind": kind,
+            }
             if kind == "bare":
                 cell["transport"] = "gloo, bare"
             cell["GB/s"] = spread([size / each / 1e9 for each in times])
@@ -292,20 +310,24 @@ def throughput(
     if pin:
         os.sched_setaffinity(0, cores[:1])
     on = TransferConfig(frame_bytes=frame_bytes, transport=transport)
-    configs = [on, replace(on, checksum=False)]
+    configs = {"checksums on": on, "checksums off": replace(on, checksum=False)}
+    for encrypt in ENCRYPTED.get(transport, ()) if device == "cpu" else ():
+        configs[encrypt] = replace(on, encrypt=encrypt)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="kvrelay-transfer-") as folder:
-        store = str(Path(folder) / "store")
+        certificates.make(Path(folder), 365, keep_authority=False)
         process = context.Process(
-            target=receiver, args=(there, store, max(sizes), configs, device, cores[-1] if pin else None), daemon=True
+            target=receiver,
+            args=(there, folder, max(sizes), list(configs.values()), device, cores[-1] if pin else None),
+            daemon=True,
         )
         process.start()
         there.close()
 
         async def run() -> list[dict[str, Any]]:
-            sender = PrefillSide(here, store, max(sizes), configs, here.recv(), device)
-            cells = await measure(sender, transport, sizes, repeats, [os.getpid(), process.pid or 0])
+            sender = PrefillSide(here, folder, max(sizes), list(configs.values()), here.recv(), device)
+            cells = await measure(sender, configs, sizes, repeats, [os.getpid(), process.pid or 0])
             await sender.close()
             return cells
 

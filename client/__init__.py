@@ -1,4 +1,4 @@
-"""The Python client: `Client` blocks, `AsyncClient` is for asyncio.
+"""The Python client: `Client` blocks, `AsyncClient` is for asyncio. Both continue a stream whose router is lost.
 
 >>> from kvrelay.client import Client
 >>> with Client("localhost:50051") as client:
@@ -14,6 +14,7 @@ from kvrelay.client.errors import (
     InternalError,
     InvalidRequest,
     KvrelayError,
+    Unauthenticated,
     Unavailable,
 )
 from kvrelay.client.messages import (
@@ -26,6 +27,7 @@ from kvrelay.client.messages import (
     Timeline,
     Usage,
 )
+from kvrelay.client.security import Tls
 from kvrelay.client.sync import ChunkStream, Client
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "ModelInfo",
     "Prompt",
     "Timeline",
+    "Tls",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

@@ -6,6 +6,9 @@ from typing import cast
 import grpc
 
 RETRY_DELAY_KEY = "retry-delay-ms"
+GIVEN_UP_KEY = "given-up"
+BROKEN = ("RST_STREAM", "Stream removed")
+"""In the text of INTERNAL or UNKNOWN, where gRPC itself makes it of a broken connection."""
 
 
 class KvrelayError(Exception):
@@ -32,6 +35,11 @@ class Exhausted(KvrelayError):
 class Unavailable(KvrelayError, ConnectionError):
     """No router was reached, or the router has no worker that can take the request now."""
 
+    def __init__(self, message: str, code: grpc.StatusCode | None = None, *, given_up: bool = False) -> None:
+        super().__init__(message, code)
+        self.given_up = given_up
+        """Whether several workers have tried the request in vain, so that the client doesn't try it again by itself."""
+
 
 class DeadlineExceeded(KvrelayError, TimeoutError):
     """The call's timeout, or a time limit of the router, has passed."""
@@ -41,16 +49,20 @@ class Cancelled(KvrelayError):
     """The other side ended the call, or `close` was called during a read."""
 
 
+class Unauthenticated(KvrelayError, PermissionError):
+    """The router asks for an API key, or does not know the one that it got."""
+
+
 class InternalError(KvrelayError):
     """A defect of kvrelay."""
 
 
 _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 
 
@@ -62,8 +74,12 @@ def from_grpc(error: grpc.RpcError) -> KvrelayError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         # gRPC's own limit, of this process or of the router, far above what the router allows.
         return InvalidRequest(message, grpc.StatusCode.INVALID_ARGUMENT)
+    metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and any(sign in message for sign in BROKEN):
+        return Unavailable(message, grpc.StatusCode.UNAVAILABLE)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(message or code.name, code, given_up=GIVEN_UP_KEY in metadata)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
         delay = str(metadata.get(RETRY_DELAY_KEY, ""))
         return Exhausted(message, code, int(delay) / 1000 if delay.isdecimal() else None)
     return _KINDS.get(code, KvrelayError)(message or code.name, code)

@@ -11,17 +11,33 @@ from kvrelay.v1 import inference_pb2 as pb
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
-# A router that ends is noticed at once, while a call runs. One that is frozen, or unreachable without a word, is
-# noticed 20 to 40 s after its last sign of life, and the call fails with Unavailable: a ping goes out after 20 s of
-# silence, and may take 20 s, so that no stream ends because one of the two processes gets no CPU for some seconds.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+PING_SECONDS = 20
+PING_OTHERS_SECONDS = 2
+"""Silence after which a client pings its router, and how long the answer may take; the second if it knows others."""
+
+
+def channel_options(routers: int) -> tuple[tuple[str, int], ...]:
+    """Options of the channel to one of so many routers.
+
+    A router that ends is noticed at once, while a call runs. One that is frozen, or unreachable without a word, is
+    noticed one to two times PING_SECONDS after its last sign of life: long enough that no stream ends because one of
+    the two processes gets no CPU for some seconds. If there are other routers, the stream goes on there in any case, so
+    PING_OTHERS_SECONDS count.
+    """
+    seconds = PING_SECONDS if routers == 1 else PING_OTHERS_SECONDS
+    return (
+        ("grpc.keepalive_time_ms", seconds * 1000),
+        ("grpc.keepalive_timeout_ms", seconds * 1000),
+        ("grpc.http2.ping_timeout_ms", seconds * 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Also the time limit of a connection's first bytes, which a frozen router never sends.
+        ("grpc.min_reconnect_backoff_ms", seconds * 1000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    )
+
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages of the form `{"role": ..., "content": ...}`."""
@@ -48,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float | None
     """Drop tokens less likely than this fraction of the likeliest one, in [0, 1]; 0 by default."""
     seed: int | None
-    """Equal seeds give equal tokens; drawn by the router by default."""
+    """Equal seeds give equal tokens; drawn by the client by default."""
     stop: str | Sequence[str]
     """Up to 16 strings; the text ends before the first match."""
     stop_token_ids: Sequence[int]
@@ -56,9 +72,9 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     """Continue after the model's end-of-sequence tokens."""
     tenant: str
-    """Requests of different tenants share no prefix cache."""
+    """Fails the call unless the router knows its caller as this tenant, by the API key or the client's certificate."""
     request_id: str
-    """A name for the request; drawn by the router by default."""
+    """A name for the request; drawn by the client by default."""
     timeout: float | None
     """Seconds until the call fails with DeadlineExceeded; the client's own by default."""
 
@@ -94,6 +110,7 @@ class Timeline:
     prefill_worker: str
     decode_worker: str
     migrations: int
+    resumes: int
 
 
 @dataclass(frozen=True, slots=True)

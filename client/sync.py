@@ -1,43 +1,61 @@
 """The blocking client."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar, Unpack
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, Unpack
 
 import grpc
 
 from kvrelay.client import messages
-from kvrelay.client.errors import from_grpc
-from kvrelay.client.messages import CHANNEL_OPTIONS, Chunk, Completion, GenerateOptions, ModelInfo, Prompt
+from kvrelay.client.course import RESUME_SECONDS, Course, Routers
+from kvrelay.client.errors import Cancelled, KvrelayError, Unavailable, from_grpc
+from kvrelay.client.messages import Chunk, Completion, GenerateOptions, ModelInfo, Prompt, channel_options
+from kvrelay.client.security import Tls, metadata
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 
 ResponseT = TypeVar("ResponseT")
+if TYPE_CHECKING:
+    Call: TypeAlias = grpc.CallIterator[pb.GenerateResponse]
 
 
 class ChunkStream(Iterator[Chunk], AbstractContextManager["ChunkStream"]):
-    """The chunks of one request, as they come.
+    """The chunks of one request, as they come, whichever router sends them.
 
     Ending it early cancels the request on every worker: by `close`, by leaving a `with`, or by dropping the last
     reference to it, as a `break` out of `for` may do.
     """
 
-    def __init__(self, call: "grpc.CallIterator[pb.GenerateResponse]") -> None:
+    def __init__(self, course: Course, call: "Call", begin: Callable[[Course], "Call"]) -> None:
+        """
+        Args:
+            call: the first one of the course.
+            begin: starts the next one.
+        """
+        self._course = course
         self._call = call
         self._responses = iter(call)
+        self._begin = begin
+        self._closed = threading.Event()
 
     def __next__(self) -> Chunk:
         """
         Raises:
             KvrelayError: the request failed.
         """
-        try:
-            return messages.chunk(next(self._responses))
-        except grpc.RpcError as error:
-            raise from_grpc(error) from None
+        while True:
+            try:
+                response = next(self._responses)
+            except grpc.RpcError as error:
+                self._resume(from_grpc(error))
+            else:
+                self._course.received(response)
+                return messages.chunk(response)
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""
+        self._closed.set()
         self._call.cancel()  # type: ignore[no-untyped-call]  # by grpc-stubs
 
     def __exit__(self, *_: object) -> None:
@@ -46,9 +64,24 @@ class ChunkStream(Iterator[Chunk], AbstractContextManager["ChunkStream"]):
     def __del__(self) -> None:
         self.close()
 
+    def _resume(self, error: KvrelayError) -> None:
+        """Begins the next call, after a pause.
+
+        Raises:
+            KvrelayError: the request is over.
+        """
+        if self._closed.is_set():
+            raise error
+        if self._closed.wait(self._course.failed(error)):
+            raise Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)
+        self._call = self._begin(self._course)
+        self._responses = iter(self._call)
+        if self._closed.is_set():
+            self.close()  # it was closed meanwhile, without this call
+
 
 class Client(AbstractContextManager["Client"]):
-    """Calls a router. Threads may share it.
+    """Calls the routers of a cluster. Threads may share it.
 
     >>> with Client("localhost:50051") as client:
     ...     for chunk in client.generate("def __init__(self,", max_tokens=64, temperature=0):
@@ -56,15 +89,42 @@ class Client(AbstractContextManager["Client"]):
     ...     client.complete([1, 2, 3], seed=7).text
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        resume_seconds: float = RESUME_SECONDS,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         """
         Args:
-            target: host:port of a router.
+            target: host:port of a router, or of several, as a sequence or with commas between. Requests take turns, and
+                go on at another router if theirs is lost.
             timeout: time limit in seconds of each call that has none of its own; None for no limit.
+            resume_seconds: how long a stream that has begun may be without a router, within its timeout; 0 ends it with
+                the connection.
+            api_key: for a router that asks for one; without `tls` it travels in plaintext.
+            tls: None for a router without TLS.
+
+        Raises:
+            InvalidRequest: an address is empty.
+            OSError: a file of `tls` can't be read.
         """
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        self._stub = InferenceServiceStub(self._channel)
+        self._resume_seconds = resume_seconds
+        self._routers = Routers(target)
+        options = channel_options(len(self._routers.addresses))
+        self._metadata = metadata(api_key)
+        self._channels = [
+            grpc.insecure_channel(address, options=options)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options=tls.options(options))
+            for address in self._routers.addresses
+        ]
+        self._stubs = [InferenceServiceStub(channel) for channel in self._channels]
+        self._closed = False
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> ChunkStream:
         """Starts a request and returns its stream; `GenerateOptions` describes the options.
@@ -74,7 +134,9 @@ class Client(AbstractContextManager["Client"]):
         """
         request = messages.generate_request(prompt, options)
         timeout = options.get("timeout")
-        return ChunkStream(self._stub.Generate(request, timeout=self._timeout if timeout is None else timeout))
+        timeout = self._timeout if timeout is None else timeout
+        course = Course(request, self._routers, timeout, self._resume_seconds)
+        return ChunkStream(course, self._begin(course), self._begin)
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Like `generate`, but returns the whole completion.
@@ -91,27 +153,47 @@ class Client(AbstractContextManager["Client"]):
         Raises:
             KvrelayError: there is no router, or it has no worker yet.
         """
-        return messages.model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return messages.model_info(self._unary(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text, or of chat messages through the model's chat template."""
-        response: pb.TokenizeResponse = self._call(self._stub.Tokenize, messages.tokenize_request(prompt))
+        response: pb.TokenizeResponse = self._unary(lambda stub: stub.Tokenize, messages.tokenize_request(prompt))
         return list(response.token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of token ids."""
-        response: pb.DetokenizeResponse = self._call(self._stub.Detokenize, messages.detokenize_request(token_ids))
+        request = messages.detokenize_request(token_ids)
+        response: pb.DetokenizeResponse = self._unary(lambda stub: stub.Detokenize, request)
         return response.text
 
     def close(self) -> None:
         """Ends every running call."""
-        self._channel.close()
+        self._closed = True
+        for channel in self._channels:
+            channel.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., ResponseT], request: object) -> ResponseT:
+    def _begin(self, course: Course) -> "Call":
+        if self._closed:
+            raise Cancelled("the client is closed", grpc.StatusCode.CANCELLED)
+        call: Call = self._stubs[course.router].Generate(course.call(), timeout=course.timeout, metadata=self._metadata)
+        return call
+
+    def _unary(self, method: Callable[[InferenceServiceStub], Callable[..., ResponseT]], request: object) -> ResponseT:
+        """The answer of the first router that can be reached."""
+        routers = self._routers
+        router = routers.first()
+        for _ in routers.addresses[1:]:
+            try:
+                return self._ask(method(self._stubs[router]), request)
+            except Unavailable:
+                router = routers.after(router)
+        return self._ask(method(self._stubs[router]), request)
+
+    def _ask(self, method: Callable[..., ResponseT], request: object) -> ResponseT:
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_grpc(error) from None

@@ -22,6 +22,7 @@ import ray.util
 from kvrelay.cluster.replacement import Ended
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
+from kvrelay.rpc.security import TOKEN_VARIABLE
 from kvrelay.rpc.serve import EXIT_SECONDS, FAILED_CODE, FAILED_GRACE_SECONDS, STOP_SECONDS, ExitDeadline, Server
 from kvrelay.worker.config import WorkerConfig
 
@@ -33,6 +34,7 @@ WATCH_SECONDS = 2.0
 REPORT_SECONDS = 10.0
 """For the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "[::]")
 ServerT = TypeVar("ServerT", bound=Server)
 
 
@@ -42,9 +44,17 @@ class ServerActor(Generic[ServerT]):
     stop_seconds = STOP_SECONDS
     """For the server to stop, beyond the time for its requests."""
 
-    def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT]) -> None:
-        """`title` names the actor on Ray's dashboard; `make` raises ValueError for a mistake in the configuration."""
+    def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
+        """
+        Args:
+            title: names the actor on Ray's dashboard.
+            make: raises ValueError for a mistake in the configuration.
+            token: the join token, unless the configuration names a file with it. It comes as an argument, because Ray
+                shows and logs an actor's environment.
+        """
         log.configure(part=part, name=name)
+        if token:
+            os.environ[TOKEN_VARIABLE] = token
         self._title = title
         self._make = make
         self._started: Future[ServerT] = Future()
@@ -95,13 +105,13 @@ class ServerActor(Generic[ServerT]):
 class WorkerActor(ServerActor[Server]):
     """One worker; `prefill-0 (prefill, rank 0, gpu 0)` on the dashboard."""
 
-    def __init__(self, config: WorkerConfig, local: bool) -> None:
+    def __init__(self, config: WorkerConfig, local: bool, token: str) -> None:
         # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
         os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
         gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
         config = replace(config, host=own_host(local))
         title = f"{config.name} ({config.role}, rank 0, gpu {gpus or 'none'})"
-        super().__init__("worker", config.name, title, partial(_worker, config))
+        super().__init__("worker", config.name, title, partial(_worker, config), token)
         if gpus and config.engine.device == "cpu":
             logger.warning("engine.device is cpu; the GPUs reserved for this worker stay idle")
 
@@ -109,10 +119,12 @@ class WorkerActor(ServerActor[Server]):
 class RouterActor(ServerActor[Server]):
     """One router; `router-0 (router)` on the dashboard."""
 
-    def __init__(self, config: RouterConfig, local: bool) -> None:
+    def __init__(self, config: RouterConfig, local: bool, token: str) -> None:
         if config.host == LOOPBACK:
             config = replace(config, host=own_host(local))
-        super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config))
+        elif config.host in WILDCARDS:
+            config = replace(config, advertised_host=own_host(local))
+        super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config), token)
 
 
 def own_host(local: bool) -> str:

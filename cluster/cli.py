@@ -66,8 +66,9 @@ config_option = click.option(
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
 @click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
-@click.option("--host", metavar="H", help="Address that the router listens on (default 127.0.0.1).")
-@click.option("--grpc-port", type=int, metavar="P", help="Port that the router listens on; 0 takes a free one.")
+@click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
+@click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
+@click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
 @click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
@@ -113,9 +114,9 @@ def status(as_json: bool) -> None:
     from kvrelay.cluster import status as status_of
 
     current = state.current()
-    found = status_of.get_status(current.supervisor) if current is not None and current.supervisor else None
+    found = None if current is None else status_of.get_status(current)
     router = current.router if current is not None and found is None and current.router else ""
-    unsupervised = router != "" and status_of.serves(router)
+    unsupervised = current is not None and router != "" and status_of.serves(router, current.router_tls)
     if as_json:
         shown = status_of.as_json(found)
         click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
@@ -125,7 +126,7 @@ def status(as_json: bool) -> None:
         for line in status_of.incompatible_workers(found):
             console.print(line)
     elif unsupervised:
-        click.echo(f"the supervisor is down; the router {router} serves, and lost workers are not replaced meanwhile")
+        click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:
         click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
     if found is None:
@@ -134,15 +135,26 @@ def status(as_json: bool) -> None:
 
 @main.command()
 @click.argument("prompt")
-@click.option("--target", metavar="H:P", help=f"The router; default: the running cluster's, else {DEFAULT_TARGET}.")
+@click.option(
+    "--target",
+    metavar="H:P[,H:P]...",
+    help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
+)
+@click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
+@click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
-    """Continues PROMPT; prints the text as it is generated."""
+def generate(
+    prompt: str, target: str | None, tls: bool, ca: Path | None, as_json: bool, timeline: bool, **sampling: Any
+) -> None:
+    """Continues PROMPT; prints the text as it is generated.
+
+    The variable KVRELAY_API_KEY has the key for a router that asks for one.
+    """
     from kvrelay.cluster import generate as generation
 
     try:
@@ -157,9 +169,12 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **s
         from kvrelay.cluster import state
 
         current = state.current()
-        target = current.router if current is not None and current.router else DEFAULT_TARGET
+        target = DEFAULT_TARGET
+        if current is not None and current.router:
+            target, tls = current.router, tls or current.router_tls
     options = cast("GenerateOptions", sampling)
-    generation.generate(target, prompt, options, as_json=as_json, timeline=timeline)
+    router = generation.Router(target, tls or ca is not None, ca, os.environ.get("KVRELAY_API_KEY") or None)
+    generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 
 
 @main.command()
@@ -171,6 +186,20 @@ def down() -> None:
     with closing(Report(_console())) as report:
         ended = down_of.down(report)
     click.echo("the cluster has ended" if ended else "no cluster is running")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Until they end.")
+def certificates(folder: Path, days: int) -> None:
+    """Makes the certificates of a cluster's roles in FOLDER, for `security.tls: mutual`.
+
+    An authority in FOLDER (ca.crt, ca.key) signs them, else a new one is made. Keep ca.key away from the cluster.
+    """
+    from kvrelay.cluster import certificates as made
+
+    made.make(folder, days, keep_authority=True)
+    click.echo(f"{folder}: ca.crt, ca.key, and a .crt and .key for each role, valid for {days} days")
 
 
 @main.group()
@@ -211,6 +240,7 @@ OPTIONS = {
     "prefill": "prefill.replicas",
     "decode": "decode.replicas",
     "colocated": "colocated.replicas",
+    "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",
     "address": "ray.address",
@@ -243,8 +273,12 @@ def _refuse_second() -> None:
     current = state.current()
     if current is None:
         return
-    supervised = current.supervisor != "" and status.get_status(current.supervisor) is not None
-    if current.pid is None and not supervised and not (current.router and status.serves(current.router)):
+    supervised = status.get_status(current) is not None
+    if (
+        current.pid is None
+        and not supervised
+        and not (current.router and status.serves(current.router, current.router_tls))
+    ):
         state.forget()  # it was left on a shared Ray cluster and has ended there
         return
     owner = f"on Ray at {current.ray_address}" if current.pid is None else f"pid {current.pid}"

@@ -7,7 +7,7 @@ so an option is defined, checked and documented once.
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 
@@ -97,15 +98,30 @@ def _describe_inherited(schema: dict[str, Any], options: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RouterSection(RouterOptions):
-    """The front door. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
+    """The front doors. On a Ray cluster that was joined, the host 127.0.0.1 means the address of the router's node."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {**STRICT, "json_schema_extra": _describe_inherited}
 
+    replicas: int = 1
+    """Number of routers, each of which places requests on all workers. Clients that know several continue a stream at
+    another one if its router is lost."""
+
+    port_step: int = 1
+    """Distance between the ports of two routers: the first has grpc_port. 0 gives all of them the same, for routers
+    with addresses of their own."""
+
     cpus: Amount = 1.0
-    """CPUs that Ray reserves for the router."""
+    """CPUs that Ray reserves for each router."""
 
     resources: dict[str, Amount] = field(default_factory=dict)
-    """Custom Ray resources that the router takes; they select the nodes that it runs on."""
+    """Custom Ray resources that each router takes; they select the nodes that it runs on."""
+
+    def __post_init__(self) -> None:
+        RouterOptions.__post_init__(self)
+        require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
+        require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
+        most = 65535 - (self.replicas - 1) * self.port_step
+        require(self.grpc_port <= most, "grpc_port", self.grpc_port, f"up to {most} for {self.replicas} routers")
 
 
 class RaySection(Section):
@@ -148,6 +164,7 @@ class ClusterConfig(Section):
     colocated: RoleSection = RoleSection()
     """Workers that do both, without a hand-off."""
     ray: RaySection = RaySection()
+    security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
@@ -163,7 +180,10 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
+        full = self.transfer.encrypt == "full"
+        require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         self._require_resources(None)
+        self._require_ports()
         for role in ROLES:
             self._engine(role)
             self._require_resources(role)
@@ -173,6 +193,11 @@ class ClusterConfig(Section):
                 replicas > 0 or not needed, f"{role}.replicas", replicas, "at least 1, unless colocated.replicas is"
             )
         return self
+
+    def _require_ports(self) -> None:
+        shared = self.local and self.router.replicas > 1 and self.router.grpc_port > 0
+        allowed = "1 or more, since the routers share this machine"
+        require(not shared or self.router.port_step > 0, "router.port_step", self.router.port_step, allowed)
 
     def _require_resources(self, role: WorkerRole | None) -> None:
         reserved = bool(self.bundle(role))
@@ -212,28 +237,39 @@ class ClusterConfig(Section):
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
                 drain_seconds=self.drain_seconds,
+                security=self.security,
             )
             for role in ROLES
             for index in range(self.role(role).replicas)
         ]
 
-    def router_config(self) -> RouterConfig:
-        """The router's options, without the supervisor's address."""
-        options = asdict(self.router)
-        del options["cpus"], options["resources"]
-        return RouterConfig(**options, model=self.model.path)
+    def router_configs(self) -> list[RouterConfig]:
+        """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""
+        section = self.router
+        known = {option.name for option in fields(RouterOptions)} - {"grpc_port"}
+        options = {name: value for name, value in asdict(section).items() if name in known}
+        return [
+            RouterConfig(
+                **options,
+                name=f"router-{index}",
+                grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
+                model=self.model.path,
+                drain_seconds=self.drain_seconds,
+                security=self.security,
+            )
+            for index in range(section.replicas)
+        ]
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
-        """Ray resources that one worker of this role reserves; those of the router for None."""
+        """Ray resources that one worker of this role reserves; those of one router for None."""
         section = self.router if role is None else self.role(role)
         amounts = {"CPU": section.cpus, "GPU": getattr(section, "gpus", 0.0), **section.resources}
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
     def total_resources(self) -> dict[str, float]:
-        """Ray resources of all workers and the router together."""
-        total: Counter[str] = Counter(self.bundle(None))
-        for role in ROLES:
-            replicas = self.role(role).replicas
+        """Ray resources of all workers and routers together."""
+        total: Counter[str] = Counter()
+        for role, replicas in ((None, self.router.replicas), *((role, self.role(role).replicas) for role in ROLES)):
             total.update({name: amount * replicas for name, amount in self.bundle(role).items()})
         return dict(+total)
 

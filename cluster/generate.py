@@ -2,24 +2,47 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.client import Client, GenerateOptions, Timeline
+from kvrelay.client import Client, GenerateOptions, Timeline, Tls
 from kvrelay.client.errors import InvalidRequest, KvrelayError
 from kvrelay.cluster.errors import RunError, UsageError
 
 
-def generate(target: str, prompt: str, options: GenerateOptions, *, as_json: bool, timeline: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router, and what it is called with."""
+
+    target: str
+    """Its host:port."""
+    tls: bool
+    ca: Path | None
+    """File with the authorities of its certificate; None takes gRPC's own."""
+    api_key: str | None
+
+    def client(self) -> Client:
+        """
+        Raises:
+            UsageError: `ca` can't be read.
+        """
+        try:
+            return Client(self.target, api_key=self.api_key, tls=Tls(self.ca) if self.tls else None)
+        except OSError as error:
+            raise UsageError(f"--ca {self.ca}: {error.strerror}") from None
+
+
+def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: bool, timeline: bool) -> None:
     """Prints the text as it arrives and, with `timeline`, where the time went; or one JSON object at the end.
 
     Raises:
-        ClusterError: there is no router at `target`, or it refuses the request.
+        ClusterError: there is no such router, or it refuses the request.
     """
     try:
-        with Client(target) as client:
+        with router.client() as client:
             if as_json:
                 print(json.dumps(asdict(client.complete(prompt, **options))))
                 return
@@ -31,7 +54,7 @@ def generate(target: str, prompt: str, options: GenerateOptions, *, as_json: boo
     except InvalidRequest as error:
         raise UsageError(str(error)) from None
     except KvrelayError as error:
-        raise RunError(f"--target {target}: {error}") from None
+        raise RunError(f"--target {router.target}: {error}") from None
     print()
     if timeline and last is not None and last.timeline is not None:
         Console(highlight=False).print(timeline_table(last.timeline))

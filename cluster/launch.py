@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from kvrelay.cluster import processes, state, supervisor_actor
+from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
@@ -94,6 +94,7 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig, report: "Report", signals: Signals, owner: int | None) -> None:
         self._config = config
+        self._token = ""
         self._report = report
         self._signals = signals
         self._supervisor: Any = None
@@ -101,7 +102,10 @@ class Cluster:
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
-        self._update()
+        secured = secrets.prepare(self._config)
+        self._config, self._token = secured.config, secured.token
+        self._update(join_token_path=secured.token_path, certificates=secured.config.security.certificates)
+        self._update(router_tls=bool(self._config.router.tls_certificate))
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
@@ -109,7 +113,7 @@ class Cluster:
         self._connect()
         self._signals.check()
         self._report.phase("starting the cluster")
-        self._supervisor = supervisor_actor.create(self._config)
+        self._supervisor = supervisor_actor.create(self._config, self._token)
         self._update(supervisor=self._ask(self._supervisor.address))
         self._update(router=self._until_ready())
 
@@ -130,7 +134,7 @@ class Cluster:
                 reason = " ".join(str(error).split())
                 self._report.phase(f"the supervisor is lost and replaced; requests are served meanwhile: {reason}")
                 self._supervisor = supervisor_actor.find(self._config.ray.namespace) or supervisor_actor.create(
-                    self._config
+                    self._config, self._token
                 )
             watch = self._supervisor.watch.remote(WATCH_SECONDS)
 
@@ -204,7 +208,7 @@ class Cluster:
             raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
     def _until_ready(self) -> str:
-        """The router's address."""
+        """The routers' addresses, with commas between."""
         last: Startup | None = None
         changed = time.monotonic()
         while True:
@@ -212,15 +216,15 @@ class Cluster:
             self._report.progress(startup.members)
             _check_failures(startup)
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
-            if startup.ready and everyone and serves(startup.router):
-                return startup.router
+            if startup.ready and everyone and all(serves(router, self.state.router_tls) for router in startup.routers):
+                return ",".join(startup.routers)
             if startup != last:
                 last, changed = startup, time.monotonic()
             elif time.monotonic() - changed > STALL_SECONDS:
                 missing = ", ".join(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
-                    return startup.router
+                    return ",".join(startup.routers)
                 raise RunError(
                     f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
                     f"{_logs()}"

@@ -336,16 +336,10 @@ class Membership:
         self._last = now
 
 
-def incompatible(members: Iterable[Member]) -> list[list[str]]:
-    """The names of the live workers, one list for each digest of compatibility, the largest first.
-
-    Workers of different lists can't hand KV over to each other. A worker that has sent no digest yet is in no list.
-    """
-    groups: dict[str, list[str]] = {}
-    for member in members:
-        if member.compatibility and member.state != MEMBER_STATE_DEAD:
-            groups.setdefault(member.compatibility, []).append(member.name)
-    return sorted((sorted(names) for names in groups.values()), key=lambda names: (-len(names), names))
+def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
+    """host:port of the public gRPC of each router that is ready, in the order of their names."""
+    ready = [member for member in members if member.role == ROLE_ROUTER and member.state == MEMBER_STATE_READY]
+    return tuple(member.address for member in sorted(ready, key=lambda member: (len(member.name), member.name)))
 
 
 def _stuck(report: Member, seconds: float) -> bool:

@@ -27,6 +27,7 @@ HISTOGRAMS = {
 COUNTERS = {
     "retries": ("router_retries", "Placements after a failed attempt."),
     "migrations": ("router_migrations", "Placements of requests whose worker drains."),
+    "resumed": ("router_resumes", "Calls that continue a request whose earlier call was lost."),
     "transfer_bytes": ("transfer_kv_bytes", "KV sent over links."),
     "prompt_tokens": ("router_prompt_tokens", "Tokens of prompts."),
     "cached_tokens": ("router_cached_tokens", "Prompt tokens found in prefix caches."),

@@ -2,20 +2,27 @@
 
 import errno
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
 from kvrelay.models import resolve
+from kvrelay.router.callers import Callers, public_certificates
+from kvrelay.rpc.certificates import part_files
+from kvrelay.rpc.security import PARTS
+
+ROUTER_FILES = ("api_keys", "tls_certificate", "tls_key", "tls_client_ca")
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
-    """Returns the configuration with the model's folder resolved. Folders and ports of other machines aren't checked.
+    """Returns the configuration with absolute paths. Files and ports of other machines aren't checked.
 
     Raises:
-        UsageError: the model is missing, or a port is in use.
+        UsageError: the model or another file is missing or can't be used, or a port is in use.
     """
     if not config.local:
         return config
@@ -24,9 +31,35 @@ def check(config: ClusterConfig) -> ClusterConfig:
     except ValueError as error:
         raise UsageError(str(error)) from None
     check_checkpoint(folder)
-    check_port("grpc_port", config.router.host, config.router.grpc_port)
+    for router in config.router_configs():
+        check_port("grpc_port", router.host, router.grpc_port)
     check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder.absolute())})})
+    check_access(config)
+    given = {name: getattr(config.router, name) for name in ROUTER_FILES}
+    files: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in given.items() if path}
+    router = replace(config.router, **files)
+    model = config.model.model_copy(update={"path": str(folder.absolute())})
+    return config.model_copy(update={"model": model, "router": router})
+
+
+def check_access(config: ClusterConfig) -> None:
+    """Checks the files by which the cluster's parts and its clients prove who they are.
+
+    Raises:
+        UsageError: one is missing or can't be used.
+    """
+    section, security = "router", config.security
+    try:
+        Callers(config.router)
+        public_certificates(config.router)
+        section = "security"
+        if security.join_token_path:
+            security.token()
+        if security.tls == "mutual" and security.certificates:
+            for part in PARTS:
+                part_files(Path(security.certificates), part)
+    except ValueError as error:
+        raise UsageError(f"{section}: {error}") from None
 
 
 def check_checkpoint(folder: Path) -> None:

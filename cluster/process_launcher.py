@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvrelay.cluster import processes
 from kvrelay.cluster.processes import Process
 from kvrelay.cluster.replacement import Ended
 from kvrelay.engine.config import require
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class MemberProcess:
     """Python module to run: `kvrelay.prefill_worker`, `kvrelay.decode_worker`, `kvrelay.worker` or `kvrelay.router`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Its options, but `name` and `supervisor`, which are set here."""
+    """Its options, but `name` and `supervisor`, which are set here. `security` is the supervisor's by default."""
 
     def __post_init__(self) -> None:
         require(self.module != "", "module", self.module, "a Python module")
@@ -43,7 +44,9 @@ class MemberProcess:
 class ProcessLauncher:
     """The supervisor's Launcher of plain processes."""
 
-    def __init__(self, folder: Path, members: dict[str, MemberProcess]) -> None:
+    def __init__(self, folder: Path, members: dict[str, MemberProcess], security: SecurityConfig) -> None:
+        """`security`: of members that have none of their own."""
+        self._security = asdict(security)
         self.names = tuple(members)
         self._folder = folder
         self._members = members
@@ -88,7 +91,8 @@ class ProcessLauncher:
     def _start(self, name: str, supervisor: str) -> Process:
         member = self._members[name]
         options, log = self._folder / f"{name}.json", self._folder / f"{name}.log"
-        options.write_text(json.dumps(member.options | {"name": name, "supervisor": supervisor}, indent=2))
+        given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
+        options.write_text(json.dumps(given, indent=2))
         with log.open("ab") as output:
             child = self._children[name] = subprocess.Popen(
                 [sys.executable, "-m", member.module, "--config", str(options)],

@@ -31,13 +31,15 @@ UNNAMED_SECONDS = 30.0
 class RayLauncher:
     """The supervisor's Launcher of Ray actors."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, token: str) -> None:
+        """`token`: the join token, unless `config` names a file with it."""
         self._config = config
+        self._token = token
         self._namespace = config.ray.namespace
         self._workers = {worker.name: worker for worker in config.worker_configs()}
-        self._router = config.router_config()
+        self._routers = {router.name: router for router in config.router_configs()}
         self._bundles = {name: config.bundle(worker.role) for name, worker in self._workers.items()}
-        self._bundles[self._router.name] = config.bundle(None)
+        self._bundles |= dict.fromkeys(self._routers, config.bundle(None))
         self._actors: dict[str, Any] = {}
         self._adopted: set[str] = set()
         self.names = tuple(self._bundles)
@@ -132,8 +134,9 @@ class RayLauncher:
             "resources": bundle,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
-        kind, config = (RouterActor, self._router) if worker is None else (WorkerActor, worker)
-        return ray.remote(kind).options(**options).remote(replace(config, supervisor=supervisor), self._config.local)
+        kind, config = (RouterActor, self._routers[name]) if worker is None else (WorkerActor, worker)
+        member = replace(config, supervisor=supervisor)
+        return ray.remote(kind).options(**options).remote(member, self._config.local, self._token)
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

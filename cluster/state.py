@@ -32,9 +32,15 @@ class ClusterState:
     supervisor: str = ""
     """host:port of the supervisor's gRPC."""
     router: str = ""
-    """host:port of the public gRPC."""
+    """host:port of the public gRPC of each router, with commas between."""
     dashboard: str = ""
     """URL of Ray's dashboard."""
+    join_token_path: str = ""
+    """File with the join token of its internal calls."""
+    certificates: str = ""
+    """Folder of its certificates; empty without TLS."""
+    router_tls: bool = False
+    """Whether the public gRPC uses TLS."""
     drain_seconds: float = 30.0
     """Time that requests are given to finish when it ends."""
 
@@ -69,7 +75,7 @@ def owned() -> Iterator[None]:
 
 
 def save(state: ClusterState) -> None:
-    """Writes the record. Only this user can read it, since it holds the address of an unauthenticated port."""
+    """Writes the record. Only this user can read it, since it says where the cluster is reached."""
     path = folder() / "cluster.json"
     fresh = path.with_suffix(f".{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,5 +1,6 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -7,9 +8,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
-from kvrelay.cluster.membership import incompatible
+from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
     ROLE_ROUTER,
     GetStatusRequest,
     GetStatusResponse,
@@ -18,23 +20,61 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.compatibility import groups, unpaired
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.security import SecurityConfig
 
 TIMEOUT_SECONDS = 5.0
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
 
 
-def get_status(supervisor: str, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
-    """The status from the supervisor at host:port; None if it doesn't answer in time."""
-    with grpc.insecure_channel(supervisor, options=channel_options()) as channel, suppress(grpc.RpcError):
-        response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=timeout)
-        return response
-    return None
+def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetStatusResponse | None:
+    """The status from the cluster's supervisor; None if it isn't known yet, or doesn't answer in time.
+
+    Raises:
+        RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
+    """
+    if not cluster.supervisor:
+        return None
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        credentials = Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
+        try:
+            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
+                GetStatusRequest(), timeout=timeout, metadata=credentials.metadata
+            )
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
+            return None
+    return response
 
 
-def serves(router: str, timeout: float = TIMEOUT_SECONDS) -> bool:
-    """Whether the health service of the router at host:port answers that a request can be placed now."""
+def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
+    """Whether the health service of one of the routers answers that a request can be placed now.
+
+    With `tls`, whether somebody listens there: this process may have no certificate that the router takes.
+
+    Args:
+        routers: host:port of each, with commas between.
+    """
+    return any(_serves(router, tls, timeout) for router in routers.split(","))
+
+
+def _serves(router: str, tls: bool, timeout: float) -> bool:
+    if tls:
+        host, _, port = router.rpartition(":")
+        with suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+            return True
+        return False
     with grpc.insecure_channel(router, options=channel_options()) as channel, suppress(grpc.RpcError):
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
@@ -45,26 +85,20 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     """The output of `kvrelay status --json`; None if no cluster answers."""
     supervised = status is not None
     status = status or GetStatusResponse()
+    paired = groups(entry.member for entry in status.members)
     return {
         "supervised": supervised,
         "ready": status.ready,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
-        "incompatible": _groups(status),
+        "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
 
 
 def incompatible_workers(status: GetStatusResponse) -> list[str]:
-    """A line for each group of workers that can't be paired with the largest group; none if all can be paired."""
-    groups = _groups(status)
-    return [f"{', '.join(names)} can't hand KV over to or from {', '.join(groups[0])}" for names in groups[1:]]
-
-
-def _groups(status: GetStatusResponse) -> list[list[str]]:
-    """The workers in groups that can be paired, the largest first; empty if all workers can be paired."""
-    groups = incompatible(entry.member for entry in status.members)
-    return groups if len(groups) > 1 else []
+    """A sentence for each group of workers that can't be paired with the preferred group; none if all can be."""
+    return unpaired(entry.member for entry in status.members)
 
 
 def as_table(status: GetStatusResponse, dashboard: str) -> Table:
@@ -120,11 +154,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
 
 
 def _router(status: GetStatusResponse) -> str | None:
-    """host:port of a router that is ready."""
-    for entry in status.members:
-        if entry.member.role == ROLE_ROUTER and entry.member.state == MEMBER_STATE_READY:
-            return entry.member.address
-    return None
+    """host:port of each router that is ready, with commas between."""
+    return ",".join(ready_routers(entry.member for entry in status.members)) or None
 
 
 def _role(role: Role) -> str:

@@ -19,13 +19,12 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster.keepers import Keepers, Progress
-from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership
+from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_routers
 from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_READY,
     ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
@@ -35,9 +34,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     SupervisorRecord,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
+from kvrelay.rpc.security import Part, SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
 logger = logging.getLogger("kvrelay.cluster.supervisor")  # __name__ is __main__ in a process of its own
@@ -69,6 +69,9 @@ class SupervisorConfig(HeartbeatConfig):
     """Processes to keep running on this machine, by name; needs `state_path`. Its folder gets NAME.json, the options
     that the process is started with, NAME.log, its output, and NAME.pid."""
 
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Who may call it, and what protects it."""
+
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
@@ -83,8 +86,8 @@ class Startup:
 
     ready: bool
     """Requests can be served, though some members may be missing."""
-    router: str
-    """host:port of the public gRPC of a router that is ready; empty before."""
+    routers: tuple[str, ...]
+    """host:port of the public gRPC of each router that is ready, in the order of their names."""
     members: list[Progress]
 
 
@@ -104,6 +107,10 @@ class _Published:
         return 0
 
 
+class WrongPart(ValueError):
+    """A heartbeat of a role that the caller's certificate doesn't name."""
+
+
 class SupervisorServer(SupervisorServiceServicer):
     """Serves SupervisorService over a Membership, and keeps the members of its launcher running."""
 
@@ -115,14 +122,16 @@ class SupervisorServer(SupervisorServiceServicer):
             store: keeps the record elsewhere than in `config.state_path`.
 
         Raises:
-            ValueError: the record can't be read.
+            ValueError: the record can't be read, there is no join token, or a certificate can't be used.
         """
         self.config = config
+        self._credentials = Credentials.of("supervisor", config.security)
         self.membership = Membership(config, drain_seconds=config.drain_seconds)
         if store is None and config.state_path:
             store = FileStore(Path(config.state_path))
         if launcher is None and config.members:
-            launcher = ProcessLauncher(Path(config.state_path).absolute().parent, config.members)
+            folder = Path(config.state_path).absolute().parent
+            launcher = ProcessLauncher(folder, config.members, config.security)
         record = None if store is None else store.load()
         self._last_address = ""
         if record is not None:
@@ -187,10 +196,9 @@ class SupervisorServer(SupervisorServiceServicer):
 
     def startup(self) -> Startup:
         """How far every expected member is."""
-        members = self.membership.members()
-        routers = [m.address for m in members if m.role == ROLE_ROUTER and m.state == MEMBER_STATE_READY]
+        routers = ready_routers(self.membership.members())
         progress = [] if self._keepers is None else self._keepers.progress()
-        return Startup(self.membership.ready, routers[0] if routers else "", progress)
+        return Startup(self.membership.ready, routers, progress)
 
     async def _bind(self) -> grpc.aio.Server:
         """A server at the configured port, or at the port where the members look for this supervisor."""
@@ -199,10 +207,10 @@ class SupervisorServer(SupervisorServiceServicer):
         port = int(last) if again else self.config.port
         deadline = asyncio.get_running_loop().time() + (BIND_SECONDS if self._last_address else 0.0)
         while True:
-            server = grpc.aio.server(options=server_options())
+            server = self._credentials.server()
             add_SupervisorServiceServicer_to_server(self, server)
             try:
-                self._port = bind(server, self.config.host, port)
+                self._port = self._credentials.bind(server, self.config.host, port)
                 return server
             except OSError:
                 if asyncio.get_running_loop().time() >= deadline:
@@ -221,6 +229,7 @@ class SupervisorServer(SupervisorServiceServicer):
                     self._keepers.kill(worker.name)
             if self._keepers is not None:
                 self._keepers.note_served()
+            self._credentials.check()
             self._on_change()
             await asyncio.sleep(TICK_SECONDS)
 
@@ -262,7 +271,7 @@ class SupervisorServer(SupervisorServiceServicer):
         context: "grpc.aio.ServicerContext[AttendRequest, AttendResponse]",
     ) -> None:
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
-        beats = asyncio.create_task(self._beats(request_iterator, joined), name="beats")
+        beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
         sent: _Published | None = None
 
         async def write(response: AttendResponse) -> None:
@@ -291,17 +300,32 @@ class SupervisorServer(SupervisorServiceServicer):
                 await write(AttendResponse(fenced=True))
         except InvalidMember as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except WrongPart as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the member does not read its stream")
         finally:
             beats.cancel()
 
     async def _beats(
-        self, requests: AsyncIterator[AttendRequest], joined: "asyncio.Future[tuple[WorkerId, int]]"
+        self,
+        requests: AsyncIterator[AttendRequest],
+        parts: frozenset[Part] | None,
+        joined: "asyncio.Future[tuple[WorkerId, int]]",
     ) -> bool:
-        """Takes heartbeats until the stream ends (False) or the member is fenced (True)."""
+        """Takes heartbeats until the stream ends (False) or the member is fenced (True).
+
+        Args:
+            parts: those that the caller's certificate names; None without TLS.
+
+        Raises:
+            WrongPart: the member's role is not one of them.
+        """
         async for request in requests:
             member = request.member
+            part: Part = "router" if member.role == ROLE_ROUTER else "worker"
+            if parts is not None and part not in parts:
+                raise WrongPart(f"{member.name} is a {part}; its certificate is of {' and '.join(sorted(parts))}")
             if not self.membership.attend(member, request.load):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True

@@ -31,19 +31,22 @@ class SupervisorActor(ServerActor[SupervisorServer]):
 
     stop_seconds = ALL_STOP_SECONDS
 
-    def __init__(self, config: ClusterConfig) -> None:
-        super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config))
+    def __init__(self, config: ClusterConfig, token: str) -> None:
+        super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config, token), token)
 
     def startup(self) -> Startup:
         """How far every member is, for `kvrelay up`."""
         return self._started.result().startup()
 
 
-def _supervisor(config: ClusterConfig) -> SupervisorServer:
+def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
     options = SupervisorConfig(
-        **asdict(config.heartbeat), host=own_host(config.local), drain_seconds=config.drain_seconds
+        **asdict(config.heartbeat),
+        host=own_host(config.local),
+        drain_seconds=config.drain_seconds,
+        security=config.security,
     )
-    return SupervisorServer(options, RayLauncher(config), RayStore(config.ray.namespace))
+    return SupervisorServer(options, RayLauncher(config, token), RayStore(config.ray.namespace))
 
 
 class RayStore:
@@ -82,12 +85,15 @@ class RayStore:
         internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
 
 
-def create(config: ClusterConfig) -> Any:
-    """Starts the supervisor's actor, which then starts all the others or finds them running; returns its handle."""
+def create(config: ClusterConfig, token: str) -> Any:
+    """Starts the supervisor's actor, which then starts all the others or finds them running; returns its handle.
+
+    `token`: the join token, unless `config` names a file with it.
+    """
     # Its calls only ask, or may be repeated, so Ray repeats those that a restart interrupts.
     options = actor_options(config.ray.namespace, SUPERVISOR) | {"max_restarts": -1, "max_task_retries": -1}
     options["resources"] = {HEAD: 0.001}
-    return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config)
+    return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config, token)
 
 
 def find(namespace: str) -> Any | None:

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from kvrelay.decode_worker.handoff_service import HandoffService
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
-from kvrelay.engine.scheduler import Reservation
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit

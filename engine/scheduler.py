@@ -41,8 +41,6 @@ from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
 
-__all__ = ["EngineLoad", "Progress", "Reservation", "Scheduler"]
-
 
 class Scheduler:
     """Owns the sequences of one engine. Not thread-safe; plan and commit take turns, `lag` plans apart."""

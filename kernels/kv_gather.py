@@ -2,13 +2,13 @@
 
     frame = for each block of the tokens, in order:  [layer, k|v, head, slot, D]  of its used slots (HND)
                                                      [layer, k|v, slot, head, D]                    (NHD)
-    used slots: all of a block, but of the last one only those that have a token; layers and heads: ranges of the pool's
+    used slots: all of a block, but of the last one only those that have a token; heads: a range of the pool's
 
     pool     [block, layer, k|v, *inner, D] contiguous, of any type; inner is (Hkv, slot) for HND, (slot, Hkv) for NHD
     blocks   int64 [N] or int32 [N]: the blocks of the frame's tokens; the first token is in slot 0 of the first block
     frame    uint8, contiguous
 
-`kv_scatter` also sets the unused slots of the last block to 0, in these layers and heads. The scales of a pool of 8
+`kv_scatter` also sets the unused slots of the last block to 0, in these heads. The scales of a pool of 8
 bits are copied the same way: they are a pool with D = 1.
 
 Grid: (N, 2 * layers); a program copies the keys, or the values, of one block and layer, in vectors of 16 bytes where D
@@ -94,18 +94,17 @@ def kv_gather(
     num_tokens: int,
     out: Tensor,
     order: Order = "HND",
-    layers: Range | None = None,
     heads: Range | None = None,
 ) -> int:
     """Copies the KV of `num_tokens` tokens to the beginning of `out`; returns the number of bytes.
 
     Args:
-        layers, heads: all of them unless given.
+        heads: all of them unless given.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should, or a range is outside the pool.
     """
-    return _copy(pool, blocks, num_tokens, out, order, (layers, heads), scatter=False)
+    return _copy(pool, blocks, num_tokens, out, order, heads, scatter=False)
 
 
 def kv_scatter(
@@ -114,14 +113,13 @@ def kv_scatter(
     num_tokens: int,
     frame: Tensor,
     order: Order = "HND",
-    layers: Range | None = None,
     heads: Range | None = None,
 ) -> int:
     """Copies the frame at the beginning of `frame` into the pool; arguments and errors as of `kv_gather`.
 
     `blocks` must not have a block twice.
     """
-    return _copy(pool, blocks, num_tokens, frame, order, (layers, heads), scatter=True)
+    return _copy(pool, blocks, num_tokens, frame, order, heads, scatter=True)
 
 
 def _copy(
@@ -130,7 +128,7 @@ def _copy(
     num_tokens: int,
     frame: Tensor,
     order: Order,
-    ranges: tuple[Range | None, Range | None],
+    given_heads: Range | None,
     scatter: bool,
 ) -> int:
     if order not in ("NHD", "HND"):
@@ -138,8 +136,10 @@ def _copy(
     if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
         raise ValueError(f"pool is {list(pool.shape)}; allowed: [block, layer, 2, 2 dimensions, D], contiguous")
     pool_heads, block_size = (pool.shape[3], pool.shape[4]) if order == "HND" else (pool.shape[4], pool.shape[3])
-    first_layer, layers = _range("layers", ranges[0], pool.shape[1])
-    first_head, heads = _range("heads", ranges[1], pool_heads)
+    layers = pool.shape[1]
+    first_head, heads = given_heads or (0, pool_heads)
+    if first_head < 0 or not 1 <= heads <= pool_heads - first_head:
+        raise ValueError(f"heads are {heads} from {first_head} on; there are {pool_heads}")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; allowed: 1 and more")
     check_tensor("blocks", blocks, (triton.cdiv(num_tokens, block_size),), pool, torch.int32, torch.int64)
@@ -163,9 +163,9 @@ def _copy(
         blocks,
         frame[:size].view(word),
         num_tokens,
-        pool.shape[1] * 2 * plane,
+        layers * 2 * plane,
         plane,
-        first_layer * 2 * plane + first_head * (block_size if order == "HND" else 1) * words,
+        first_head * (block_size if order == "HND" else 1) * words,
         heads,
         pool_heads,
         WORDS=words,
@@ -178,10 +178,3 @@ def _copy(
         num_warps=4,
     )
     return size
-
-
-def _range(name: str, given: Range | None, available: int) -> Range:
-    first, count = given or (0, available)
-    if first < 0 or not 1 <= count <= available - first:
-        raise ValueError(f"{name} are {count} from {first} on; there are {available}")
-    return first, count

@@ -113,20 +113,18 @@ def token_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: f
     return probabilities / probabilities.sum()
 
 
-def kv_frame(
-    pool: Tensor, blocks: list[int], num_tokens: int, order: str, layers: tuple[int, int], heads: tuple[int, int]
-) -> list[Tensor]:
+def kv_frame(pool: Tensor, blocks: list[int], num_tokens: int, order: str, heads: tuple[int, int]) -> list[Tensor]:
     """The parts of the pool that a frame consists of, as views, in the frame's order.
 
     Args:
         pool: [block, layer, k|v, Hkv, slot, D] (HND) or [block, layer, k|v, slot, Hkv, D] (NHD).
         blocks: of the frame's tokens; the first token is in slot 0 of the first block.
-        layers, heads: the first one, and how many.
+        heads: the first one, and how many.
     """
     head = slice(heads[0], heads[0] + heads[1])
     parts = []
     for block in blocks:
-        planes = pool[block, layers[0] : layers[0] + layers[1]]
+        planes = pool[block]
         slot = slice(0, min(num_tokens, pool.shape[4 if order == "HND" else 3]))
         parts.append(planes[:, :, head, slot] if order == "HND" else planes[:, :, slot, head])
         num_tokens -= slot.stop

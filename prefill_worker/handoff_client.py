@@ -9,7 +9,7 @@ import grpc
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.prefill_worker.kv_sender import KVSender, SenderHost
-from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.endpoint_loop import EndpointLoop, HandoffSetup
 from kvrelay.transfer.messages import Code, Message, decode
 from kvrelay.transfer.outbox import WRITE_TIMEOUT_SECONDS, Outbox
@@ -29,12 +29,13 @@ class HandoffClient:
 
     def __init__(self, setup: HandoffSetup, host: SenderHost) -> None:
         self._loop = EndpointLoop(setup)
+        self._credentials = setup.credentials
         self._streams: set[OutgoingStream] = set()
         self.sender = KVSender(self._loop.context, setup.frames, host, self._connect)
         self._loop.start(self.sender)
 
     def _connect(self, peer: Peer, sender: KVSender) -> "OutgoingStream":
-        stream = OutgoingStream(peer, sender)
+        stream = OutgoingStream(peer, sender, self._credentials)
         self._streams = {old for old in self._streams if not old.done} | {stream}
         return stream
 
@@ -60,8 +61,9 @@ class OutgoingStream:
     The sender gets each message (`on_message`) and, once, the reason of the end (`stream_ended`), on the event loop.
     """
 
-    def __init__(self, peer: Peer, sender: KVSender) -> None:
+    def __init__(self, peer: Peer, sender: KVSender, credentials: Credentials) -> None:
         self.peer = peer
+        self._credentials = credentials
         self._sender = sender
         self._outbox = Outbox()
         self._over: tuple[Code, str] | None = None
@@ -104,8 +106,8 @@ class OutgoingStream:
         """Runs the stream; the reason of its end, unless `end` gave one."""
         stream = f"control stream to {self.peer.name}"
         try:
-            async with grpc.aio.insecure_channel(self.peer.address, options=channel_options()) as channel:
-                await self._converse(HandoffServiceStub(channel).Control())
+            async with self._credentials.channel(self.peer.address, "worker") as channel:
+                await self._converse(HandoffServiceStub(channel).Control(metadata=self._credentials.metadata))
         except grpc.aio.AioRpcError as error:
             return Code.CLOSED, f"{stream}: {error.code().name}: {error.details()}"
         except WireError as error:

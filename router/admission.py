@@ -13,7 +13,7 @@ from kvrelay.router.errors import Exhausted
 TOKEN_BYTES = 4
 CHARGE = 1 + TOKEN_BYTES
 PEER_SHARE = 2
-"""One client address may hold 1 / PEER_SHARE of all bytes."""
+"""One client may hold 1 / PEER_SHARE of all bytes."""
 
 
 class Ticket:
@@ -48,7 +48,7 @@ class Admission:
         """Admits one call for the duration of a `with`.
 
         Args:
-            peer: address of the client, without its port.
+            peer: the client's tenant, or its address without the port where nobody is authenticated.
             size: of the request as it came, in bytes.
 
         Raises:

@@ -214,6 +214,8 @@ class Attempt:
             submit.prompt_tokens = len(self._request.prompt)
             submit.sampling.CopyFrom(self._request.sampling)
             submit.tenant = self._request.tenant
+            if self._request.client_call is not None:
+                submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:

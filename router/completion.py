@@ -1,12 +1,17 @@
 """The completion of one request: its tokens, their text, and the stop string that may end it."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.router.detokenizer import Detokenizer, TokenBytes
+from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.stops import StopStrings
-from kvrelay.router.validation import CheckedRequest
+from kvrelay.router.validation import CheckedRequest, Resumed
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
+
+PART_TOKENS = 512
+"""Resumed tokens that are added at a time, in some milliseconds; then others have their turn on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,27 @@ class Completion:
         self._min_tokens = request.sampling.min_tokens
         self._text = Detokenizer(token_bytes)
         self._stops = StopStrings(request.stop)
+
+    async def restore(self, resumed: Resumed) -> FinishReason:
+        """Takes what the client has from earlier calls: these tokens, and their text, which is a function of them.
+
+        Returns:
+            How that ends the completion; unspecified if it doesn't.
+
+        Raises:
+            InvalidRequest: a stop string ended the completion before the last of the tokens.
+        """
+        for start in range(0, len(resumed.tokens), PART_TOKENS):
+            part = resumed.tokens[start : start + PART_TOKENS]
+            last = start + len(part) == len(resumed.tokens)
+            piece = self.add(part, resumed.finish_reason if last else FINISH_REASON_UNSPECIFIED)
+            if piece.finish_reason:
+                if len(self.tokens) < len(resumed.tokens):
+                    limit = f"{len(self.tokens)}, with which a stop string ends the completion"
+                    raise InvalidRequest("resume.token_ids: number of ids", len(resumed.tokens), limit)
+                return piece.finish_reason
+            await asyncio.sleep(0)
+        return FINISH_REASON_UNSPECIFIED
 
     def add(self, token_ids: Sequence[int], finish_reason: FinishReason) -> Piece:
         """Adds tokens; `finish_reason` is the worker's if the last of them ended the sequence, else unspecified.

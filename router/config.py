@@ -1,7 +1,9 @@
 """The options of a router, and those of one router process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from kvrelay.rpc.security import SecurityConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,7 @@ class RouterOptions:
     """Address that the public gRPC binds to."""
 
     grpc_port: int = 50051
-    """Port of the public gRPC; 0 takes a free one."""
+    """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
 
     max_requests: int = 1024
     """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
@@ -49,7 +51,26 @@ class RouterOptions:
     max_attempts: int = 4
     """Placements of one request, the first one included."""
 
+    api_keys: str = ""
+    """File with a line for each API key: the tenant, and the SHA-256 of the key in hexadecimal; read again when it
+    changes. Calls must then carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with
+    calls of the same tenant. Empty, without tls_client_ca: anybody may call, and all are one tenant."""
+
+    tls_certificate: str = ""
+    """File with the public port's certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
+
+    tls_key: str = ""
+    """File with its key."""
+
+    tls_client_ca: str = ""
+    """File with the authorities whose certificates clients must show. A certificate's common name is the tenant, unless
+    there are api_keys."""
+
     def __post_init__(self) -> None:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError(f"tls_key is {self.tls_key!r}; allowed: a file exactly if tls_certificate is one")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ValueError(f"tls_client_ca is {self.tls_client_ca!r}; allowed: with tls_certificate only")
         for name, low, high in (
             ("grpc_port", 0, 65535),
             ("max_requests", 1, 1_000_000),
@@ -83,3 +104,18 @@ class RouterConfig(RouterOptions):
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""
+
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """What the router proves itself with to the supervisor and the workers."""
+
+    advertised_host: str = ""
+    """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
+
+    drain_seconds: float = 30.0
+    """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
+    left end with UNAVAILABLE, and their clients may continue them at another router."""
+
+    def __post_init__(self) -> None:
+        RouterOptions.__post_init__(self)
+        if not 0 <= self.drain_seconds <= 3600:
+            raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

@@ -8,6 +8,7 @@ from kvrelay.router.trace import Outcome
 
 MAX_VALUE_CHARACTERS = 64
 RETRY_DELAY_KEY = "retry-delay-ms"
+GIVEN_UP_KEY = "given-up"
 RETRY_DELAY_SECONDS = 1.0
 """When a client should retry after RESOURCE_EXHAUSTED."""
 
@@ -36,6 +37,13 @@ class InvalidRequest(InvalidArgument):
         super().__init__(f"{field} is {shorten(value)}; allowed: {allowed}")
 
 
+class Unauthenticated(RequestError):
+    """The caller has not shown who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    outcome = "invalid"
+
+
 class Exhausted(RequestError):
     """The cluster is full; the metadata says when to retry."""
 
@@ -49,6 +57,19 @@ class Unavailable(RequestError):
 
     code = grpc.StatusCode.UNAVAILABLE
     outcome = "unavailable"
+
+
+class GivenUp(Unavailable):
+    """Several workers have tried in vain; the metadata asks the client not to try again by itself."""
+
+    metadata = ((GIVEN_UP_KEY, "1"),)
+
+
+class Superseded(RequestError):
+    """A later call of the same client continues the request."""
+
+    code = grpc.StatusCode.ABORTED
+    outcome = "cancelled"
 
 
 class DeadlineExceeded(RequestError):

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
+from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import (
     InternalError,
@@ -35,6 +36,9 @@ from kvrelay.v1 import inference_pb2 as pb
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+END_SECONDS = 1.0
+"""For streams to end on their workers when the router is to end."""
 
 TOKENIZE_BYTES = 512 * 1024
 """Largest text of Tokenize, and most ids of Detokenize: what the event loop can send in some milliseconds."""
@@ -130,17 +134,32 @@ class Writer:
 class InferenceFace:
     """Answers the public calls. A client's mistake becomes a status; nothing that a client sends ends the router."""
 
-    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, observer: Observer | None) -> None:
+    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
         self._dispatch = dispatch
+        self._callers = callers
         self._tokenizer = tokenizer
         self._observer = observer
         config = dispatch.config
         self._admission = Admission(config.max_requests, config.max_queued_bytes)
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._ending = False
 
     @property
     def running(self) -> int:
         """Calls that were admitted and have not ended."""
         return self._admission.calls
+
+    async def stop(self, grace: float) -> None:
+        """Refuses new streams, gives the running ones `grace` seconds, then ends them with UNAVAILABLE."""
+        self._draining = True
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=grace)
+        self._ending = True
+        for task in self._streams:
+            task.cancel()
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=END_SECONDS)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """The service's methods. Each gets its request unparsed."""
@@ -167,17 +186,28 @@ class InferenceFace:
         writer = Writer(context, self._dispatch.config.idle_timeout_seconds)
         outcome: Outcome = "cancelled"
         failure: RequestError | None = None
+        task = asyncio.current_task()
+        if task is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
         try:
-            with self._admission.admit(_host(context.peer()), len(received.data)) as ticket:
-                checked = await self._check(received, trace)
+            if self._draining:
+                raise self._shutting_down()
+            tenant = self._callers.tenant(context)
+            with self._admission.admit(self._share(tenant, context), len(received.data)) as ticket:
+                checked = await self._check(received, tenant, trace)
                 ticket.set(len(received.data) + checked.prompt.nbytes)
                 finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
             outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome
         except asyncio.CancelledError:
-            outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
-            raise
+            # `stop` has cancelled this task, unless another cancellation came as well.
+            if not self._ending or task is None or task.uncancel():
+                outcome = "deadline" if time.monotonic() >= deadline else "cancelled"
+                raise
+            failure = self._shutting_down()
+            outcome = failure.outcome
         except Exception:
             logger.exception("request failed because of a defect", extra={"request": trace.wire_id})
             failure, outcome = InternalError("a defect in the router"), "internal"
@@ -187,12 +217,20 @@ class InferenceFace:
         if failure is not None:
             await context.abort(failure.code, str(failure), failure.metadata)
 
-    async def _check(self, received: Received, trace: RequestTrace) -> CheckedRequest:
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable(f"{self._dispatch.config.name} is shutting down")
+
+    def _share(self, tenant: str, context: "grpc.aio.ServicerContext[Any, Any]") -> str:
+        """Whose share of the router's memory a call takes: its tenant's, or its host's if nobody is authenticated."""
+        return f"tenant {tenant}" if self._callers.authenticated else _host(context.peer())
+
+    async def _check(self, received: Received, tenant: str, trace: RequestTrace) -> CheckedRequest:
         model = self._model()
         request = received.take(pb.GenerateRequest, self._dispatch.config, model.max_context)
         trace.wire_id = request.request_id
-        checked = await check(request, model, self._tokenizer)
-        trace.wire_id, trace.prompt_tokens = checked.wire_id, len(checked.prompt)
+        self._callers.check_claim(request.tenant, tenant)
+        checked = await check(request, tenant, model, self._tokenizer)
+        trace.wire_id, trace.prompt_tokens, trace.resumes = checked.wire_id, len(checked.prompt), checked.resumes
         return checked
 
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None) -> None:
@@ -254,7 +292,8 @@ class InferenceFace:
 
         async def handle(received: Received, context: "grpc.aio.ServicerContext[Received, ResponseT]") -> ResponseT:
             try:
-                with self._admission.admit(_host(context.peer()), len(received.data)):
+                tenant = self._callers.tenant(context)
+                with self._admission.admit(self._share(tenant, context), len(received.data)):
                     return await answer(received)
             except RequestError as error:
                 failure = error

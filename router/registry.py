@@ -16,11 +16,12 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     Role,
 )
-from kvrelay.internal.v1.worker_pb2 import ModelInfo, RouterHello
+from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, RouterHello
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class WorkerRegistry:
         self,
         name: str,
         incarnation: str,
+        credentials: Credentials,
         health: FleetHealth,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
@@ -81,12 +83,14 @@ class WorkerRegistry:
         Args:
             name: the router's.
             incarnation: the router's.
+            credentials: the router's.
             health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
         """
         self._name = name
         self._incarnation = incarnation
+        self._credentials = credentials
         self._health = health
         self._on_change = on_change
         self._on_load = on_load
@@ -140,6 +144,12 @@ class WorkerRegistry:
             raise KeyError(f"{worker} has no stream")
         return stream
 
+    def fence(self, call: ClientCall) -> None:
+        """Ends on every worker what earlier calls of the client's request have submitted, through whichever router."""
+        for worker in self._workers.values():
+            if worker.stream is not None:
+                worker.stream.fence(call)
+
     async def changed(self) -> None:
         """Returns at the next change of the membership, a stream or the model."""
         await self._changed.wait()
@@ -186,7 +196,9 @@ class WorkerRegistry:
                 router_incarnation=self._incarnation,
                 worker_incarnation=worker.id.incarnation,
             )
-            worker.stream = stream = WorkerStream(worker.id, worker.address, hello, self._on_stream, self._on_load)
+            worker.stream = stream = WorkerStream(
+                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load
+            )
             await stream.run()
             failures = 0 if stream.model is not None else failures + 1
             if failures <= 1:

@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,6 +22,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
+from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
@@ -30,11 +32,15 @@ from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
+
+CALLS_SECONDS = 0.5
+"""For calls without a stream to end when the router is to end."""
 
 
 class RouterServer:
@@ -56,9 +62,10 @@ class RouterServer:
             load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
-            ValueError: the model folder can't be used; the text says why.
+            ValueError: the model folder, the join token, the API keys or a certificate can't be used.
         """
         self.config = config
+        credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
@@ -70,15 +77,20 @@ class RouterServer:
 
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
-        self.registry = WorkerRegistry(config.name, self.incarnation, fleet, self._on_change, self._wake_queues)
+        self.registry = WorkerRegistry(
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+        )
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._face = InferenceFace(dispatch, self._tokenizer, observer)
+        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
-            self._heartbeat = HeartbeatClient(config.supervisor, self._describe, self.registry.update, self._fenced.set)
+            self._heartbeat = HeartbeatClient(
+                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+            )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
         self._serving: bool | None = None
@@ -89,7 +101,7 @@ class RouterServer:
     @property
     def address(self) -> str:
         """host:port of the public gRPC."""
-        return join(self.config.host, self._port)
+        return join(self.config.advertised_host or self.config.host, self._port)
 
     @property
     def waiting(self) -> int:
@@ -107,7 +119,8 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
-        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port")
+        clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
+        self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
@@ -115,13 +128,14 @@ class RouterServer:
         return self._port
 
     async def stop(self, grace: float) -> None:
-        """Takes no new requests, gives the running ones `grace` seconds, then cancels them on their workers."""
+        """Takes no new requests, gives the running ones `grace` seconds, then ends them with UNAVAILABLE."""
         self._state = MEMBER_STATE_DRAINING
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
+        await self._face.stop(grace)
         if self._server is not None:
-            await self._server.stop(grace)
+            await self._server.stop(CALLS_SECONDS)
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
@@ -135,6 +149,8 @@ class RouterServer:
         return RuntimeError(f"{self.config.name} {self.incarnation} was declared dead by the supervisor")
 
     def _describe(self) -> tuple[Member, Load]:
+        if self._certificates is not None:
+            self._certificates.check()
         member = Member(
             name=self.config.name,
             role=ROLE_ROUTER,

@@ -1,13 +1,17 @@
 """The life of one request: it is placed, followed, placed again if a worker fails it, and ended everywhere at once.
 
-    wait for capacity -> place -> follow the attempt's tokens -> finish
-      ^                             | a worker is lost, or returns the request
-      +-----------------------------+ prompt + tokens so far; avoids these workers; first in the queue
+    [restore] -> wait for capacity -> place -> follow the attempt's tokens -> finish
+                   ^                             | a worker is lost, or returns the request
+                   +-----------------------------+ prompt + tokens so far; avoids these workers; first in the queue
 
 An attempt that fails because a worker drains is a migration: neither the retry budget nor max_attempts limits it. One
 that fails because of a lost, frozen or suspected worker, or a way to it that was not known to be broken, is outside the
 budget. A request that was running on a lost worker is tried apart from others like it (`router/suspects.py`), and fails
 if that ends a second worker.
+
+A call that continues a request whose earlier call was lost, at this router or another one, begins with the tokens that
+the client has: it ends what the earlier call still has on the workers, restores the completion, and is placed as after
+a failed attempt. A call that is continued by a later one ends as ABORTED.
 
 However the request ends (finish, stop string, error, client gone), it is cancelled on every worker that still has a
 part of it. Every wait has a limit:
@@ -35,7 +39,16 @@ from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import TokenBytes
-from kvrelay.router.errors import DeadlineExceeded, Exhausted, InternalError, InvalidArgument, RequestError, Unavailable
+from kvrelay.router.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    GivenUp,
+    InternalError,
+    InvalidArgument,
+    RequestError,
+    Superseded,
+    Unavailable,
+)
 from kvrelay.router.health import FleetHealth, Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
@@ -112,6 +125,9 @@ class Session:
             RequestError: it ended without a completion; no worker has a part of it any more.
         """
         self._dispatch.budget.request()
+        if finish_reason := await self._restore():
+            await self._write_last(Piece("", (), finish_reason), write)
+            return finish_reason
         attempt = await self._place_first()
         try:
             while not (finish_reason := await self._follow(attempt, write)):
@@ -127,6 +143,15 @@ class Session:
         if self._following is not None:
             self._following.wake()
 
+    async def _restore(self) -> FinishReason:
+        """Continues an earlier call; returns how that one ended the completion, unspecified if it didn't."""
+        call = self._request.client_call
+        if call is not None and call.call > 1:
+            self._dispatch.registry.fence(call)
+        finish_reason = await self._completion.restore(self._request.resumed)
+        self._trace.completion_tokens = self._trace.resumed_tokens = len(self._completion.tokens)
+        return finish_reason
+
     # One attempt.
 
     async def _place_first(self) -> Attempt:
@@ -140,9 +165,11 @@ class Session:
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
-            attempt = await queue.place(self._demand(), limit, self._start)
+            # A stream that has begun goes before the requests that wait, as after a failed attempt.
+            begun = self._trace.resumed_tokens > 0
+            attempt = await queue.place(self._demand(), limit, self._start, first=begun)
             while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
-                attempt = await queue.place(self._demand(), limit, self._start)
+                attempt = await queue.place(self._demand(), limit, self._start, first=begun)
         except QueueFull:
             raise Exhausted(
                 f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
@@ -227,7 +254,7 @@ class Session:
             await attempt.wait()
             return
         self._check_deadline()
-        if earliest == token_limit and not self._completion.tokens:
+        if earliest == token_limit and not self._begun:
             raise self._no_first_token()
         if earliest == suspect_limit:
             attempt.fail_suspected()
@@ -239,9 +266,14 @@ class Session:
     def _token_limit(self) -> float:
         """Monotonic time by which the next token must be here."""
         config = self._dispatch.config
-        if not self._completion.tokens:
+        if not self._begun:
             return self._trace.received + config.first_token_timeout_seconds
         return self._progress + config.idle_timeout_seconds
+
+    @property
+    def _begun(self) -> bool:
+        """Whether this call has sent tokens."""
+        return self._trace.first_sent is not None
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
@@ -266,11 +298,14 @@ class Session:
             except TimeoutError:
                 logger.warning("no transfer report", extra=self._log_fields())
         attempt.close()
+        await self._write_last(piece, write)
+
+    async def _write_last(self, piece: Piece, write: Write) -> None:
         trace, now = self._trace, time.monotonic()
         if piece.token_ids:
             trace.sent(now)
         last = self._message(piece)
-        last.finish_reason = finish_reason
+        last.finish_reason = piece.finish_reason
         last.usage.CopyFrom(
             Usage(
                 prompt_tokens=trace.prompt_tokens,
@@ -302,6 +337,8 @@ class Session:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
         excused = self._learn(failure)
+        if failure.code == Failure.CODE_FENCED:
+            raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
         reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
         logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | reason)
@@ -417,7 +454,7 @@ class Session:
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:
         if failure.code == Failure.CODE_FULL:
             return Exhausted(f"the cluster is full ({why}): {failure.message}")
-        return Unavailable(f"given up ({why}): {failure.message}")
+        return GivenUp(f"given up ({why}): {failure.message}")
 
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""

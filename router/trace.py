@@ -21,8 +21,10 @@ class RequestRecord:
     retries: int = 0
     migrations: int = 0
     """How often it moved away from workers that were stopped on purpose; not among the retries."""
+    resumed: bool = False
+    """Whether this call continues a request whose earlier call was lost. All that follows is about this call."""
     ttft_seconds: float | None = None
-    """Request received to first token sent."""
+    """Request received to first token sent; None too if the client had a token from an earlier call."""
     tpot_seconds: float | None = None
     """Average time between two tokens, the first one excluded."""
     total_seconds: float = 0.0
@@ -48,6 +50,10 @@ class RequestTrace:
     """The request's name in logs and towards the workers; the client's name until the request is checked."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    resumed_tokens: int = 0
+    """Those of them that the client has from earlier calls of the request."""
+    resumes: int = 0
+    """Earlier calls of the request."""
     router_queue_seconds: float = 0.0
     submitted: float | None = None
     first_sent: float | None = None
@@ -99,6 +105,7 @@ class RequestTrace:
             transfer_bytes=self.transfer_bytes,
             retries=self.retries,
             migrations=self.migrations,
+            resumes=self.resumes,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
         )
@@ -106,7 +113,9 @@ class RequestTrace:
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
-        tpot = timeline.decode_seconds / (self.completion_tokens - 1) if self.completion_tokens > 1 else None
+        sent = self.completion_tokens - self.resumed_tokens
+        tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
+        begun = self.first_sent is not None
         return RequestRecord(
             outcome=outcome,
             prompt_tokens=self.prompt_tokens,
@@ -114,8 +123,9 @@ class RequestTrace:
             cached_tokens=self.cached_tokens,
             retries=self.retries,
             migrations=self.migrations,
-            ttft_seconds=None if self.first_sent is None else timeline.first_token_seconds,
-            tpot_seconds=None if self.first_sent is None else tpot,
+            resumed=self.resumes > 0,
+            ttft_seconds=timeline.first_token_seconds if begun and not self.resumed_tokens else None,
+            tpot_seconds=tpot if begun else None,
             total_seconds=timeline.total_seconds,
             router_queue_seconds=self.router_queue_seconds,
             queue_seconds=None if prefill is None else prefill.queue_seconds,

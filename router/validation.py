@@ -16,6 +16,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
     CONTEXT_LIMIT_UNSPECIFIED,
+    ClientCall,
     ModelInfo,
     Sampling,
 )
@@ -23,7 +24,17 @@ from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.errors import InvalidRequest, shorten
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.v1.inference_pb2 import ChatMessages, GenerateRequest, SamplingParams, TokenizeRequest
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_UNSPECIFIED,
+    ChatMessages,
+    FinishReason,
+    GenerateRequest,
+    Resume,
+    SamplingParams,
+    TokenizeRequest,
+)
 
 DEFAULT_MAX_TOKENS = 128
 MAX_TEMPERATURE = 100.0
@@ -31,7 +42,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
-MAX_TENANT_CHARACTERS = 128
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
 CONTEXT_LIMITS = {
     CONTEXT_LIMIT_UNSPECIFIED: "the model's context is {}",
@@ -41,6 +52,15 @@ CONTEXT_LIMITS = {
 
 WIRE_NAME_CHARACTERS = 100
 """Characters of the client's name that go into a wire id, which may have 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What the client has from earlier calls of its request."""
+
+    tokens: Sequence[int] = ()
+    finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
+    """How the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +76,29 @@ class CheckedRequest:
     """As workers get it; must not be changed."""
     stop: tuple[str, ...]
     tenant: str
+    """The caller's."""
+    client_call: ClientCall | None = None
+    """This call, if the client may continue the request by another one."""
+    resumed: Resumed = Resumed()
+
+    @property
+    def resumes(self) -> int:
+        """Earlier calls of this request."""
+        return 0 if self.client_call is None else self.client_call.call - 1
 
 
-async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
+
+    Args:
+        tenant: the caller's.
 
     Raises:
         InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
     """
     request_id, wire_id = _names(request.request_id)
-    if len(request.tenant) > MAX_TENANT_CHARACTERS:
-        raise InvalidRequest("tenant", request.tenant, f"at most {MAX_TENANT_CHARACTERS} characters")
     params = request.sampling
+    client_call = _client_call(request.resume, params) if request.HasField("resume") else None
     _check_choice(params)
     _check_stops(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
@@ -85,7 +116,16 @@ async def check(request: GenerateRequest, model: ModelInfo, tokenizer: Tokenizer
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
-    return CheckedRequest(request_id, wire_id, await Prompt.of(tokens), sampling, tuple(params.stop), request.tenant)
+    return CheckedRequest(
+        request_id,
+        wire_id,
+        await Prompt.of(tokens),
+        sampling,
+        tuple(params.stop),
+        tenant,
+        client_call,
+        await _resumed(request.resume.token_ids, sampling, model),
+    )
 
 
 async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":
@@ -186,6 +226,33 @@ def _names(request_id: str) -> tuple[str, str]:
         limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
         raise InvalidRequest("request_id", request_id, limit)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
+
+
+def _client_call(resume: Resume, params: SamplingParams) -> ClientCall:
+    """The call's place among those of its request. No error contains the key."""
+    if not MIN_KEY_BYTES <= len(resume.key) <= MAX_KEY_BYTES:
+        raise InvalidRequest("resume.key: number of bytes", len(resume.key), f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
+    if resume.call < 1:
+        raise InvalidRequest("resume.call", resume.call, "1 or more")
+    if resume.call == 1 and resume.token_ids:
+        raise InvalidRequest("resume.token_ids: number of ids", len(resume.token_ids), "0 in the request's first call")
+    drawn = not params.HasField("temperature") or params.temperature > 0
+    if resume.token_ids and drawn and not params.HasField("seed"):
+        raise InvalidRequest("sampling.seed", None, "the seed of the request's first call, or temperature 0")
+    return ClientCall(key=resume.key, call=resume.call)
+
+
+async def _resumed(token_ids: Sequence[int], sampling: Sampling, model: ModelInfo) -> Resumed:
+    if not token_ids:
+        return Resumed()
+    if len(token_ids) > sampling.max_tokens:
+        limit = f"up to max_tokens, {sampling.max_tokens} here"
+        raise InvalidRequest("resume.token_ids: number of ids", len(token_ids), limit)
+    tokens = await checked_ids("resume.token_ids", token_ids, model.vocab_size)
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+    if tokens[-1] in ends and len(tokens) >= sampling.min_tokens:
+        return Resumed(tokens, FINISH_REASON_STOP)
+    return Resumed(tokens, FINISH_REASON_LENGTH if len(tokens) == sampling.max_tokens else FINISH_REASON_UNSPECIFIED)
 
 
 def _check_choice(params: SamplingParams) -> None:

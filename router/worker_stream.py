@@ -1,8 +1,6 @@
 """The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
 
 import asyncio
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -11,6 +9,7 @@ import grpc
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     Cancel,
+    ClientCall,
     Load,
     ModelInfo,
     RelayRequest,
@@ -20,11 +19,9 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import HELLO_SECONDS, channel_options
-
-FRESH_SECONDS = 1.0
-"""Age at which a load report no longer tells how much work a worker has: an idle worker sends none."""
+from kvrelay.rpc.options import HELLO_SECONDS
 
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
@@ -34,15 +31,16 @@ OnDoubt = Callable[[], None]
 class WorkerStream:
     """One stream, used once: up after the worker's hello, lost for ever when it ends.
 
-    Submits and cancels go out in order, through a queue that holds at most one of each for every attempt that the
-    router has in flight. An event goes to the attempt that was submitted under its (request_id, attempt); events of an
-    attempt that was cancelled or forgotten are dropped.
+    Submits, cancels and fences go out in order, through a queue that holds at most one of each for every attempt that
+    the router has in flight. An event goes to the attempt that was submitted under its (request_id, attempt); events of
+    an attempt that was cancelled or forgotten are dropped.
     """
 
     def __init__(
         self,
         worker: WorkerId,
         address: str,
+        credentials: Credentials,
         hello: RouterHello,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
@@ -68,12 +66,12 @@ class WorkerStream:
         self.trials_begun = 0
         """How many trials have begun here so far."""
         self.last_load: Load | None = None
-        """The worker's latest load report, however old. A worker reports whenever it has freed blocks."""
-        self._load_time = -math.inf
+        """The worker's latest load report. A worker reports every change, soon."""
         self._submits = 0
         self._unseen: deque[tuple[int, int]] = deque()
         """Decode submits that `last_load` doesn't account for: (number of the submit, prompt tokens)."""
         self._address = address
+        self._credentials = credentials
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
@@ -88,9 +86,8 @@ class WorkerStream:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens that the worker has yet to compute, by its latest report; 0 if that is too old."""
-        fresh = time.monotonic() - self._load_time < FRESH_SECONDS
-        return self.last_load.pending_tokens if fresh and self.last_load is not None else 0
+        """Tokens that the worker has yet to compute, by its latest report."""
+        return 0 if self.last_load is None else self.last_load.pending_tokens
 
     @property
     def unseen(self) -> Iterable[int]:
@@ -133,14 +130,19 @@ class WorkerStream:
         if self._listeners.pop(key, None) is not None and self.lost is None:
             self._outgoing.put_nowait(RelayRequest(cancel=Cancel(request_id=key[0], attempt=key[1])))
 
+    def fence(self, call: ClientCall) -> None:
+        """Ends on the worker what earlier calls of the client's request have submitted, through whichever router."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(fence=call))
+
     async def run(self) -> None:
         """Connects, then carries requests until the stream ends or `close` is called."""
         task = self._task = asyncio.current_task()
         reason = "closed"
         try:
-            async with grpc.aio.insecure_channel(self._address, options=channel_options()) as channel:
+            async with self._credentials.channel(self._address, "worker") as channel:
                 stub = WorkerServiceStub(channel)
-                reason = await self._relay(stub.Relay())
+                reason = await self._relay(stub.Relay(metadata=self._credentials.metadata))
         except TimeoutError:
             reason = f"no hello within {HELLO_SECONDS:g} s"
         except grpc.aio.AioRpcError as error:
@@ -193,7 +195,6 @@ class WorkerStream:
     def _deliver(self, response: RelayResponse) -> None:
         if response.HasField("load"):
             self.last_load = response.load
-            self._load_time = time.monotonic()
             while self._unseen and self._unseen[0][0] <= response.submits_seen:
                 self._unseen.popleft()
             self._on_load()

@@ -18,6 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 
 SHOWN_CHARACTERS = 8
+_ROLES = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
 UNKNOWN = (MEMBER_STATE_DEAD, MEMBER_STATE_STARTING)
 """States of members without a digest: a starting worker has none before its model is loaded."""
 
@@ -38,24 +39,31 @@ def rank(workers: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(counts, key=lambda digest: (-_pairs(counts[digest]), -sum(counts[digest].values()), digest))
 
 
-def unpaired(members: Sequence[Member]) -> list[str]:
+def groups(members: Iterable[Member]) -> list[list[Member]]:
+    """The workers in groups that can be paired, the preferred group first.
+
+    Args:
+        members: of the whole cluster, in any state; routers, dead and starting members are in no group.
+    """
+    workers = [member for member in members if member.role in _ROLES and member.state not in UNKNOWN]
+    digests = rank((_ROLES[member.role], member.compatibility) for member in workers)
+    return [[member for member in workers if member.compatibility == digest] for digest in digests]
+
+
+def unpaired(members: Iterable[Member]) -> list[str]:
     """One sentence for each group of workers that can't be paired with the preferred group; empty if all can.
 
     Args:
-        members: of the whole cluster, in any state; routers, dead and starting members are not considered.
+        members: as of `groups`.
     """
-    names = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_COLOCATED: "colocated"}
-    workers = [member for member in members if member.role in names and member.state not in UNKNOWN]
-    digests = rank((names[member.role], member.compatibility) for member in workers)
-    groups = {digest: [member for member in workers if member.compatibility == digest] for digest in digests}
+    preferred, *others = groups(members) or [[]]
     sentences = []
-    for digest in digests[1:]:
-        ours, others = groups[digest], groups[digests[0]]
+    for group in others:
         sentence = (
-            f"{_list(ours)} (digest {_shown(digest)}) can't be paired with "
-            f"{_list(others)} (digest {_shown(digests[0])}): they differ in version, model or options of the hand-off"
+            f"{_list(group)} (digest {_shown(group)}) can't be paired with {_list(preferred)} (digest "
+            f"{_shown(preferred)}): they differ in version, model or options of the hand-off"
         )
-        roles = {member.role for member in ours}
+        roles = {member.role for member in group}
         if ROLE_COLOCATED not in roles and not {ROLE_PREFILL, ROLE_DECODE} <= roles:
             missing = "decode" if ROLE_PREFILL in roles else "prefill"
             sentence += f"; without a {missing} worker of the same digest, no request is placed there"
@@ -71,5 +79,5 @@ def _list(members: Sequence[Member]) -> str:
     return ", ".join(sorted(member.name for member in members))
 
 
-def _shown(digest: str) -> str:
-    return digest[:SHOWN_CHARACTERS] or "none"
+def _shown(group: Sequence[Member]) -> str:
+    return group[0].compatibility[:SHOWN_CHARACTERS] or "none"

@@ -10,7 +10,7 @@ import grpc
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
-from kvrelay.rpc.options import channel_options
+from kvrelay.rpc.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class HeartbeatClient:
     def __init__(
         self,
         supervisor: str,
+        credentials: Credentials,
         describe: Callable[[], tuple[Member, Load | None]],
         on_members: Callable[[Sequence[Member]], None],
         on_fenced: Callable[[], None],
@@ -36,12 +37,14 @@ class HeartbeatClient:
         """
         Args:
             supervisor: its host:port.
+            credentials: of this member.
             describe: called before every heartbeat; returns this member and its load.
             on_members: called with every new membership.
             on_fenced: called when the supervisor has declared this incarnation dead.
             interval: seconds between two heartbeats.
         """
         self._supervisor = supervisor
+        self._credentials = credentials
         self._describe = describe
         self._on_members = on_members
         self._on_fenced = on_fenced
@@ -69,32 +72,29 @@ class HeartbeatClient:
 
     async def _run(self) -> None:
         failures = 0
-        async with grpc.aio.insecure_channel(self._supervisor, options=channel_options()) as channel:
-            stub = SupervisorServiceStub(channel)
-            while True:
-                try:
-                    async for response in self._exchange(stub):
+        while True:
+            try:
+                async with self._credentials.channel(self._supervisor, "supervisor") as channel:
+                    async for response in self._exchange(SupervisorServiceStub(channel)):
                         failures = 0
                         self._apply(response)
-                    reason = "stream ended"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
-                except asyncio.CancelledError:
-                    # grpc.aio raises it as well when the other side ends the stream with CANCELLED.
-                    task = asyncio.current_task()
-                    if task is None or task.cancelling():
-                        raise
-                    reason = "CANCELLED by the supervisor"
-                if failures == 0:
-                    logger.warning(
-                        "supervisor unreachable; the last membership stays in force", extra={"reason": reason}
-                    )
-                await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
-                failures += 1
+                reason = "stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except asyncio.CancelledError:
+                # grpc.aio raises it as well when the other side ends the stream with CANCELLED.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                reason = "CANCELLED by the supervisor"
+            if failures == 0:
+                logger.warning("supervisor unreachable; the last membership stays in force", extra={"reason": reason})
+            await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            failures += 1
 
     async def _exchange(self, stub: SupervisorServiceStub) -> AsyncIterator[AttendResponse]:
         """Sends heartbeats on one stream and yields the memberships that come back."""
-        call = stub.Attend()
+        call = stub.Attend(metadata=self._credentials.metadata)
         beating = asyncio.create_task(self._beat(call), name="heartbeat")
         beating.add_done_callback(_log_failure)
         version = -1
@@ -113,6 +113,7 @@ class HeartbeatClient:
             heartbeat = AttendRequest(member=member, load=load)
             heartbeat.member.generation = self._generation
             self._now.clear()
+            self._credentials.check()
             try:
                 await call.write(heartbeat)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -15,6 +15,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+# Every process of the tests has it: internal calls need one.
+os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
+
 LONGEST = (
     "tests/transfer/test_transfer_simulation.py",
     "tests/kernels/test_sample_kernel.py",
@@ -22,6 +25,7 @@ LONGEST = (
     "tests/transfer/test_transfer_corruption.py",
     "tests/kernels/test_flash_prefill.py",
     "tests/faults/test_links.py",
+    "tests/faults/test_routers.py",
     "tests/faults/test_kills.py",
     "tests/kernels/test_paged_decode.py",
     "tests/cluster/test_cluster_ray.py",

@@ -1,9 +1,11 @@
 """The options of the KV hand-off."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from kvrelay.engine.config import STRICT, require
+
+Encrypt = Literal["none", "integrity", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,15 @@ class TransferConfig:
 
     checksum: bool = True
     """Verify a 64-bit checksum of every frame before its KV is used. Switch it off only to measure its cost."""
+
+    encrypt: Encrypt = "none"
+    """What protects KV on the network between two machines; `auto` takes only transports that can do it.
+
+    none: for a trusted network; checksums find accidental damage. integrity: tcp, gloo, and nixl from host memory carry
+    a keyed MAC (AES-GMAC) in the checksum's place, so nobody can change KV unnoticed. full: tcp uses TLS 1.3 with the
+    certificates of `security`, so nobody can read it either; needs security.tls mutual. nccl can do none of it, and
+    memory that one machine's processes share (shm, cuda_ipc) is on no network.
+    """
 
     convert_dtype: bool = True
     """Convert KV where the decode worker's dtype differs from the prefill worker's; off refuses such a pair."""
@@ -48,6 +59,7 @@ class TransferConfig:
     """Links open at once; the least recently used one is closed first."""
 
     def __post_init__(self) -> None:
+        require(self.encrypt in get_args(Encrypt), "encrypt", self.encrypt, ", ".join(get_args(Encrypt)))
         require(2**16 <= self.frame_bytes <= 2**24, "frame_bytes", self.frame_bytes, "65536 to 16777216")
         for name in (
             "lease_seconds",

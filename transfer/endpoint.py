@@ -251,6 +251,7 @@ class Endpoint(Generic[TransferT]):
 
         opened = self.links.open(
             LinkSpec(
+                local=self.local.id.incarnation,
                 peer=pair.incarnation,
                 epoch=epoch,
                 transport=transport,

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext
 from kvrelay.transfer.frames import PoolFrames
@@ -27,6 +28,8 @@ class HandoffSetup:
     config: TransferConfig
     transports: Mapping[str, Transport]
     """Those that this worker can use, best first."""
+    credentials: Credentials
+    """For control streams."""
 
 
 class EndpointLoop:

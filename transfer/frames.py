@@ -1,8 +1,6 @@
 """Frames: how the KV of a token range moves from the blocks of one pool, through a link, into the blocks of another.
 
-On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order) and, if checksums are on, 8 bytes more: the
-checksum of the bytes XOR the checksum of the frame's announcement. So the bytes of another attempt, epoch or token
-range don't verify.
+On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), followed by a checksum or a MAC (`checks`).
 
     link carries             sender                                 receiver
     memory (link.stream)     hashes and sends piece by piece,       receives and hashes piece by piece, straight into
@@ -12,17 +10,15 @@ range don't verify.
     layouts, or a GPU's      buffer, hashes, sends                  then copies (or converts) into the blocks
 """
 
-import enum
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
-from kvrelay.engine.kv.pool import KVPool, gpu_checksum
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.transfer.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
@@ -30,44 +26,8 @@ from kvrelay.transfer.messages import Hello, Key, Push
 from kvrelay.transfer.relayout import convert
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
-CHECKSUM_BYTES = 8
-
 PIECE_BYTES = 2**19
 """Bytes that are hashed at once: they are still in the core's cache when they are sent, or were just received."""
-
-
-class ChecksumKind(enum.Enum):
-    """The checksum behind a frame's bytes on the link."""
-
-    OFF = "off"
-    XXH3 = "xxh3"
-    MIX64 = "mix64"
-    """`gpu_checksum` for bytes in GPU memory, XXH3 for others."""
-
-    @classmethod
-    def of(cls, checksum: bool, on_gpus: bool) -> "ChecksumKind":
-        """The kind that a pair uses; `on_gpus` if both KV pools are in GPU memory."""
-        if not checksum:
-            return cls.OFF
-        return cls.MIX64 if on_gpus else cls.XXH3
-
-
-def checksum(data: Tensor, kind: ChecksumKind = ChecksumKind.XXH3) -> int:
-    """64-bit checksum of a contiguous uint8 tensor; computed on the GPU if `kind` allows, else from a CPU copy."""
-    if kind is ChecksumKind.MIX64 and data.is_cuda:
-        return gpu_checksum(data)
-    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
-
-
-def identity(key: Key, frame: Frame) -> int:
-    """64-bit checksum of what an announcement says of a frame."""
-    place = struct.pack("<5Q", key[1], frame.epoch, frame.index, frame.first, frame.tokens)
-    return xxhash.xxh3_64_intdigest(place + key[0].encode())
-
-
-def trailer(value: int) -> bytes:
-    """The last bytes of a frame on the link."""
-    return struct.pack("<Q", value)
 
 
 def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -177,16 +137,8 @@ class FrameJob:
         self._kind = kind
         self._open = False
 
-    @property
-    def _checked(self) -> bool:
-        return self._kind is not ChecksumKind.OFF
-
-    @property
-    def _link_bytes(self) -> int:
-        return self._frame.nbytes + (CHECKSUM_BYTES if self._checked else 0)
-
-    def _trailer(self, digest: int) -> bytes:
-        return trailer(digest ^ identity(self.key, self._frame))
+    def _check(self, link: Link) -> FrameCheck:
+        return FrameCheck(self._kind, link.mac_key, self.key, self._frame)
 
     def _close(self, outcome: Outcome) -> None:
         """This thread no longer touches the blocks."""
@@ -232,12 +184,12 @@ class SendJob(FrameJob):
         if not self._claim.enter():
             return None
         self._open = True
-        frame, stream = self._frame, link.stream
+        frame, stream, check = self._frame, link.stream, self._check(link)
         failpoint("transfer.read", self.key, index=frame.index)
         runs = self._place.runs() if stream is not None else None
-        data = buffer[: self._link_bytes]
+        data = buffer[: frame.nbytes + check.nbytes]
         if runs is None:
-            self._fill(data)
+            self._fill(data, check)
             self._close(Outcome.VERIFIED)
         failpoint("transfer.frame", self.key, index=frame.index)
         self._announce(Push(*self.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
@@ -249,35 +201,32 @@ class SendJob(FrameJob):
             if runs is None:
                 stream.write([memoryview(data.numpy().data)], deadline)
             else:
-                self._stream(stream, runs, deadline)
+                self._stream(stream, runs, check, deadline)
 
         return Pending.in_wait(send)
 
     def done(self, buffer: Tensor) -> None:
         self._close(Outcome.VERIFIED)
 
-    def _fill(self, data: Tensor) -> None:
+    def _fill(self, data: Tensor, check: FrameCheck) -> None:
         """Writes the frame to `data` as it is on the link."""
         nbytes = self._frame.nbytes
         self._place.read(data[:nbytes])
-        if self._checked:
-            end = self._trailer(checksum(data[:nbytes], self._kind))
-            data[nbytes:] = torch.frombuffer(bytearray(end), dtype=torch.uint8)
+        if check.nbytes:
+            data[nbytes:] = torch.frombuffer(bytearray(check.of(data[:nbytes])), dtype=torch.uint8)
 
-    def _stream(self, stream: ByteStream, runs: Sequence[memoryview], deadline: float) -> None:
+    def _stream(self, stream: ByteStream, runs: Sequence[memoryview], check: FrameCheck, deadline: float) -> None:
         tail = self._place.tail()
         if tail is not None:
             rest = torch.empty(tail.nbytes(), dtype=torch.uint8)
             tail.read(rest)
             runs = [*runs, memoryview(rest.numpy().data)]
-        digest = xxhash.xxh3_64()
+        running = check.begin()
         for piece in pieces(runs):
-            if self._checked:
-                for part in piece:
-                    digest.update(part)
+            for part in piece:
+                running.update(part)
             stream.write(piece, deadline)
-        if self._checked:
-            stream.write([memoryview(self._trailer(digest.intdigest()))], deadline)
+        stream.write([memoryview(running.trailer())], deadline)
 
 
 class ReceiveJob(FrameJob):
@@ -295,37 +244,40 @@ class ReceiveJob(FrameJob):
         """`on_end` is called once with the outcome; this end doesn't touch the blocks after that."""
         super().__init__(key, frame, claim, place, kind)
         self._on_end = on_end
-        self._streamed: tuple[int, bytes, Tensor | None] | None = None
+        self._checked: FrameCheck | None = None
+        """The frame's check on the link of `begin`."""
+        self._streamed: tuple[bytes, bytes, Tensor | None] | None = None
+        """The trailer that the bytes must have, the one that came, and the bytes of a partial last block."""
 
     def _ended(self, outcome: Outcome) -> None:
         self._on_end(outcome)
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
         # Even if the request has ended meanwhile: the other end sends what it has announced.
-        stream = link.stream
+        stream, check = link.stream, self._check(link)
+        self._checked = check
         if stream is None:
-            return link.recv(buffer[: self._link_bytes])
-        return Pending.in_wait(lambda deadline: self._stream(stream, buffer, deadline))
+            return link.recv(buffer[: self._frame.nbytes + check.nbytes])
+        return Pending.in_wait(lambda deadline: self._stream(stream, buffer, check, deadline))
 
-    def _stream(self, stream: ByteStream, buffer: Tensor, deadline: float) -> None:
+    def _stream(self, stream: ByteStream, buffer: Tensor, check: FrameCheck, deadline: float) -> None:
         runs = self._place.runs()
         if runs is None or not self._claim.enter():
-            stream.read([memoryview(buffer[: self._link_bytes].numpy().data)], deadline)
+            stream.read([memoryview(buffer[: self._frame.nbytes + check.nbytes].numpy().data)], deadline)
             return
         self._open = True
         tail = self._place.tail()
         rest = None if tail is None else torch.empty(tail.nbytes(), dtype=torch.uint8)
         if rest is not None:
             runs.append(memoryview(rest.numpy().data))
-        digest = xxhash.xxh3_64()
+        running = check.begin()
         for piece in pieces(runs):
             stream.read(piece, deadline)
-            if self._checked:
-                for part in piece:
-                    digest.update(part)
-        end = memoryview(bytearray(CHECKSUM_BYTES if self._checked else 0))
+            for part in piece:
+                running.update(part)
+        end = memoryview(bytearray(check.nbytes))
         stream.read([end], deadline)
-        self._streamed = digest.intdigest(), bytes(end), rest
+        self._streamed = running.trailer(), bytes(end), rest
 
     def done(self, buffer: Tensor) -> None:
         failpoint("decode.after_frame", self.key, index=self._frame.index)
@@ -334,18 +286,19 @@ class ReceiveJob(FrameJob):
         else:
             self._finish_buffer(buffer)
 
-    def _finish_stream(self, digest: int, end: bytes, rest: Tensor | None) -> None:
+    def _finish_stream(self, expected: bytes, end: bytes, rest: Tensor | None) -> None:
         tail = self._place.tail()
-        intact = not self._checked or end == self._trailer(digest)
+        intact = FrameCheck.same(expected, end)
         if intact and tail is not None and rest is not None:
             tail.write(rest)
         self._close(Outcome.VERIFIED if intact else Outcome.CORRUPT)
 
     def _finish_buffer(self, buffer: Tensor) -> None:
-        data, end = buffer[: self._frame.nbytes], buffer[self._frame.nbytes : self._link_bytes]
-        intact = True
-        if self._checked:
-            intact = bytes(end.cpu().numpy().data) == self._trailer(checksum(data, self._kind))
+        check, nbytes = self._checked, self._frame.nbytes
+        if check is None:
+            raise RuntimeError(f"{self.key}: frame {self._frame.index} ended before it began")
+        data, end = buffer[:nbytes], buffer[nbytes : nbytes + check.nbytes]
+        intact = FrameCheck.same(check.of(data), bytes(end.cpu().numpy().data))
         if not self._claim.enter():
             return
         self._open = True
@@ -360,10 +313,11 @@ class DrainJob:
     key: Key | None = None
 
     def __init__(self, nbytes: int, kind: ChecksumKind) -> None:
-        self._nbytes = nbytes + (CHECKSUM_BYTES if kind is not ChecksumKind.OFF else 0)
+        self._nbytes = nbytes
+        self._kind = kind
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        into, stream = buffer[: self._nbytes], link.stream
+        into, stream = buffer[: self._nbytes + trailer_bytes(self._kind, link.mac_key)], link.stream
         if stream is None:
             return link.recv(into)
         return Pending.in_wait(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))

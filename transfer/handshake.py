@@ -30,6 +30,7 @@ class LocalWorker:
             fingerprint=self.fingerprint,
             layout=self.layout,
             checksum=config.checksum,
+            encrypt=config.encrypt,
             gpu=self.gpu,
             frame_bytes=config.frame_bytes,
         )
@@ -39,7 +40,7 @@ class LocalWorker:
         layout = replace(self.layout, order="NHD", block_size=1)
         if config.convert_dtype:
             layout = replace(layout, dtype="float32")
-        common = f"{VERSION} {self.fingerprint} {layout} {config.checksum} {config.convert_dtype}"
+        common = f"{VERSION} {self.fingerprint} {layout} {config.checksum} {config.encrypt} {config.convert_dtype}"
         return hashlib.sha256(common.encode()).hexdigest()[:16]
 
     def objection(self, hello: Hello, config: TransferConfig) -> tuple[Code, str] | None:
@@ -60,6 +61,7 @@ class LocalWorker:
             ("version", VERSION, hello.version),
             ("fingerprint", self.fingerprint, hello.fingerprint),
             ("checksum", config.checksum, hello.checksum),
+            ("encrypt", config.encrypt, hello.encrypt),
         ):
             if here != there:
                 return Code.INCOMPATIBLE, f"{name}: {here} here, {there} there"

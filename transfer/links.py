@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.transfer.frames import CHECKSUM_BYTES
+from kvrelay.transfer.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
@@ -92,7 +92,7 @@ class LinkThread:
             on_end: runs on the event loop, once.
         """
         self.spec = spec
-        self.meeting = Rendezvous(lambda entry, value: runtime.post(spec.tell, entry, value), timeout)
+        self.meeting = Rendezvous(lambda entry, value: runtime.post(spec.tell, entry, value), timeout, spec.name)
         self._transport = transport
         self._timeout = timeout
         self._runtime = runtime
@@ -190,7 +190,7 @@ class LinkThread:
         second(byte).wait(self._timeout)
 
     def _serve(self, link: Link) -> None:
-        buffers = [link.buffer(self.spec.frame_bytes + CHECKSUM_BYTES) for _ in range(BUFFERS)]
+        buffers = [link.buffer(self.spec.frame_bytes + MAX_TRAILER_BYTES) for _ in range(BUFFERS)]
         while self._begin_jobs(link, buffers, wait=not self._window):
             job, pending, buffer = self._window[0]
             self._waiting_since = time.monotonic()

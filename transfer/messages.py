@@ -136,6 +136,8 @@ class Hello:
     """Of the model."""
     layout: Annotated[KVLayout, LayoutRule()]
     checksum: Annotated[bool, Flag()]
+    encrypt: Annotated[str, Text(1, 16)]
+    """`TransferConfig.encrypt`."""
     gpu: Annotated[bool, Flag()]
     """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]

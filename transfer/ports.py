@@ -70,6 +70,8 @@ class LinkEnd:
 class LinkSpec:
     """One link to be opened. The callbacks run on the event loop."""
 
+    local: str
+    """Incarnation of this worker."""
     peer: str
     """Incarnation of the other worker."""
     epoch: int
@@ -85,6 +87,12 @@ class LinkSpec:
     """Called once, when the link has ended for whatever reason."""
     idle: Callable[[], bool]
     """Whether no hand-off needs the link, so that it may be closed in favour of another one."""
+
+    @property
+    def name(self) -> str:
+        """Of this link and no other; equal at both ends."""
+        ends = (self.local, self.peer) if self.rank == SENDER else (self.peer, self.local)
+        return f"{' '.join(ends)} {self.epoch}"
 
 
 class Links(Protocol):

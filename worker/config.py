@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
+from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 
 WorkerRole = Literal["prefill", "decode", "colocated"]
@@ -48,9 +49,14 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     """Options of the hand-off."""
 
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    """Who may call the internal gRPC, and what protects it."""
+
     def __post_init__(self) -> None:
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         require(self.role in ("prefill", "decode", "colocated"), "role", self.role, "prefill, decode, colocated")
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
+        full = self.transfer.encrypt == "full"
+        require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         require(self.max_waiting >= 1, "max_waiting", self.max_waiting, "1 or more")

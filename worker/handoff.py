@@ -59,7 +59,14 @@ class HandoffRole(Role):
             PoolFrames(worker.pool, config.transfer.checksum),
             self.peers,
             config.transfer,
-            available_transports(config.host, config.transfer.transport, gpu),
+            available_transports(
+                config.host,
+                config.transfer.transport,
+                gpu,
+                config.transfer.encrypt,
+                worker.credentials.certificates,
+            ),
+            worker.credentials,
         )
 
     def members_changed(self, members: Sequence[Member]) -> None:

@@ -68,5 +68,7 @@ class RelayService(WorkerServiceServicer):
                         self._worker.submit(request.submit, stream)
                     case "cancel":
                         self._worker.cancel(key_of(request.cancel), stream)
+                    case "fence":
+                        self._worker.fence(request.fence)
         finally:
             stream.close()

@@ -24,6 +24,8 @@ class RelayStream:
         self.submits_seen = 0
         """Submits that have come on this stream."""
         self._load = load
+        self._told: tuple[Load, int] | None = None
+        """The load and `submits_seen` that the router was told last."""
         self._pending = RelayResponse()
         self._ready = asyncio.Event()
         self._closed = False
@@ -38,8 +40,9 @@ class RelayStream:
             self._ready.set()
 
     def report(self) -> None:
-        """Sends the load even without an event: a router may wait for it."""
-        self._ready.set()
+        """Sends the load even without an event, unless the router knows it: it may wait for it."""
+        if (self._load(), self.submits_seen) != self._told:
+            self._ready.set()
 
     def close(self) -> None:
         """Ends `messages`, and drops what is queued."""
@@ -54,6 +57,8 @@ class RelayStream:
                 return
             self._ready.clear()
             message, self._pending = self._pending, RelayResponse()
-            message.load.CopyFrom(self._load())
+            load = self._load()
+            message.load.CopyFrom(load)
             message.submits_seen = self.submits_seen
+            self._told = load, self.submits_seen
             yield message

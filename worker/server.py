@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.engine.build import build_engine
@@ -35,10 +34,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import resolve
-from kvrelay.rpc.address import bind, join
+from kvrelay.rpc.address import join
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.worker import Role, Worker, WorkerHooks
@@ -61,8 +60,13 @@ class WorkerServer:
         observer: Callable[[Load], None] | None = None,
         build: Build = build_engine,
     ) -> None:
-        """`observer` gets the load at every heartbeat."""
+        """`observer` gets the load at every heartbeat.
+
+        Raises:
+            ValueError: there is no join token, or a certificate can't be used.
+        """
         self.config = config
+        self.credentials = Credentials.of("worker", config.security)
         self.id = WorkerId(config.name, uuid.uuid4().hex)
         self._role = role
         self._observer = observer
@@ -78,11 +82,11 @@ class WorkerServer:
         """
         config = self.config
         folder = resolve(config.model)
-        shell = self._shell = WorkerShell(config, self.id, self._observer)
+        shell = self._shell = WorkerShell(config, self.id, self.credentials, self._observer)
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
         hooks = WorkerHooks(shell.beat, shell.fail)
-        await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks))
+        await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
 
     @property
     def address(self) -> str:
@@ -117,7 +121,13 @@ class WorkerServer:
 class WorkerShell:
     """Ports and heartbeats of a worker process, from its start on; the worker itself joins when its model is loaded."""
 
-    def __init__(self, config: WorkerConfig, identity: WorkerId, observer: Callable[[Load], None] | None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: WorkerId,
+        credentials: Credentials,
+        observer: Callable[[Load], None] | None,
+    ) -> None:
         """Binds the port and starts the heartbeats.
 
         Raises:
@@ -135,13 +145,13 @@ class WorkerShell:
         self.worker: Worker | None = None
         """None while the model loads."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
-        self._server = grpc.aio.server(options=server_options())
+        self._server = credentials.server()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.address = join(config.host, bind(self._server, config.host, config.port))
+        self.address = join(config.host, credentials.bind(self._server, config.host, config.port))
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
+                config.supervisor, credentials, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
             )
             self._heartbeat.start()
 

@@ -16,34 +16,37 @@ import grpc
 
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
-from kvrelay.engine.scheduler import Reservation
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
-    Blocks,
+    ClientCall,
     Failure,
     Load,
     PeerRef,
     Phase,
     Promised,
     RequestEvent,
-    Requests,
     Submit,
     WorkerHello,
 )
+from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
+from kvrelay.worker.fences import Fences
+from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
 
 logger = logging.getLogger(__name__)
+
+_FENCED = Failure(code=Failure.CODE_FENCED, message="a later call of the client continues this request")
 
 Key = tuple[str, int]
 
@@ -112,6 +115,7 @@ class LiveRequest:
     stream: RelayStream
     expiry: asyncio.TimerHandle | None
     """Ends the request if it has no token by then."""
+    client_call: ClientCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,12 @@ class Worker:
         runner: Runner,
         role: Callable[["Worker"], Role],
         hooks: WorkerHooks,
+        credentials: Credentials,
     ) -> None:
         """Starts the engine thread."""
         self.config = config
         self.id = identity
+        self.credentials = credentials
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
@@ -146,14 +152,14 @@ class Worker:
         self._engine = engine
         self._hooks = hooks
         self._live: dict[Key, LiveRequest] = {}
-        self._streams: set[RelayStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._checked = 0.0
         self._submitted = 0
         """Requests that have come so far."""
-        self._load = self._read_load()
+        self._fences = Fences()
+        self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
         self._thread.start()
@@ -195,7 +201,11 @@ class Worker:
     def compute(self, request: Request, *, handoff: bool = False) -> None:
         """Gives the request to the engine; with `handoff` it leaves the engine after its first token."""
 
+        tokens = len(request.tokens)
+        self._loads.give(tokens)
+
         def add() -> None:
+            self._loads.take(tokens)
             try:
                 self._engine.scheduler.add(request, handoff=handoff)
             except ValueError as error:
@@ -213,7 +223,7 @@ class Worker:
         def attempt() -> Reservation | None:
             reservation = self._engine.scheduler.reserve(request)
             # From this thread, so that loads arrive in the order in which they were read.
-            self.post_to_loop(self._set_load, self._read_load())
+            self.post_to_loop(self._set_load, self._loads.read())
             return reservation
 
         async def ask() -> None:
@@ -305,12 +315,11 @@ class Worker:
 
     def load(self) -> Load:
         """The current load."""
-        self._load.promised.CopyFrom(self.role.promised())
-        return self._load
+        return self._loads.now()
 
     def attach(self, stream: RelayStream) -> None:
-        """A router has come; it gets the load whenever blocks are freed."""
-        self._streams.add(stream)
+        """A router has come; it gets the load whenever that changes."""
+        self._loads.attach(stream)
 
     def submit(self, submit: Submit, stream: RelayStream) -> None:
         """Takes a request, or refuses it on the stream that it came on."""
@@ -323,10 +332,20 @@ class Worker:
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry)
+        # A copy: a part of a message keeps the whole message in memory.
+        client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
+        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call)
         self._submitted += 1
         self._idle.clear()
         self.role.submit(request, submit)
+        self._loads.changed()
+
+    def fence(self, fence: ClientCall) -> None:
+        """Returns what earlier calls of the client's request have submitted, on any stream, and takes no more of it."""
+        self._fences.add(fence)
+        for key in [key for key, live in self._live.items() if live.client_call.key == fence.key]:
+            if self._fences.passed(self._live[key].client_call):
+                self.fail(key, _FENCED)
 
     def cancel(self, key: Key, stream: RelayStream) -> None:
         """Ends a request that came on `stream`, without another event. Other keys are ignored."""
@@ -337,7 +356,7 @@ class Worker:
 
     def abandon(self, stream: RelayStream) -> None:
         """The stream is over: cancels every request that was submitted on it."""
-        self._streams.discard(stream)
+        self._loads.detach(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
             self.cancel(key, stream)
 
@@ -347,6 +366,8 @@ class Worker:
             return Failure(code=Failure.CODE_INTERNAL, message=f"attempt {submit.attempt} was submitted twice")
         if submit.phase not in self.role.phases:
             return Failure(code=Failure.CODE_INTERNAL, message=f"a {self.config.role} worker takes no such phase")
+        if self._fences.passed(submit.client_call):
+            return _FENCED
         if self._draining:
             return Failure(**self._moving)
         if len(self._live) >= most:
@@ -392,20 +413,15 @@ class Worker:
 
     def _refresh_load(self) -> None:
         """Reads the load again, after the commands that were posted before, and sends it to the routers."""
-        self._thread.post(lambda: self.post_to_loop(partial(self._set_load, self._read_load(), tell=True)))
+        self._thread.post(lambda: self.post_to_loop(partial(self._set_load, self._loads.read(), tell=True)))
 
-    def _set_load(self, load: Load, *, tell: bool = False) -> None:
+    def _set_load(self, reading: Reading, *, tell: bool = False) -> None:
         """Sends the load at once if blocks were freed: whoever waits for them should not wait for a heartbeat."""
-        freed = load.blocks.held < self._load.blocks.held
-        self._load = load
-        if freed:
+        if self._loads.update(reading, tell=tell):
             self._hooks.load_changed()
-        if freed or tell:
-            for stream in self._streams:
-                stream.report()
 
-    def _deliver(self, events: Sequence[RequestEvent], load: Load) -> None:
-        self._set_load(load)
+    def _deliver(self, events: Sequence[RequestEvent], reading: Reading) -> None:
+        self._set_load(reading)
         for event in events:
             self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
 
@@ -414,16 +430,5 @@ class Worker:
     def _on_step(self, progress: Sequence[Progress]) -> None:
         events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
-        self.post_to_loop(self._deliver, events, self._read_load())
+        self.post_to_loop(self._deliver, events, self._loads.read())
         self.role.on_step(progress)
-
-    def _read_load(self) -> Load:
-        load = self._engine.scheduler.load()
-        return Load(
-            blocks=Blocks(
-                total=load.total, free=load.free, cached=load.cached, held=load.held, size=self.layout.block_size
-            ),
-            requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
-            pending_tokens=load.pending_tokens,
-            computed_tokens=self._engine.computed_tokens,
-        )

@@ -11,7 +11,7 @@ from kvrelay.cluster.config import ClusterConfig, RouterSection, schema
 from kvrelay.cluster.configfile import Override, dump, load
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
-from kvrelay.router.config import RouterConfig
+from kvrelay.router.config import RouterConfig, RouterOptions
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -131,7 +131,43 @@ def test_workers_get_the_options_of_their_role() -> None:
     assert workers["prefill-1"].engine.kv_memory_bytes == 1000
     assert workers["decode-0"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
     assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
-    assert config.router_config() == RouterConfig(model="/m")
+    assert config.router_configs() == [RouterConfig(model="/m")]
+
+
+@pytest.mark.parametrize(
+    ("section", "ports"),
+    [
+        ({}, [50051]),
+        ({"replicas": 3}, [50051, 50052, 50053]),
+        ({"replicas": 2, "grpc_port": 7000, "port_step": 10}, [7000, 7010]),
+        ({"replicas": 2, "grpc_port": 0}, [0, 0]),
+        ({"replicas": 2, "port_step": 0}, [50051, 50051]),
+    ],
+)
+def test_routers_differ_by_name_and_port(section: dict[str, Any], ports: list[int]) -> None:
+    config = ClusterConfig.model_validate({"router": section, "ray": {"address": "auto"}, "drain_seconds": 7})
+    routers = config.router_configs()
+    assert [router.grpc_port for router in routers] == ports
+    assert [router.name for router in routers] == [f"router-{index}" for index in range(len(ports))]
+    assert {router.drain_seconds for router in routers} == {7}
+    assert config.total_resources()["CPU"] == 2 + len(ports)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("{replicas: 0}", "router.replicas is 0; allowed: 1 to 64"),
+        ("{replicas: 2, grpc_port: 65535}", "router.grpc_port is 65535; allowed: up to 65534 for 2 routers"),
+        ("{replicas: 2, port_step: -1}", "router.port_step is -1; allowed: 0 to 1000"),
+        (
+            "{replicas: 2, port_step: 0}",
+            "router.port_step is 0; allowed: 1 or more, since the routers share this machine",
+        ),
+    ],
+)
+def test_ports_that_routers_cannot_have(tmp_path: Path, section: str, expected: str) -> None:
+    (line,) = mistakes(tmp_path, f"router: {section}")
+    assert line.endswith(expected)
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (2, 2, 1), (2, 5, 1), (64, 3, 21)])
@@ -166,8 +202,10 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 
 
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
-    options = {field.name for field in fields(RouterConfig)} - {"name", "model", "supervisor"}
-    assert {field.name for field in fields(RouterSection)} == options | {"cpus", "resources"}
+    options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
+    assert options == {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security"}
+    shared = {field.name for field in fields(RouterOptions)}
+    assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
 
 
 def test_every_key_is_documented() -> None:

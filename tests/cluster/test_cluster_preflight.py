@@ -80,6 +80,8 @@ def test_a_port_in_use_is_named() -> None:
             check(config(router={"grpc_port": port}))
         assert caught.value.lines == [f"grpc_port {port}: already in use on 127.0.0.1"]
         assert caught.value.code == 2
+        with pytest.raises(UsageError, match=f"grpc_port {port}: already in use"):
+            check(config(router={"grpc_port": port - 1, "replicas": 2}))
     check_port("grpc_port", "127.0.0.1", port)
 
 
@@ -97,3 +99,25 @@ def test_folders_and_ports_of_other_machines_are_not_checked() -> None:
 
 def test_the_defaults_pass() -> None:
     assert load().model.path == "pico"
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "said"),
+    [
+        ("router", {"api_keys": "missing"}, "router: api_keys missing: No such file"),
+        ("router", {"tls_certificate": "missing", "tls_key": "k"}, "router: certificate: missing: No such file"),
+        ("security", {"join_token_path": "missing"}, "security: join_token_path missing: No such file"),
+        ("security", {"tls": "mutual", "certificates": "nowhere"}, "security: certificate: nowhere/supervisor.crt"),
+    ],
+)
+def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict[str, str], said: str) -> None:
+    router = {"grpc_port": 0, **(options if section == "router" else {})}
+    security = options if section == "security" else {}
+    with pytest.raises(UsageError, match=said):
+        check(config(router=router, security=security))
+
+
+def test_the_routers_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keys").write_text(f"a {'0' * 64}\n")
+    assert check(config(router={"grpc_port": 0, "api_keys": "keys"})).router.api_keys == str(tmp_path / "keys")

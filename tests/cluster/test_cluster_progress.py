@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.membership import DRAIN_MARGIN_SECONDS, FAILED_SECONDS, Membership, Verdict, incompatible
+from kvrelay.cluster.membership import DRAIN_MARGIN_SECONDS, FAILED_SECONDS, Membership, Verdict
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
     MEMBER_STATE_SUSPECT,
-    ROLE_ROUTER,
     MemberState,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
@@ -81,12 +79,3 @@ def test_a_drain_that_nobody_asked_for_has_a_deadline(clock: Clock, asked: bool)
     if not asked:
         assert seconds == pytest.approx(7 + DRAIN_MARGIN_SECONDS, abs=2 * TICK)
         assert "draining" in died[0].reason
-
-
-def test_workers_are_grouped_by_their_digest() -> None:
-    given = [member(f"prefill-{n}", compatibility=digest) for n, digest in enumerate("xyyx")]
-    given.append(member("decode-0", compatibility="y"))
-    given.append(member("router-0", role=ROLE_ROUTER))
-    given.append(member("decode-1", compatibility="z", state=MEMBER_STATE_DEAD))
-    assert incompatible(given) == [["decode-0", "prefill-1", "prefill-2"], ["prefill-0", "prefill-3"]]
-    assert incompatible(given[:1]) == [["prefill-0"]]

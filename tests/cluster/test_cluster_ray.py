@@ -81,9 +81,10 @@ class World:
     def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.call("up", "--grpc-port", "0", *arguments, seconds=START_SECONDS)
 
-    def worker(self, name: str) -> dict[str, Any]:
-        (worker,) = [worker for worker in self.json("status")["workers"] if worker["name"] == name]
-        return dict(worker)
+    def member(self, name: str) -> dict[str, Any]:
+        status = self.json("status")
+        (member,) = [member for member in status["workers"] + status["routers"] if member["name"] == name]
+        return dict(member)
 
     def generate(self, *arguments: str) -> Any:
         return self.json("generate", PROMPT, "--temperature", "0", "--max-tokens", "12", *arguments)
@@ -137,7 +138,7 @@ def shared_memory() -> set[str]:
 
 def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: World) -> None:
     before = shared_memory()
-    up = world.up("--detach")
+    up = world.up("--detach", "--routers", "2")
     assert up.returncode == 0, up.stderr + world.log()
     assert "kvrelay is ready" in up.stdout
     owner = world.remembered()["pid"]
@@ -148,7 +149,11 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
         ("prefill-0", "prefill", "ready"),
         ("decode-0", "decode", "ready"),
     }
+    routers = {router["name"]: router["address"] for router in status["routers"]}
+    assert status["router"] == world.remembered()["router"] == f"{routers['router-0']},{routers['router-1']}"
     answer = world.generate("--target", status["router"])
+    for address in routers.values():
+        assert world.generate("--target", address)["token_ids"] == answer["token_ids"]
     assert len(answer["token_ids"]) == 12
     assert answer["finish_reason"] == "length"
     assert answer["timeline"]["transfer_bytes"] > 0
@@ -158,23 +163,23 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     assert second.returncode == 1
     assert f"already running (pid {owner})" in second.stderr
 
-    lost = {name: world.worker(name) for name in ("decode-0", "prefill-0")}
-    for worker in lost.values():
-        os.kill(worker["pid"], signal.SIGKILL)
+    lost = {name: world.member(name) for name in ("decode-0", "prefill-0", "router-1")}
+    for member in lost.values():
+        os.kill(member["pid"], signal.SIGKILL)
 
     def replaced() -> bool:
-        workers = [world.worker(name) for name in lost]
+        members = [world.member(name) for name in lost]
         return all(
-            worker["state"] == "ready" and worker["incarnation"] != lost[worker["name"]]["incarnation"]
-            for worker in workers
+            member["state"] == "ready" and member["incarnation"] != lost[member["name"]]["incarnation"]
+            for member in members
         )
 
-    until(replaced, "both replaced", START_SECONDS)
+    until(replaced, "all replaced", START_SECONDS)
     until(lambda: world.call("generate", PROMPT, "--max-tokens", "1").returncode == 0, "serving again")
     assert world.generate()["token_ids"] == answer["token_ids"]
 
     says = ray_says(world.remembered()["ray_address"], dashboard=True)
-    assert sorted(says["actors"]) == ["decode-0", "kvrelay-supervisor", "prefill-0", "router-0"]
+    assert sorted(says["actors"]) == ["decode-0", "kvrelay-supervisor", "prefill-0", "router-0", "router-1"]
     assert {"prefill-0 (prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
     until(lambda: visible(says["metrics"]) >= METRICS, f"metrics: {METRICS - visible(says['metrics'])}")
 
@@ -223,10 +228,10 @@ def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go
     assert json.loads(output)["usage"]["completion_tokens"] == 900
 
     # A worker that was adopted is watched as before.
-    lost = world.worker("decode-0")
+    lost = world.member("decode-0")
     os.kill(lost["pid"], signal.SIGKILL)
     until(
-        lambda: (worker := world.worker("decode-0"))["state"] == "ready" and worker["generation"] > lost["generation"],
+        lambda: (worker := world.member("decode-0"))["state"] == "ready" and worker["generation"] > lost["generation"],
         "replaced",
         START_SECONDS,
     )

@@ -75,6 +75,12 @@ def test_a_cluster_that_serves_without_its_supervisor_is_no_dead_one(nobody: str
     assert "already running" in up.stderr
 
 
+@pytest.mark.parametrize("router", [SERVING], indirect=True)
+def test_one_router_that_serves_is_enough(nobody: str, router: str) -> None:
+    save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=f"{nobody},{router}"))
+    assert call("status").exit_code == 3
+
+
 @pytest.mark.parametrize("router", [NOT_SERVING], indirect=True)
 def test_a_router_that_cannot_serve_is_none(nobody: str, router: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", supervisor=nobody, router=router))
@@ -118,6 +124,7 @@ def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
     finally:
         server.stop(None).wait()
     assert status.exit_code == 0
-    assert ("decode-1 can't hand KV over to or from decode-0, prefill-0" in status.stdout) is mixed
+    told = " ".join(status.stdout.split())
+    assert ("decode-1 (digest b) can't be paired with decode-0, prefill-0 (digest a)" in told) is mixed
     assert shown["incompatible"] == ([["decode-0", "prefill-0"], ["decode-1"]] if mixed else [])
     assert [worker["compatibility"] for worker in shown["workers"]] == ["a", "a", "b" if mixed else "a"]

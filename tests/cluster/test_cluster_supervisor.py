@@ -15,6 +15,7 @@ import pytest
 
 from kvrelay.cluster import replacement
 from kvrelay.cluster.replacement import Ended
+from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import as_json, get_status
 from kvrelay.cluster.supervisor import SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -34,6 +35,7 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import channel_options
+from support.access import METADATA, credentials
 
 SECONDS = 10.0
 
@@ -61,7 +63,9 @@ class FakeMember:
         self.load = Load(blocks=Blocks(total=9, free=4, cached=3, held=2), requests=Requests(waiting=1, running=2))
         self.seen: dict[str, Member] = {}
         self.fenced = asyncio.Event()
-        self.attendance = HeartbeatClient(supervisor, self._describe, self._learn, self.fenced.set, interval=0.1)
+        self.attendance = HeartbeatClient(
+            supervisor, credentials("worker"), self._describe, self._learn, self.fenced.set, interval=0.1
+        )
 
     def _describe(self) -> tuple[Member, Load]:
         return self.member, self.load
@@ -95,6 +99,10 @@ async def members(server: SupervisorServer, *given: tuple[str, Role]) -> AsyncIt
             await fake.attendance.stop()
 
 
+def state_of(address: str) -> ClusterState:
+    return ClusterState(None, "kvrelay", supervisor=address)
+
+
 @asynccontextmanager
 async def stub(server: SupervisorServer) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
@@ -123,7 +131,7 @@ def test_status_shows_what_the_members_reported() -> None:
     async def test() -> None:
         async with supervisor() as server, members(server, *PAIR):
             await until(lambda: server.membership.ready, "ready")
-            status = await asyncio.to_thread(get_status, server.address)
+            status = await asyncio.to_thread(get_status, state_of(server.address))
             assert status is not None
             shown = as_json(status)
             assert shown["ready"] is True
@@ -173,7 +181,7 @@ def test_the_others_learn_of_silence_and_the_dead_are_fenced() -> None:
 def test_a_member_finds_itself_in_the_first_membership_that_it_gets() -> None:
     async def test() -> None:
         async with supervisor() as server, stub(server) as called:
-            call = called.Attend()
+            call = called.Attend(metadata=METADATA)
             await call.write(AttendRequest(member=Member(name="a", incarnation="1", role=ROLE_DECODE, state=1)))
             first = await asyncio.wait_for(call.read(), SECONDS)
             assert [entry.name for entry in first.members] == ["a"]
@@ -185,7 +193,7 @@ def test_a_member_finds_itself_in_the_first_membership_that_it_gets() -> None:
 def test_a_heartbeat_without_a_name_is_invalid() -> None:
     async def test() -> None:
         async with supervisor() as server, stub(server) as called:
-            call = called.Attend()
+            call = called.Attend(metadata=METADATA)
             await call.write(AttendRequest(member=Member(incarnation="1", role=ROLE_DECODE, state=1)))
             with pytest.raises(grpc.aio.AioRpcError, match=r"member\.name is empty") as caught:
                 await asyncio.wait_for(call.read(), SECONDS)
@@ -375,12 +383,12 @@ def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["address"]
-        status = get_status(address, timeout=SECONDS)
+        status = get_status(state_of(address), timeout=SECONDS)
         assert status is not None
         assert not status.ready
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
-        assert get_status(address, timeout=0.5) is None
+        assert get_status(state_of(address), timeout=0.5) is None
     finally:
         process.kill()
         process.communicate()
@@ -389,6 +397,6 @@ def test_it_runs_in_the_foreground_and_ends_on_sigterm(tmp_path: Path) -> None:
 def test_the_grpc_contract_answers_an_empty_cluster() -> None:
     async def test() -> None:
         async with supervisor() as server, stub(server) as called:
-            assert not (await called.GetStatus(GetStatusRequest())).ready
+            assert not (await called.GetStatus(GetStatusRequest(), metadata=METADATA)).ready
 
     run(test)

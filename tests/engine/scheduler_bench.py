@@ -7,9 +7,10 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
-from kvrelay.engine.scheduler import Progress, Reservation, Scheduler
+from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence, Status
 from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 

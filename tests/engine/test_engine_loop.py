@@ -13,8 +13,9 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.scheduler import Progress, Scheduler
+from kvrelay.engine.scheduler import Scheduler
 from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)

@@ -15,7 +15,8 @@ from support.faults import ALL_TRANSPORTS, PROMPT, TRANSFER, Scene, scene, until
 from support.hash_worker import BEAT_SECONDS, STEP_SECONDS, WORKER_LAYOUT
 from support.processes import wait_until
 
-FREE_SECONDS = 0.5
+FREE_SECONDS = 1.5
+"""Far more than a notice takes, for a busy machine, and far less than MINUTE."""
 MINUTE = dict.fromkeys(
     ("lease_seconds", "grant_timeout_seconds", "prefill_timeout_seconds", "transfer_timeout_seconds"), 60.0
 )
@@ -70,7 +71,9 @@ def free_after_cancel(
         seconds=5,
     )
     request.cancel()
-    return until(lambda: it.held("prefill-0") == 0 and it.held("decode-0") <= beside, "both are free")
+    took = until(lambda: it.held("prefill-0") == 0 and it.held("decode-0") <= beside, "both are free")
+    print(f"{name}: both are free after {took:.3f} s")
+    return took
 
 
 def carried(it: Scene) -> int:

@@ -47,7 +47,6 @@ FAILING = {
 not act."""
 FIRST = 30
 """Transfers of each worker that succeed, so that the router's retry budget covers those that fail after them."""
-REQUESTS = 1000
 AT_ONCE = 12
 
 
@@ -85,13 +84,15 @@ def test_a_frame_that_stays_out_is_noticed_and_the_link_made_anew(it: Scene, nam
     it.settle(3)
 
 
-def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path, requests: int) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rules = [f"{place},seed={seed},after={FIRST}:{action}" for place, action in FAILING.items()]
     with scene(tmp_path, rules, variables={STEP_SECONDS: 0.0}) as it:
-        names = [f"{seed} {number}" for number in range(REQUESTS)]
+        names = [f"{seed} {number}" for number in range(requests)]
         retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
-        # 47 are expected; workers of a role draw alike, so four standard deviations are 40.
-        assert 10 < retries < 90, f"the failpoints were armed, and {retries} transfers failed"
+        # Workers of a role draw alike, which doubles the variance.
+        expected = requests * 0.047
+        assert abs(retries - expected) < 4 * (2 * expected) ** 0.5, f"{retries} transfers failed"
         it.settle(3)

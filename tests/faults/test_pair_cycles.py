@@ -16,7 +16,6 @@ import pytest
 
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.transports.registry import available_transports
-from support.faults import ALL_TRANSPORTS
 from support.handoff import LAYOUT, RECEIVER, Pair, pair
 
 TESTS = Path(__file__).parent.parent
@@ -73,7 +72,9 @@ async def cycles(transport: str, count: int) -> list[Size]:
     return [*sizes, size()]
 
 
-@pytest.mark.parametrize("transport", ALL_TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "gloo"))]
+)
 def test_a_thousand_pairs_leave_nothing_behind(transport: str) -> None:
     """In a process of its own, whose memory nobody else moves."""
     run = subprocess.run(

@@ -24,7 +24,6 @@ from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 LEASE_SECONDS = 0.05
 READ_SECONDS = 2.0
 BLOCKS = 24
-REQUESTS = 1000
 AT_ONCE = 12
 COUNT = 6
 TRANSFER = {
@@ -88,17 +87,13 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("transport", "share"),
+    ("transport", "share", "requests"),
     [
-        ("tcp", 0.02),
-        pytest.param("shm", 0.02, marks=SLOW),
-        pytest.param("gloo", 0.02, marks=SLOW),
-        pytest.param("shm", 1.0, marks=SLOW),
-        pytest.param("tcp", 1.0, marks=SLOW),
-        pytest.param("gloo", 1.0, marks=SLOW),
+        ("tcp", 0.02, 300),
+        *(pytest.param(name, share, 1000, marks=SLOW) for share in (0.02, 1.0) for name in ("tcp", "shm", "gloo")),
     ],
 )
-def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> None:
+def test_no_read_after_release(tmp_path: Path, transport: str, share: float, requests: int) -> None:
     """`share` of the frames is read late."""
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
@@ -114,9 +109,9 @@ def test_no_read_after_release(tmp_path: Path, transport: str, share: float) -> 
         transfer={**TRANSFER, "transport": transport},
     ) as it:
         with gusts(it, seed):
-            finished, cancelled, failed = churn(it, seed, REQUESTS)
+            finished, cancelled, failed = churn(it, seed, requests)
         late = len(it.failures())
         print(f"{finished} finished, {cancelled} cancelled, {failed} failed; {late} attempts failed")
         it.settle(READ_SECONDS + 10)
-        assert finished > REQUESTS / 4, "whole streams were judged"
-        assert late > 10, "leases ended while blocks were waiting to be read"
+        assert finished > requests / 4, "whole streams were judged"
+        assert late > requests / 100, "leases ended while blocks were waiting to be read"

@@ -47,7 +47,8 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
     with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, **counts) as it:  # type: ignore[arg-type]  # counts
         it.may_fail.add("poison")
         with asking(it, "innocent") as done:
-            until(lambda: it.cluster.member(f"{role}-0").load.requests.running > 0, "they work", 30)
+            # Not by heartbeats: all may be over before one of them tells of a running request.
+            until(lambda: any(event.kind == "token" for event in list(it.history.events)), "they work", 30)
             with pytest.raises(InternalError, match="suspected of ending workers"):
                 it.ask("poison")
         assert len(done) == CLIENTS
@@ -56,15 +57,3 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
         it.settle(10, but=dead)
         (line,) = [line for line in it.log("router-0") if line["message"] == "request suspected of ending workers"]
         assert line["prompt_tokens"] == done[0].usage.prompt_tokens
-
-
-def test_a_worker_that_is_stopped_on_purpose_costs_no_retry(tmp_path: Path) -> None:
-    """Streams that outlast the worker's grace go on elsewhere."""
-    with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.025}, worker={"drain_seconds": 1.0}) as it:
-        running = [it.begin(f"long {number}", count=260) for number in range(8)]
-        until(lambda: all(request.tokens > 20 for request in running), "all decode", 30)
-        it.signal("decode-0", signal.SIGTERM)
-        done = [request.result() for request in running]
-        assert 0 < sum(completion.timeline.migrations for completion in done) < len(done)
-        assert not any(completion.timeline.retries for completion in done)
-        it.settle(10, but=["decode-0"])

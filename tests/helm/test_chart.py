@@ -59,7 +59,7 @@ def test_the_ray_cluster_has_only_fields_that_kuberay_knows(rendered):
 def test_groups_agree_with_the_configuration(rendered, tmp_path):
     config = rendered.config(tmp_path)
     roles = {role: getattr(config, role).replicas for role in ("prefill", "decode", "colocated")}
-    expected = {"router": 1, **{role: replicas for role, replicas in roles.items() if replicas}}
+    expected = {"router": config.router.replicas, **{role: replicas for role, replicas in roles.items() if replicas}}
     assert {name: group["replicas"] for name, group in rendered.groups.items()} == expected
     for group in rendered.groups.values():
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
@@ -238,7 +238,8 @@ def test_budgets_let_a_node_drain(rendered):
         minimum = budget["spec"]["minAvailable"]
         assert isinstance(minimum, int)  # the only form that counts for pods of a custom resource
         assert "maxUnavailable" not in budget["spec"]
-        assert minimum == (1 if group in ("headgroup", "router") else replicas - 1) > 0
+        # Single ones only with holdSinglePods.
+        assert minimum == (1 if replicas == 1 and group in ("headgroup", "router") else replicas - 1) > 0
 
 
 def test_the_test_pod_calls_the_service(rendered):

@@ -74,9 +74,12 @@ def test_host_network_is_for_those_who_hand_over(render):
 
 
 @pytest.mark.parametrize("port", [1024, 50052, 65535])
-def test_one_port_for_the_router_its_probe_its_service_and_its_policy(render, tmp_path, port):
-    rendered = render(router={"grpcPort": port})
-    assert rendered.config(tmp_path).router.grpc_port == port
+def test_one_port_for_the_routers_their_probe_their_service_and_their_policy(render, tmp_path, port):
+    rendered = render(router={"grpcPort": port, "replicas": 3})
+    config = rendered.config(tmp_path)
+    assert [router.grpc_port for router in config.router_configs()] == [port] * 3
+    group = rendered.groups["router"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
     assert worker(rendered, "router")["readinessProbe"]["grpc"]["port"] == port
     assert rendered.one("Service")["spec"]["ports"][0]["port"] == port
     policy = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")
@@ -210,7 +213,7 @@ def test_what_is_off_is_not_there(render):
         serviceAccount={"create": False},
         decode={"replicas": 3},
     )
-    assert {item["kind"] for item in rendered.objects} == {"ConfigMap", "RayCluster", "Service", "Pod"}
+    assert {item["kind"] for item in rendered.objects} == {"ConfigMap", "RayCluster", "Secret", "Service", "Pod"}
     assert rendered.head["spec"]["serviceAccountName"] == "default"
 
 

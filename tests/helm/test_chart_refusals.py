@@ -19,6 +19,8 @@ OUT_OF_RANGE = [
     ("colocated.replicas", 1025),
     ("decode.gpus", -1),
     ("decode.threads", 1025),
+    ("router.replicas", 0),
+    ("router.replicas", 65),
     ("router.grpcPort", 0),
     ("router.grpcPort", 65536),
     ("router.grpcPort", "50051"),
@@ -31,6 +33,7 @@ OUT_OF_RANGE = [
     ("engine.kv_memory_bytes", 0),
     ("transfer.transport", "carrier-pigeon"),
     ("transfer.frame_bytes", 1),
+    ("transfer.encrypt", "rot13"),
     ("heartbeat.dead_seconds", 0.1),
     ("image.pullPolicy", "Sometimes"),
     ("image.digest", "sha256:12"),
@@ -50,7 +53,7 @@ OUT_OF_RANGE = [
 UNKNOWN_KEYS = [
     "replicas",
     "prefill.replica",
-    "router.replicas",
+    "router.replica",
     "router.options.grpc_port",
     "engine.threads",
     "decode.engine.block_sizes",
@@ -112,6 +115,8 @@ def test_an_unknown_key_is_named(refusal):
         ({"rdma": {"enabled": True, "hostNetwork": True}}, "networkPolicy.nodeCidrs is empty"),
         ({"autoscaling": {"enabled": True}, "decode": {"maxReplicas": 0}}, "decode.maxReplicas is 0"),
         ({"autoscaling": {"enabled": True}, "decode": {"minReplicas": 2}}, "decode.minReplicas is 2"),
+        ({"security": {"tls": {"enabled": True}}}, "security.tls.secrets.operator is empty"),
+        ({"transfer": {"encrypt": "full"}}, "transfer.encrypt is full"),
         ({"fullnameOverride": "Relay"}, '"Relay"'),
         ({"fullnameOverride": "1relay"}, '"1relay"'),
     ],
@@ -143,7 +148,14 @@ def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
         ("HeartbeatConfig", "heartbeat", set()),
-        ("RouterSection", "router.options", {"host", "grpc_port", "cpus", "resources"}),
+        (
+            "RouterSection",
+            "router.options",
+            {
+                *("host", "grpc_port", "replicas", "port_step", "cpus", "resources"),
+                *("tls_certificate", "tls_key", "api_keys"),
+            },
+        ),
     ],
 )
 def test_the_schema_has_exactly_the_options_of_the_configuration(section, node, elsewhere):

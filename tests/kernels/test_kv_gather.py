@@ -17,14 +17,14 @@ from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
 Order = Literal["NHD", "HND"]
 BLOCKS, LAYERS = 9, 3
 CASES = [
-    # heads, block size, head size, type, tokens, layers, heads of the frame
-    (2, 16, 64, torch.float16, 53, (0, 3), (0, 2)),
-    (4, 8, 128, torch.bfloat16, 40, (1, 2), (2, 2)),  # whole blocks, a slice of a tensor-parallel rank
-    (3, 16, 80, torch.float16, 17, (2, 1), (1, 1)),
-    (2, 8, 20, torch.int8, 21, (0, 3), (0, 2)),  # the bytes of a head aren't a multiple of 16
-    (2, 8, 15, torch.int8, 9, (0, 2), (1, 1)),  # nor of 4
-    (2, 16, 1, torch.float32, 30, (0, 3), (0, 2)),  # scales
-    (1, 128, 256, torch.float32, 1, (0, 1), (0, 1)),
+    # heads, block size, head size, type, tokens, heads of the frame
+    (2, 16, 64, torch.float16, 53, (0, 2)),
+    (4, 8, 128, torch.bfloat16, 40, (2, 2)),  # whole blocks, a slice of a tensor-parallel rank
+    (3, 16, 80, torch.float16, 17, (1, 1)),
+    (2, 8, 20, torch.int8, 21, (0, 2)),  # the bytes of a head aren't a multiple of 16
+    (2, 8, 15, torch.int8, 9, (1, 1)),  # nor of 4
+    (2, 16, 1, torch.float32, 30, (0, 2)),  # scales
+    (1, 128, 256, torch.float32, 1, (0, 1)),
 ]
 
 
@@ -38,7 +38,7 @@ def make_pool(
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize(("kv_heads", "block_size", "dim", "dtype", "tokens", "layers", "heads"), CASES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "block_size", "dim", "dtype", "tokens", "heads"), CASES, ids=str)
 def test_equals_its_definition(
     device: torch.device,
     order: Order,
@@ -47,26 +47,25 @@ def test_equals_its_definition(
     dim: int,
     dtype: torch.dtype,
     tokens: int,
-    layers: tuple[int, int],
     heads: tuple[int, int],
 ) -> None:
     pool = make_pool(order, kv_heads, block_size, dim, dtype, device)
     blocks = random.Random(tokens).sample(range(BLOCKS), -(-tokens // block_size))
     chosen = torch.tensor(blocks, device=device)
-    expected = reference.kv_gather(reference.kv_frame(pool, blocks, tokens, order, layers, heads))
+    expected = reference.kv_gather(reference.kv_frame(pool, blocks, tokens, order, heads))
     out = torch.full((len(expected) + 16,), 99, dtype=torch.uint8, device=device)
-    assert kv_gather(pool, chosen, tokens, out, order, layers, heads) == len(expected)
+    assert kv_gather(pool, chosen, tokens, out, order, heads) == len(expected)
     assert torch.equal(out[: len(expected)], expected)
     assert (out[len(expected) :] == 99).all()
 
     found = make_pool(order, kv_heads, block_size, dim, dtype, device)
     found.view(torch.uint8).bitwise_not_()
     wanted = found.clone()
-    kv_scatter(found, chosen.int(), tokens, expected, order, layers, heads)
-    whole = reference.kv_frame(wanted, blocks, len(blocks) * block_size, order, layers, heads)
+    kv_scatter(found, chosen.int(), tokens, expected, order, heads)
+    whole = reference.kv_frame(wanted, blocks, len(blocks) * block_size, order, heads)
     whole[-1].view(torch.uint8).zero_()
-    source = reference.kv_frame(pool, blocks, tokens, order, layers, heads)
-    for target, part in zip(reference.kv_frame(wanted, blocks, tokens, order, layers, heads), source, strict=True):
+    source = reference.kv_frame(pool, blocks, tokens, order, heads)
+    for target, part in zip(reference.kv_frame(wanted, blocks, tokens, order, heads), source, strict=True):
         target.view(torch.uint8).copy_(part.view(torch.uint8))
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -93,7 +92,6 @@ def test_frames_are_those_of_the_pool(device: torch.device, order: Order) -> Non
     ("change", "message"),
     [
         ({"order": "DHN"}, "order is 'DHN'"),
-        ({"layers": (1, 3)}, "layers are 3 from 1 on; there are 3"),
         ({"heads": (-1, 1)}, "heads are 1 from -1 on; there are 2"),
         ({"num_tokens": 0}, "num_tokens is 0"),
         ({"num_tokens": 17}, r"blocks is \[2\]; allowed: \[3\]"),

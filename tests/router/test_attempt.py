@@ -13,6 +13,7 @@ from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import OnDoubt, OnEvent, OnLost, WorkerStream
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
+from support.access import credentials
 from support.router_fakes import length_if
 
 PROMPT = Prompt((5, 6, 7))
@@ -25,7 +26,7 @@ class ScriptedStream(WorkerStream):
     on_lost: OnLost
 
     def __init__(self, name: str) -> None:
-        super().__init__(WorkerId(name, "i"), "", RouterHello(), lambda: None)
+        super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
     def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.v1.inference_pb2 import GenerateRequest, TokenIds
+from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from support.router_fakes import (
     FakeCluster,
     FakeWorker,
@@ -107,11 +107,17 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
 Call = Callable[[AsyncClient, grpc.aio.Channel], Awaitable[object]]
 IDS = [300] * (CONTEXT - 10)
 TEXT = "def __init__(self, name):\n" * 10_000
+RESUMED = GenerateRequest(
+    token_ids=TokenIds(ids=[5]),
+    sampling=SamplingParams(max_tokens=32 * 1024, seed=1, stop=["nope"], ignore_eos=True),
+    resume=Resume(key=bytes(16), call=2, token_ids=[300] * (32 * 1024 - 3)),
+)
 
 
 def generating(request: GenerateRequest, code: grpc.StatusCode = grpc.StatusCode.OK) -> Call:
     """Sends a request that was serialized before, and reads to the end."""
-    request.sampling.max_tokens = 3
+    if not request.sampling.HasField("max_tokens"):
+        request.sampling.max_tokens = 3
     data = request.SerializeToString()
 
     async def call(_: AsyncClient, channel: grpc.aio.Channel) -> None:
@@ -148,6 +154,7 @@ async def detokenize(client: AsyncClient, _: grpc.aio.Channel) -> None:
         ),
         pytest.param(generating(GenerateRequest(text=TEXT * 50), grpc.StatusCode.INVALID_ARGUMENT), id="too much text"),
         pytest.param(generating(GenerateRequest(text=TEXT)), id="text"),
+        pytest.param(generating(RESUMED), id="a long stream that goes on"),
         tokenize_chat,
         tokenize,
         detokenize,

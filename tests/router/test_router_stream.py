@@ -102,14 +102,14 @@ def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(tmp_pa
 def test_the_workers_get_the_same_request_and_each_other(tmp_path: Path) -> None:
     async def test() -> None:
         async with fake_cluster(tmp_path, *pair(token_at)) as cluster, AsyncClient(cluster.router.address) as client:
-            await client.complete([5, 6, 7], max_tokens=4, seed=11, temperature=0.5, tenant="t", request_id="mine")
+            await client.complete([5, 6, 7], max_tokens=4, seed=11, temperature=0.5, request_id="mine")
             prefill, decode = (await cluster.job("prefill-0")).submit, (await cluster.job("decode-0")).submit
             assert prefill.request_id == decode.request_id
             assert prefill.request_id.startswith("mine/")
             assert prefill.token_ids == decode.token_ids == [5, 6, 7]
             assert prefill.sampling == decode.sampling
             assert (prefill.sampling.seed, prefill.sampling.temperature, prefill.sampling.top_p) == (11, 0.5, 1.0)
-            assert (prefill.prompt_tokens, prefill.attempt, prefill.tenant) == (3, 1, "t")
+            assert (prefill.prompt_tokens, prefill.attempt, prefill.tenant) == (3, 1, "")
             assert prefill.peer.incarnation == cluster.workers["decode-0"].incarnation
             assert decode.peer.incarnation == cluster.workers["prefill-0"].incarnation
             assert 0 < prefill.timeout_seconds < decode.timeout_seconds

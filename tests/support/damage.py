@@ -146,6 +146,7 @@ class DamagedLink:
         self._link = link
         self._rule = rule
         self._nbytes = nbytes
+        self.mac_key = link.mac_key
         self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
     def send(self, data: Tensor) -> Any:

@@ -48,6 +48,7 @@ class DetouredStore(Store):
     def __init__(self, meeting: Rendezvous, rank: int, worker: str) -> None:
         super().__init__()
         self._meeting = meeting
+        self.link = meeting.link
         self._rank = rank
         self._worker = worker
         self._own: set[str] = set()

@@ -46,7 +46,7 @@ TRANSFER = {
     "lease_seconds": 2.0,
     "transfer_timeout_seconds": 4.0,
 }
-CLIENT_SECONDS = 30.0
+CLIENT_SECONDS = 90.0
 TRANSPORTS = ("shm", "tcp")
 """What `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
@@ -129,8 +129,10 @@ class Scene:
     history: History = field(default_factory=History)
     may_fail: set[str] = field(default_factory=set)
     """Requests that may end with an error."""
-    _lines_judged: int = 0
-    """Lines of the router's log."""
+    frozen: set[str] = field(default_factory=set)
+    """Routers that were frozen: what they log when they wake is about requests that have ended elsewhere."""
+    _lines_judged: dict[str, int] = field(default_factory=dict)
+    """Lines of each router's log."""
 
     # Clients.
 
@@ -171,8 +173,10 @@ class Scene:
         return [name for name, process in self.cluster.workers.items() if process.popen.poll() is not None]
 
     def replace(self, name: str) -> None:
-        """Replaces a worker that has ended; the next requests cost no retry."""
+        """Replaces a member that has ended; the next requests cost no retry."""
         self.cluster.replace(name)
+        self.frozen.discard(name)
+        self._lines_judged.pop(name, None)
         assert self.ask_in_company(f"after the replacement of {name} at {time.monotonic():.3f}").timeline.retries == 0
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -193,9 +197,13 @@ class Scene:
         lines = self.cluster.processes[name].log.read_text().splitlines()
         return [_log_line(line) for line in lines if line.startswith("{")]
 
-    def failures(self) -> list[dict[str, Any]]:
-        """The failed attempts in the router's log."""
-        return [line for line in self.log("router-0") if line["message"] == "attempt failed"]
+    @property
+    def routers(self) -> list[str]:
+        return [name for name in self.cluster.processes if name.startswith("router")]
+
+    def failures(self, router: str = "router-0") -> list[dict[str, Any]]:
+        """The failed attempts in a router's log."""
+        return [line for line in self.log(router) if line["message"] == "attempt failed"]
 
     # The end of a test.
 
@@ -210,9 +218,12 @@ class Scene:
         assert not ended, [self.cluster.processes[name].log.read_text()[-2000:] for name in ended]
 
     def _record_retries(self) -> None:
-        """Records the failed attempts in the router's log; the last one of a failed request is no retry."""
-        lines = self.failures()
-        new, self._lines_judged = lines[self._lines_judged :], len(lines)
+        """Records the failed attempts in the routers' logs; the last one of a failed request is no retry."""
+        new: list[dict[str, Any]] = []
+        for router in self.routers:
+            lines = [] if router in self.frozen else self.failures(router)
+            new += lines[self._lines_judged.get(router, 0) :]
+            self._lines_judged[router] = len(lines)
         failed = {event.request for event in self.history.events if event.kind == "error"}
         last = {_client_name(line): line for line in new}
         for line in new:
@@ -228,6 +239,7 @@ def scene(
     *,
     prefill: int = 2,
     decode: int = 2,
+    routers: int = 1,
     chaos: bool = False,
     losses: bool = False,
     variables: Mapping[str, float] | None = None,
@@ -241,7 +253,7 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: seconds by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker.
+            place; `worker`, other options of every worker; `router`, options of every router.
     """
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
@@ -264,6 +276,8 @@ def scene(
                 "pico",
                 prefill=prefill,
                 decode=decode,
+                routers=routers,
+                router=dict(options.get("router", {})),
                 worker={
                     "engine": engine,
                     "transfer": dict(options.get("transfer", TRANSFER)),

@@ -16,7 +16,6 @@ from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_s
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.rpc.options import server_options
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.endpoint_loop import HandoffSetup
@@ -26,6 +25,7 @@ from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.registry import available_transports, entries
+from support.access import credentials
 from support.fake_transport import FakeTransport
 
 HOST = "127.0.0.1"
@@ -242,7 +242,7 @@ def setup(
 ) -> HandoffSetup:
     """What a worker of the model "fingerprint" hands KV over with."""
     local = LocalWorker(worker, pool.layout, "fingerprint")
-    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports)
+    return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, credentials("worker"))
 
 
 @dataclass
@@ -261,7 +261,7 @@ async def serving(
     """Starts a receiving side on loopback that knows SENDER as a member, and stops it."""
     service = HandoffService(setup(RECEIVER, pool, PeerTable([Peer(SENDER, address="")]), config, transports), host)
     host.on_free = service.receiver.blocks_freed
-    server = grpc.aio.server(options=server_options())
+    server = credentials("worker").server()
     add_HandoffServiceServicer_to_server(service, server)
     port = server.add_insecure_port(f"{HOST}:0")
     await server.start()

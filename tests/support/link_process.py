@@ -37,7 +37,7 @@ def _listen(connection: Connection, meeting: Rendezvous) -> None:
 
 def dial(connection: Connection, transport: Transport, rank: int, timeout: float) -> Link:
     """One end of a link whose rendezvous runs over `connection`."""
-    meeting = Rendezvous(lambda entry, value: connection.send((entry, value)), timeout)
+    meeting = Rendezvous(lambda entry, value: connection.send((entry, value)), timeout, "a link")
     threading.Thread(target=_listen, args=(connection, meeting), daemon=True).start()
     return transport.connect(meeting, rank, timeout)
 
@@ -94,8 +94,8 @@ def linked_process(name: str, behaviour: Behaviour, sizes: list[int]) -> Iterato
 def meetings(timeout: float) -> tuple[Rendezvous, Rendezvous]:
     """The two copies of one link's rendezvous, for two ends in this process."""
     pair: list[Rendezvous] = []
-    pair.append(Rendezvous(lambda entry, value: pair[1].put(entry, value), timeout))
-    pair.append(Rendezvous(lambda entry, value: pair[0].put(entry, value), timeout))
+    pair.append(Rendezvous(lambda entry, value: pair[1].put(entry, value), timeout, "a link"))
+    pair.append(Rendezvous(lambda entry, value: pair[0].put(entry, value), timeout, "a link"))
     return pair[SENDER], pair[RECEIVER]
 
 

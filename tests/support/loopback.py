@@ -59,6 +59,8 @@ class Crossing:
 class Memory:
     """Both ends of a link. With `streams` it carries memory."""
 
+    mac_key: bytes | None = None
+
     def __init__(self, streams: bool) -> None:
         self.sent: list[bytes] = []
         self.arrived: deque[bytes] = deque()

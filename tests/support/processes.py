@@ -5,12 +5,14 @@ These are the same servers that the Ray actors run.
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.rpc.credentials import Credentials
+from support.access import credentials
 from support.forks import Forked
+from support.secrets import Secrets
 
 START_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -43,6 +48,17 @@ def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seco
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.005)
     return value
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now, outside of the range from which ports are chosen for others."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise RuntimeError("no free port")
 
 
 class Process:
@@ -115,9 +131,11 @@ class Process:
 class ProcessCluster:
     """A running cluster; use `process_cluster`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, access: Credentials) -> None:
+        self._access = access
         self.processes: dict[str, Process] = {}
         self.supervisor = self.router = ""
+        """Addresses; of several routers, with commas between."""
         self._folder = folder
         self.started: dict[str, tuple[Any, ...]] = {}
         """What each process was started with."""
@@ -138,7 +156,12 @@ class ProcessCluster:
         return self.processes[name]
 
     def replace(self, name: str) -> None:
-        """Starts a new incarnation of a worker that has ended; waits until it is ready and the router reaches it."""
+        """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
+        self.start_again(name)
+        wait_until(self.serving, "the routers can place requests", START_SECONDS)
+
+    def start_again(self, name: str) -> None:
+        """Starts a new incarnation of a member that has ended; waits until it is ready."""
         self.processes[name].popen.communicate(timeout=STOP_SECONDS)
         self.start(name, *self.started[name]).address()
 
@@ -147,17 +170,14 @@ class ProcessCluster:
             return member.state == MEMBER_STATE_READY and member.pid == self.processes[name].pid
 
         wait_until(ready, f"{name} ready again", START_SECONDS)
-        wait_until(self.serving, "the router can place requests", START_SECONDS)
 
     def serving(self) -> bool:
-        """Whether the router says that it can place a request."""
-        with grpc.insecure_channel(self.router) as channel:
-            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
-        return bool(answer.status == HealthCheckResponse.SERVING)
+        """Whether every router says that it can place a request."""
+        return all(map(_serving, self.router.split(",")))
 
     @cached_property
     def _supervisor_channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.supervisor)
+        return self._access.blocking_channel(self.supervisor, "supervisor")
 
     def status(self) -> GetStatusResponse:
         """The supervisor's status. It ends connections whose client doesn't answer a ping within a second, as a test
@@ -172,7 +192,7 @@ class ProcessCluster:
 
     def _ask_status(self) -> GetStatusResponse:
         return SupervisorServiceStub(self._supervisor_channel).GetStatus(
-            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True
+            GetStatusRequest(), timeout=STATUS_SECONDS, wait_for_ready=True, metadata=self._access.metadata
         )
 
     def member(self, name: str) -> MemberStatus:
@@ -210,6 +230,12 @@ class ProcessCluster:
             raise AssertionError("\n".join(failures))
 
 
+def _serving(router: str) -> bool:
+    with grpc.insecure_channel(router) as channel:
+        answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
+    return bool(answer.status == HealthCheckResponse.SERVING)
+
+
 @contextmanager
 def process_cluster(
     folder: Path,
@@ -221,32 +247,44 @@ def process_cluster(
     worker: dict[str, Any] | None = None,
     roles: Mapping[str, dict[str, Any]] | None = None,
     router: dict[str, Any] | None = None,
+    routers: int = 1,
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
+    secrets: Secrets | None = None,
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
     Args:
         worker: further options of every worker.
         roles: further options of one role's workers.
-        router: further options of the router.
+        router: further options of each router.
+        routers: how many of them.
         variables: further environment of the workers.
+        secrets: what all processes prove themselves with; by default the tests' join token.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = ProcessCluster(folder)
+    cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
+    security = {} if secrets is None else {"security": secrets.options}
     try:
-        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", {}).address()
-        common = {"model": str(model), "supervisor": cluster.supervisor}
+        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", security).address()
+        common = {"model": str(model), "supervisor": cluster.supervisor, **security}
         for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():
             for index in range(count):
                 options = {"name": f"{role}-{index}", "role": role, "dtype": "float32", **common}
                 options |= {**(worker or {}), **(roles or {}).get(role, {})}
                 cluster.start(f"{role}-{index}", modules[role], options, variables)
-        options = {"name": "router-0", "grpc_port": 0, **common, **(router or {})}
-        cluster.router = cluster.start("router-0", "kvrelay.router", options).address()
+        # A router that is replaced must be found where it was, if clients know several.
+        fronts = []
+        for index in range(routers):
+            port = 0 if routers == 1 else free_port()
+            options = {"name": f"router-{index}", "grpc_port": port, **common, **(router or {})}
+            fronts.append(cluster.start(f"router-{index}", "kvrelay.router", options))
+        cluster.router = ",".join(front.address() for front in fronts)
         for process in cluster.workers.values():
             process.address()
         wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
+        if routers > 1:
+            wait_until(cluster.serving, "every router can place requests", START_SECONDS)
         yield cluster
     finally:
         cluster.stop()

@@ -11,6 +11,7 @@ from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceStub
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Message, decode, encode
+from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
 
@@ -42,7 +43,7 @@ class RawPeer:
 @asynccontextmanager
 async def raw_peer(world: Pair) -> AsyncIterator[RawPeer]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{world.port}") as channel:
-        call = HandoffServiceStub(channel).Control()
+        call = HandoffServiceStub(channel).Control(metadata=METADATA)
         yield RawPeer(call)
         call.cancel()
 

@@ -20,6 +20,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from support.access import credentials
 
 HEALTHY_SECONDS = 0.5
 
@@ -49,7 +50,9 @@ async def main(options: dict[str, str], sick: bool) -> None:
         return member, Load()
 
     fenced = asyncio.Event()
-    heartbeat = HeartbeatClient(options["supervisor"], describe, lambda members: None, fenced.set, interval=0.1)
+    heartbeat = HeartbeatClient(
+        options["supervisor"], credentials("worker"), describe, lambda members: None, fenced.set, interval=0.1
+    )
     heartbeat.start()
     await fenced.wait()
 

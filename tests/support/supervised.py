@@ -19,6 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberStatus,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from support.access import METADATA
 from support.hash_worker import MODULE
 from support.processes import START_SECONDS, Process, wait_until
 
@@ -53,7 +54,7 @@ class Supervised:
 
     def status(self) -> GetStatusResponse:
         with grpc.insecure_channel(self.address) as channel:
-            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5)
+            return SupervisorServiceStub(channel).GetStatus(GetStatusRequest(), timeout=5, metadata=METADATA)
 
     def member(self, name: str) -> MemberStatus:
         return next((status for status in self.status().members if status.member.name == name), MemberStatus())

@@ -216,7 +216,7 @@ def test_abort_from_another_thread_ends_a_wait(name: str) -> None:
 @pytest.mark.parametrize("name", HERE)
 def test_a_peer_that_never_comes_is_an_error_at_the_timeout(name: str) -> None:
     for rank in (SENDER, RECEIVER):
-        meeting = Rendezvous(lambda entry, value: None, 0.5)
+        meeting = Rendezvous(lambda entry, value: None, 0.5, "a link")
         started = time.monotonic()
         with pytest.raises(LinkError, match="did not come"):
             transport(name).connect(meeting, rank, 0.5)
@@ -226,7 +226,7 @@ def test_a_peer_that_never_comes_is_an_error_at_the_timeout(name: str) -> None:
 @pytest.mark.parametrize("name", HERE)
 def test_opening_a_link_can_be_cancelled(name: str) -> None:
     for rank in (SENDER, RECEIVER):
-        meeting = Rendezvous(lambda entry, value: None, 30)
+        meeting = Rendezvous(lambda entry, value: None, 30, "a link")
         timer = threading.Timer(0.1, meeting.close)
         timer.start()
         started = time.monotonic()

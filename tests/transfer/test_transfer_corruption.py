@@ -15,8 +15,8 @@ import torch
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.transfer.checks import CHECKSUM_BYTES
 from kvrelay.transfer.config import TransferConfig
-from kvrelay.transfer.frames import CHECKSUM_BYTES
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.transports.base import ByteStream, Link, Rendezvous, Transport
 from kvrelay.transfer.transports.registry import available_transports

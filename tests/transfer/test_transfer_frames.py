@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.events import Frame, Outcome
-from kvrelay.transfer.frames import ChecksumKind, FrameBuffer, ReceiveJob, SendJob, checksum, identity
+from kvrelay.transfer.frames import FrameBuffer, ReceiveJob, SendJob
 from kvrelay.transfer.messages import Code, Key, Push
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, Pair, content, pair, raw
@@ -25,6 +26,10 @@ PLACE = [field for field in fields(Frame) if field.name != "nbytes"]
 """The fields that identify a frame."""
 COUNT = 3 * LAYOUT.block_size
 BLOCKS = [0, 1, 2]
+MAC_KEY = b"k" * 32
+of_each_kind = pytest.mark.parametrize(
+    ("kind", "mac_key"), [(ChecksumKind.XXH3, None), (ChecksumKind.XXH3, MAC_KEY)], ids=["checksum", "mac"]
+)
 
 
 class SlowPool(KVPool):
@@ -76,29 +81,52 @@ def test_equal_digests_are_of_equal_tokens(one: list[int], other: list[int]) -> 
     assert len(tokens_digest(one)) == 16
 
 
-def test_every_flipped_bit_changes_the_checksum() -> None:
+@of_each_kind
+def test_every_flipped_bit_changes_the_trailer(kind: ChecksumKind, mac_key: bytes | None) -> None:
     data = torch.arange(64, dtype=torch.uint8)
-    whole = checksum(data)
+    check = FrameCheck(kind, mac_key, KEY, FRAME)
+    whole = check.of(data)
+    assert len(whole) == check.nbytes
     for index in range(64):
         for bit in range(8):
             data[index] ^= 1 << bit
-            assert checksum(data) != whole
+            assert not check.same(check.of(data), whole)
             data[index] ^= 1 << bit
 
 
+@of_each_kind
+@given(data=st.binary(min_size=1, max_size=64), cut=st.integers(0, 64))
+def test_a_trailer_is_that_of_the_bytes_however_they_come(
+    kind: ChecksumKind, mac_key: bytes | None, data: bytes, cut: int
+) -> None:
+    check = FrameCheck(kind, mac_key, KEY, FRAME)
+    running = check.begin()
+    running.update(memoryview(data)[:cut])
+    running.update(memoryview(data)[cut:])
+    assert running.trailer() == check.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def test_a_mac_can_not_be_made_without_the_links_key() -> None:
+    data = torch.arange(64, dtype=torch.uint8)
+    macs = {FrameCheck(kind, key, KEY, FRAME).of(data) for kind in ChecksumKind for key in (MAC_KEY, b"l" * 32)}
+    assert len(macs) == 2, "it depends on the link's key, and on no checksum's kind"
+
+
 class NoLink:
-    """A link that records what is sent, and receives threes."""
+    """A link that records what is sent, and receives `data`; threes by default."""
 
     stream = None
 
-    def __init__(self) -> None:
+    def __init__(self, mac_key: bytes | None = None, data: torch.Tensor | None = None) -> None:
+        self.mac_key = mac_key
         self.sent: list[bytes] = []
+        self._data = data
 
     def send(self, data: torch.Tensor) -> None:
         self.sent.append(bytes(data.numpy().tobytes()))
 
     def recv(self, into: torch.Tensor) -> None:
-        into.fill_(3)
+        into.copy_(torch.full_like(into, 3) if self._data is None else self._data)
 
 
 class Threes:
@@ -131,18 +159,30 @@ def receive_job(claim: BlockClaim, calls: list[object], kind: ChecksumKind = Che
     return ReceiveJob(KEY, FRAME, claim, Threes(calls), kind, calls.append)
 
 
-def on_link(key: Key = KEY, frame: Frame = FRAME) -> torch.Tensor:
+def on_link(
+    key: Key = KEY, frame: Frame = FRAME, kind: ChecksumKind = ChecksumKind.XXH3, mac_key: bytes | None = None
+) -> torch.Tensor:
     """A frame of threes with its trailer, as on a link."""
     data = torch.full((16,), 3, dtype=torch.uint8)
-    kind = (checksum(data) ^ identity(key, frame)).to_bytes(8, "little")
-    return torch.cat([data, torch.frombuffer(bytearray(kind), dtype=torch.uint8)])
+    end = FrameCheck(kind, mac_key, key, frame).of(data)
+    return torch.cat([data, torch.frombuffer(bytearray(end), dtype=torch.uint8)])
 
 
-def test_a_frame_is_announced_and_sent_with_the_checksum_of_bytes_and_announcement() -> None:
-    link, calls, buffer = NoLink(), [], torch.zeros(32, dtype=torch.uint8)
+def received(job: ReceiveJob, link: NoLink) -> None:
+    """Runs the job on a link."""
+    buffer = torch.zeros(32, dtype=torch.uint8)
+    job.begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+    job.done(buffer)
+
+
+@of_each_kind
+def test_a_frame_is_announced_and_sent_with_the_check_of_bytes_and_announcement(
+    kind: ChecksumKind, mac_key: bytes | None
+) -> None:
+    link, calls, buffer = NoLink(mac_key), [], torch.zeros(32, dtype=torch.uint8)
     send_job(BlockClaim(), calls).begin(link, buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
     assert calls == ["read", Push("r", 1, 1, 0, 0, 4, 16)]
-    assert link.sent == [on_link().numpy().tobytes()]
+    assert link.sent == [on_link(kind=kind, mac_key=mac_key).numpy().tobytes()]
 
 
 def test_a_stopped_frame_is_neither_read_nor_announced_nor_reported_again() -> None:
@@ -177,16 +217,20 @@ def test_a_failed_link_reports_each_frame_once() -> None:
         *((KEY, replace(FRAME, **{field.name: getattr(FRAME, field.name) + 1})) for field in PLACE),
     ],
 )
-def test_only_bytes_of_this_very_frame_are_written(key: Key, frame: Frame) -> None:
+@of_each_kind
+def test_only_bytes_of_this_very_frame_are_written(
+    kind: ChecksumKind, mac_key: bytes | None, key: Key, frame: Frame
+) -> None:
     calls: list[object] = []
-    receive_job(BlockClaim(), calls, kind=ChecksumKind.XXH3).done(on_link(key, frame))
+    link = NoLink(mac_key, on_link(key, frame, kind, mac_key))
+    received(receive_job(BlockClaim(), calls, kind=kind), link)
     intact = (key, frame) == (KEY, FRAME)
     assert calls == ([[3] * 16, Outcome.VERIFIED] if intact else [Outcome.CORRUPT])
 
 
 def test_without_checksums_every_frame_is_accepted() -> None:
     calls: list[object] = []
-    receive_job(BlockClaim(), calls).done(torch.full((32,), 3, dtype=torch.uint8))
+    received(receive_job(BlockClaim(), calls), NoLink())
     assert calls == [[3] * 16, Outcome.VERIFIED]
 
 
@@ -195,7 +239,7 @@ def test_a_stopped_frame_is_received_and_dropped() -> None:
     claim = BlockClaim()
     job = receive_job(claim, calls)
     assert claim.close()
-    job.done(torch.full((32,), 3, dtype=torch.uint8))
+    received(job, NoLink())
     assert calls == []
 
 

@@ -92,7 +92,7 @@ class Ends:
             if rank == SENDER:
                 self.ended.append((peer, end.epoch))
 
-        return LinkSpec(peer, epoch, "fake", rank, 64, tell, on_end, idle=lambda: peer not in self.busy)
+        return LinkSpec("here", peer, epoch, "fake", rank, 64, tell, on_end, idle=lambda: peer not in self.busy)
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(WAIT):

@@ -51,6 +51,7 @@ from kvrelay.transfer.messages import (
     encode,
 )
 from kvrelay.transfer.packing import WireError
+from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, pair
 from support.handoff_process import ReceivingProcess, receiving_process
@@ -361,7 +362,7 @@ def test_mutated_batches_end_no_decode_process() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             refused = set[grpc.StatusCode]()
             for number in range(ON_THE_WIRE):
-                call = HandoffServiceStub(channel).Control()
+                call = HandoffServiceStub(channel).Control(metadata=METADATA)
                 peer = RawPeer(call)
                 await peer.send(HELLO)
                 await call.write(ControlRequest(batch=mutated(number)))

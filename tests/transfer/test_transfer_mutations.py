@@ -193,7 +193,7 @@ WEAKNESSES = [
     Weakness(
         "checksum of a frame in the link's buffer",
         ReceiveJob,
-        "bytes(end.cpu().numpy().data) == self._trailer(checksum(data, self._kind))",
+        "FrameCheck.same(check.of(data), bytes(end.cpu().numpy().data))",
         "True",
         "",
         corruption.test_a_flipped_bit_is_never_committed,
@@ -202,7 +202,7 @@ WEAKNESSES = [
     Weakness(
         "checksum of a frame that went straight into the blocks",
         ReceiveJob,
-        "intact = not self._checked or end == self._trailer(digest)",
+        "intact = FrameCheck.same(expected, end)",
         "intact = True",
         "",
         corruption.test_a_bit_flipped_in_place_fails_the_hand_off_and_harms_no_later_one,

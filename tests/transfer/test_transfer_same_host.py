@@ -14,7 +14,7 @@ from device_twin import DriverTwin
 
 from kvrelay.transfer.packing import pack
 from kvrelay.transfer.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import Link, LinkError, Rendezvous
+from kvrelay.transfer.transports.base import Link, LinkError
 from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory
 from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory
@@ -52,30 +52,6 @@ def memory_file(nbytes: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def test_a_process_without_the_token_gets_no_link() -> None:
-    entries: dict[str, bytes] = {}
-    listening = threading.Event()
-
-    def tell(entry: str, value: bytes) -> None:
-        entries[entry] = value
-        if entry == "token":
-            listening.set()
-
-    meeting = Rendezvous(tell, WAIT)
-
-    def listen() -> None:
-        with pytest.raises(LinkError, match="does not know the token"):
-            shm().connect(meeting, SENDER, WAIT)
-
-    listener = beside(listen)
-    assert listening.wait(WAIT)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(entries["address"])
-        stranger.sendall(pack(["token", bytes(16)]))
-        meeting.put("answer", b"")
-        listener()
-
-
 def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
     with memory_file(4096) as descriptor:
         assert "another size, or an unsealed one" in refusal("buffer", 0, 4096, b"", descriptor=descriptor)
@@ -87,11 +63,10 @@ def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
     [
         (("frame", 1, 0, 0, 64), "outside the buffers"),
         (("taken", 1), "0 were sent"),
-        (("frame", 1, 0, 0), "allowed: token, buffer, frame, taken"),
+        (("frame", 1, 0, 0), "allowed: buffer, frame, taken"),
         (("frame", -1, 0, 0, 64), "allowed: an integer from 1"),
         (("buffer", 0, 2**40, b""), "allowed: an integer from 1 to"),
-        (("token", bytes(16)), "token is not allowed"),
-        (("anything",), "allowed: token, buffer, frame, taken"),
+        (("anything",), "allowed: buffer, frame, taken"),
     ],
 )
 def test_an_invalid_message_is_an_error_with_the_reason(values: tuple[object, ...], reason: str) -> None:

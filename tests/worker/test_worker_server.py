@@ -26,6 +26,7 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import WorkerServer
+from support.access import METADATA
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 
 SECONDS = 10.0
@@ -87,7 +88,7 @@ async def worker(checkpoint: Path, **options: Any) -> AsyncIterator[WorkerServer
 @asynccontextmanager
 async def relay(server: WorkerServer, incarnation: str | None = None) -> AsyncIterator[Router]:
     async with grpc.aio.insecure_channel(server.address) as channel:
-        router = Router(WorkerServiceStub(channel).Relay())
+        router = Router(WorkerServiceStub(channel).Relay(metadata=METADATA))
         known = server.id.incarnation if incarnation is None else incarnation
         await router.send(hello=RouterHello(router="router-0", router_incarnation="a", worker_incarnation=known))
         yield router

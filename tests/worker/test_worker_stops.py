@@ -17,6 +17,7 @@ from kvrelay.worker import relay_service
 from kvrelay.worker import worker as worker_module
 from kvrelay.worker.engine_thread import EngineEndedError
 from kvrelay.worker.server import WorkerServer
+from support.access import METADATA
 
 __all__ = ["checkpoint"]
 SECONDS = 10.0
@@ -93,7 +94,7 @@ def test_a_relay_without_hello_is_ended(checkpoint: Path, monkeypatch: pytest.Mo
 
     async def test() -> None:
         async with worker(checkpoint) as server, grpc.aio.insecure_channel(server.address) as channel:
-            call = WorkerServiceStub(channel).Relay()
+            call = WorkerServiceStub(channel).Relay(metadata=METADATA)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await asyncio.wait_for(call.read(), SECONDS)
             assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

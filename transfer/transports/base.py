@@ -96,6 +96,10 @@ class Link(Protocol):
     def stream(self) -> ByteStream | None:
         """Moves frames directly out of and into a KV pool in host memory; None if the link carries only `buffer`s."""
 
+    @property
+    def mac_key(self) -> bytes | None:
+        """Key of the MAC that frames carry on this link; None where they carry the plain checksum."""
+
     def send(self, data: torch.Tensor) -> Pending:
         """Begins to send `data` (uint8, contiguous, part of a `buffer`); it must not change until `wait` returns.
 
@@ -128,9 +132,15 @@ class Rendezvous(Store):
     c10d's TCPStore stall for seconds where a name server is slow.
     """
 
-    def __init__(self, tell: Callable[[str, bytes], None], timeout: float) -> None:
-        """`tell` sends an entry to the other end; a wait takes at most `timeout` seconds."""
+    def __init__(self, tell: Callable[[str, bytes], None], timeout: float, link: str) -> None:
+        """
+        Args:
+            tell: sends an entry to the other end.
+            timeout: seconds that a wait takes at most.
+            link: names the link; equal at both ends.
+        """
         super().__init__()
+        self.link = link
         self._tell = tell
         self._timeout = timeout
         self._entries: dict[str, bytes] = {}
@@ -160,7 +170,10 @@ class Rendezvous(Store):
             return self._entries[key]
 
     def check(self, keys: list[str]) -> bool:
+        """Whether all `keys` are set. Raises RuntimeError once the rendezvous is closed."""
         with self._changed:
+            if self._closed:
+                raise RuntimeError("closed")
             return all(key in self._entries for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

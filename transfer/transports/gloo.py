@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
+from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors
+from kvrelay.transfer.transports.link_key import LinkKey
 
 _CONNECT_TRIES = 5
 """How often gloo tries to connect; each try lasts as long as the group's timeout."""
@@ -26,13 +28,14 @@ class GlooTransport:
     name = "gloo"
     scope = ""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, encrypt: Encrypt = "none") -> None:
         """Binds to `host`, an address by which the other end can reach this one.
 
         Raises:
             OSError: it can't be bound.
         """
         self._host = host
+        self._encrypt = encrypt
         try:
             ProcessGroupGloo.create_device(hostname=host)
         except RuntimeError as error:
@@ -44,8 +47,9 @@ class GlooTransport:
         options._threads = 1
         options._timeout = timedelta(seconds=timeout / _CONNECT_TRIES)
         with link_errors("gloo", RuntimeError):
+            mac_key = LinkKey.agree(rendezvous, rank).derive(b"frames") if self._encrypt == "integrity" else None
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            return GlooLink(ProcessGroupGloo(rendezvous, rank, 2, options), peer=1 - rank)
+            return GlooLink(ProcessGroupGloo(rendezvous, rank, 2, options), 1 - rank, mac_key)
 
 
 class GlooLink:
@@ -53,8 +57,9 @@ class GlooLink:
 
     stream = None
 
-    def __init__(self, group: ProcessGroupGloo, peer: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, peer: int, mac_key: bytes | None) -> None:
         """`peer` is the rank of the other end."""
+        self.mac_key = mac_key
         self._group: ProcessGroupGloo | None = group
         self._peer = peer
         self._sent = self._received = 0

@@ -124,6 +124,7 @@ class NcclLink:
     """One end of an NCCL link."""
 
     stream = None
+    mac_key = None
 
     def __init__(self, group: Any, rank: int, device: torch.device, watchdog: Watchdog, timeout: float) -> None:
         self._group = group

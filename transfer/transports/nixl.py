@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 
+from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack_named
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors, poll
+from kvrelay.transfer.transports.link_key import LinkKey
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +82,15 @@ class NixlTransport:
     name = "nixl"
     scope = ""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, encrypt: Encrypt = "none") -> None:
         self._device = torch.device(device)
+        self._encrypt = encrypt
 
     def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`. The ends exchange the addresses of their agents."""
         # The library's errors have no class in common.
         with link_errors("nixl", Exception):
+            mac_key = LinkKey.agree(rendezvous, rank).derive(b"frames") if self._encrypt == "integrity" else None
             config = _api().nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             agent = _api().nixl_agent(uuid.uuid4().hex, config)
             metadata = agent.get_agent_metadata()
@@ -94,7 +98,7 @@ class NixlTransport:
                 raise LinkError(f"nixl: an agent's address has {len(metadata)} bytes; allowed: {_MAX_METADATA_BYTES}")
             rendezvous.set(f"agent {rank}", metadata)
             peer = _text(agent.add_remote_agent(rendezvous.get(f"agent {1 - rank}")))
-            link = NixlLink(agent, peer, self._device)
+            link = NixlLink(agent, peer, self._device, mac_key)
             try:
                 link.greet(timeout)
             except BaseException:
@@ -120,7 +124,8 @@ class NixlLink:
 
     stream = None
 
-    def __init__(self, agent: Any, peer: str, device: torch.device) -> None:
+    def __init__(self, agent: Any, peer: str, device: torch.device, mac_key: bytes | None) -> None:
+        self.mac_key = mac_key
         self._agent = agent
         self._peer = peer
         self._device = device
@@ -135,7 +140,7 @@ class NixlLink:
         self._came: set[int] = set()
         """Frames that have arrived. The notifications of two writes may overtake each other."""
         self._sent = self._received = 0
-        self._greeted = self._closed = False
+        self._greeted = self._closed = self._other_closed = False
 
     def greet(self, timeout: float) -> None:
         """Opens the connection with a first notification; both ends wait, because each makes progress only in calls."""
@@ -203,7 +208,11 @@ class NixlLink:
 
         def progressed() -> bool:
             self._progress()
-            return done()
+            if done():
+                return True
+            if self._other_closed:
+                raise LinkError("nixl: the other end has closed")
+            return False
 
         if not poll(progressed, timeout, POLL_SECONDS):
             raise LinkError(f"nixl: no end within {timeout} s")
@@ -259,7 +268,8 @@ class NixlLink:
                     raise WireError(f"frame {values[0]} came twice or unrequested; {self._received} were requested")
                 self._came.add(values[0])
             case "bye":
-                raise LinkError("nixl: the other end has closed")
+                # What it sent before is here too.
+                self._other_closed = True
             case _:
                 number, address, nbytes, device, metadata = values
                 if metadata and _text(self._call("add_remote_agent", metadata)) != self._peer:

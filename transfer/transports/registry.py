@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from kvrelay.rpc.certificates import CertificateFiles
+from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.ports import NoTransportError
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
@@ -28,23 +30,54 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 }
 """Why this process can't use a transport; None if it can."""
 
+_NO_MAC = "it moves GPU memory past the CPU, which would have to authenticate it"
+_NO_TLS = "it can't encrypt; allowed: shm and tcp"
 
-def available_transports(host: str, wanted: str = "auto", gpu: bool = False) -> dict[str, Transport]:
+
+def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
+    """Why a transport can't do what `transfer.encrypt` asks for; None if it can.
+
+    Memory that two processes of one machine share is on no network. With `full`, cuda_ipc is left out all the same: a
+    process that gets hold of a handle can open GPU memory, whoever it belongs to.
+    """
+    if encrypt == "full" and name not in ("shm", "tcp"):
+        return _NO_TLS
+    if encrypt == "integrity" and (name == "nccl" or (name == "nixl" and gpu)):
+        return _NO_MAC
+    return None
+
+
+def available_transports(
+    host: str,
+    wanted: str = "auto",
+    gpu: bool = False,
+    encrypt: Encrypt = "none",
+    certificates: CertificateFiles | None = None,
+) -> dict[str, Transport]:
     """The transports of a worker by name, best first: its membership entry lists them, and its links use them.
 
     Args:
         host: address that links bind to, and by which others reach this worker.
         wanted: `TransferConfig.transport`; anything but "auto" leaves only that one.
         gpu: whether the KV pool is on a GPU, so that a link may carry device memory.
+        encrypt: `TransferConfig.encrypt`; transports that can't do it are left out.
+        certificates: this worker's, for encrypt full.
 
     Raises:
-        ValueError: this worker can't use the wanted one.
+        ValueError: this worker can't use the wanted one, or has no certificates for encrypt full.
         OSError: `host` can't be bound.
     """
     order = ON_GPU if gpu else ON_CPU
     names = order if wanted == "auto" else (wanted,)
     not_here = "the KV pool is not on a GPU"
+    if encrypt == "full" and certificates is None:
+        raise ValueError(
+            "transfer.encrypt is 'full'; allowed with security.tls mutual only, whose certificates it uses"
+        )
     missing = {name: _MISSING[name]() or (None if name in order else not_here) for name in names}
+    unprotected = {name: _unprotected(name, encrypt, gpu) for name in names}
+    if wanted != "auto" and unprotected[wanted] is not None:
+        raise ValueError(f"transfer.transport is {wanted!r} with transfer.encrypt {encrypt}: {unprotected[wanted]}")
     if wanted != "auto" and missing[wanted] is not None:
         usable = ", ".join(["auto", *(name for name in order if _MISSING[name]() is None)])
         raise ValueError(
@@ -53,12 +86,12 @@ def available_transports(host: str, wanted: str = "auto", gpu: bool = False) -> 
     make: dict[str, Callable[[], Transport]] = {
         "cuda_ipc": cuda_ipc_transport,
         "nccl": NcclTransport,
-        "nixl": lambda: NixlTransport("cuda" if gpu else "cpu"),
+        "nixl": lambda: NixlTransport("cuda" if gpu else "cpu", encrypt),
         "shm": shm_transport,
-        "tcp": lambda: TcpTransport(host),
-        "gloo": lambda: GlooTransport(host),
+        "tcp": lambda: TcpTransport(host, encrypt, certificates),
+        "gloo": lambda: GlooTransport(host, encrypt),
     }
-    return {name: make[name]() for name in names if missing[name] is None}
+    return {name: make[name]() for name in names if missing[name] is None and unprotected[name] is None}
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:

@@ -12,9 +12,9 @@ peer closes its socket, which is seen at once; a frozen peer is noticed when a w
 
 import hashlib
 import os
-import secrets
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack_named
-from kvrelay.transfer.ports import SENDER
+from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
+from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
 
 MAX_BUFFER_BYTES = 64 * 2**20
 """Size limit of a buffer that the other end may ask this one to map."""
@@ -40,7 +41,6 @@ _MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 
 _MESSAGES: dict[str, tuple[Rule, ...]] = {
-    "token": (Raw(16, 16),),
     "buffer": (Number(0, MAX_BUFFERS - 1), Number(1, MAX_BUFFER_BYTES), Raw(0, 256)),
     "frame": (Number(1, 2**48), Number(0, MAX_BUFFERS - 1), Number(0, MAX_BUFFER_BYTES), Number(1, MAX_BUFFER_BYTES)),
     "taken": (Number(1, 2**48),),
@@ -102,55 +102,48 @@ class SameHostTransport:
             return SameHostLink(self.name, meet(rendezvous, timeout), self._memory, timeout)
 
     def _accept(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
-        token = secrets.token_bytes(16)
+        key, deadline = LinkKey.agree(rendezvous, SENDER), time.monotonic() + timeout
+
+        def look() -> None:
+            if rendezvous.check(["refusal"]):
+                refusal = clip(rendezvous.get("refusal").decode(errors="replace"))
+                raise LinkError(f"{self.name}: the other end refused: {refusal}")
+
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            # The kernel chooses a free abstract name.
+            # The kernel chooses a free abstract name. Any process of this machine can connect to it.
             listener.bind("")
-            listener.listen(1)
+            listener.listen(BACKLOG)
             rendezvous.set("scope", self.scope)
             rendezvous.set("address", listener.getsockname())
-            rendezvous.set("token", token)
-            refusal = rendezvous.get("answer").decode(errors="replace")
-            if refusal:
-                raise LinkError(f"{self.name}: the other end refused: {clip(refusal)}")
-            listener.settimeout(timeout)
-            connection, _ = listener.accept()
-        try:
-            _check_owner(connection)
-            connection.settimeout(timeout)
-            # Any process of this machine can connect to the name; only the receiver of this link knows the token.
-            name, values, _ = _read_message(connection)
-            if name != "token" or not secrets.compare_digest(values[0], token):
-                raise LinkError(f"{self.name}: the connecting process does not know the token")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            return key.admit(listener, deadline, look, _same_owner)
 
     def _connect(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
+        key, deadline = LinkKey.agree(rendezvous, RECEIVER), time.monotonic() + timeout
         scope = rendezvous.get("scope").decode(errors="replace")
         if scope != self.scope:
             refusal = f"{self.name} links workers of one scope only; this is {self.scope}, the sender's {clip(scope)}"
-            rendezvous.set("answer", refusal)
+            rendezvous.set("refusal", refusal)
             raise LinkError(refusal)
-        address, token = rendezvous.get("address"), rendezvous.get("token")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(timeout)
-            connection.connect(address)
-            _check_owner(connection)
-            connection.sendall(pack(["token", token]))
-            rendezvous.set("answer", b"")
+            connection.connect(rendezvous.get("address"))
+            if not _same_owner(connection):
+                raise LinkError(f"{self.name}: the listening process belongs to another user")
+            key.introduce(connection, deadline)
         except BaseException as error:
             connection.close()
             with suppress(RuntimeError):
-                rendezvous.set("answer", clip(str(error)) or type(error).__name__)
+                rendezvous.set("refusal", clip(str(error)) or type(error).__name__)
             raise
         return connection
 
 
 class SameHostLink:
     """One end of a link. A buffer is announced to the other end when it is first sent from."""
+
+    mac_key = None
+    """Memory that two processes of one user share is on no network; who could change it could change the pool."""
 
     def __init__(self, name: str, connection: socket.socket, memory: Memory, timeout: float) -> None:
         self._name = name
@@ -327,12 +320,11 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _check_owner(connection: socket.socket) -> None:
-    """Refuses another user's process, whatever it knows."""
+def _same_owner(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this process's user."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, owner, _ = _CREDENTIALS.unpack(packed)
-    if owner != os.getuid():
-        raise LinkError(f"the process at the other end belongs to user {owner}, this one to {os.getuid()}")
+    return bool(owner == os.getuid())
 
 
 def _read_message(connection: socket.socket) -> tuple[str, tuple[Any, ...], int | None]:

@@ -3,12 +3,15 @@
 One thread hashes a piece and sends it, or receives it and hashes it, while the piece is in its core's cache; no other
 thread is woken in between. `abort` ends a blocked call at once. `benchmarks/NOTES.md` has the measurements.
 
-    receiver    listens, publishes address and token    -- rendezvous -->    sender
-                accepts, checks the token               <--  connect  --     sends the token
+    receiver    listens, publishes its address       -- rendezvous -->    sender
+                accepts whoever knows the link's key <--  connect  --     proves that it knows the key
+
+`transfer.encrypt: full` then starts TLS 1.3 on the connection, with the workers' certificates.
 """
 
-import secrets
+import math
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +22,13 @@ from typing import Any
 
 import torch
 
+from kvrelay.rpc.certificates import CertificateFiles
+from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.ports import SENDER
 from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
+from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
+from kvrelay.transfer.transports.tls import secure
 
-TOKEN_BYTES = 32
 SOCKET_BUFFER_BYTES = 4 * 2**20
 """Requested if the system allows as much; otherwise the kernel sizes the buffers itself."""
 MAX_RUNS = 256
@@ -36,20 +42,24 @@ class TcpTransport:
     name = "tcp"
     scope = ""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, encrypt: Encrypt = "none", certificates: CertificateFiles | None = None) -> None:
         """Receiving ends listen on `host` while a link is being opened, on a port that the system chooses.
+
+        `certificates` are this worker's, for `full`.
 
         Raises:
             OSError: it can't be bound.
         """
         self._host = host
+        self._encrypt = encrypt
+        self._certificates = certificates
         self._listener().close()
 
     def _listener(self) -> socket.socket:
         listener, address = _socket(self._host, 0)
         try:
             listener.bind(address)
-            listener.listen(4)
+            listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
             raise OSError(f"host {self._host}: TCP links can't be accepted on it: {error}") from error
@@ -57,32 +67,49 @@ class TcpTransport:
 
     def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """See `Transport.connect`."""
-        with link_errors(self.name, OSError, RuntimeError, ValueError):
-            return TcpLink(_connect(rendezvous, timeout) if rank == SENDER else self._accept(rendezvous, timeout))
-
-    def _accept(self, rendezvous: Rendezvous, timeout: float) -> socket.socket:
         deadline = time.monotonic() + timeout
-        token = secrets.token_bytes(TOKEN_BYTES)
-        with self._listener() as listener:
-            rendezvous.set("token", token)
-            rendezvous.set("address", f"{self._host}:{listener.getsockname()[1]}")
-            # Waits here rather than in accept, because closing the rendezvous ends this wait.
-            rendezvous.wait(["called"])
-            while True:
-                listener.settimeout(seconds_left(deadline))
-                connection, _ = listener.accept()
-                if _sends_token(connection, token, deadline):
-                    return connection
+        with link_errors(self.name, OSError, RuntimeError, ValueError):
+            key = LinkKey.agree(rendezvous, rank)
+            call = self._call if rank == SENDER else self._accept
+            connection = call(rendezvous, key, deadline)
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._encrypt == "full":
+                    if self._certificates is None:
+                        raise LinkError("tcp: transfer.encrypt is full, and there are no certificates")
+                    secured = secure(connection, self._certificates.current(), rank, deadline)
+                    return TlsLink(secured)
+            except BaseException:
                 connection.close()
+                raise
+            return TcpLink(connection, key.derive(b"frames") if self._encrypt == "integrity" else None)
+
+    def _accept(self, rendezvous: Rendezvous, key: LinkKey, deadline: float) -> socket.socket:
+        with self._listener() as listener:
+            rendezvous.set("address", f"{self._host}:{listener.getsockname()[1]}")
+            return key.admit(listener, deadline, lambda: rendezvous.check([]))
+
+    def _call(self, rendezvous: Rendezvous, key: LinkKey, deadline: float) -> socket.socket:
+        host, _, port = rendezvous.get("address").decode().rpartition(":")
+        connection, address = _socket(host, int(port))
+        try:
+            connection.settimeout(seconds_left(deadline))
+            connection.connect(address)
+            key.introduce(connection, deadline)
+            connection.setblocking(True)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 class TcpLink:
     """One end of a TCP link."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, mac_key: bytes | None) -> None:
+        """`connection` is in blocking mode."""
         self._connection = connection
-        connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.mac_key = mac_key
 
     @property
     def stream(self) -> ByteStream:
@@ -130,6 +157,41 @@ class TcpLink:
         self._connection.close()
 
 
+class TlsLink(TcpLink):
+    """One end of a TCP link under TLS, whose records are encrypted and authenticated."""
+
+    _connection: ssl.SSLSocket
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        super().__init__(connection, None)
+
+    def write(self, runs: Sequence[memoryview], deadline: float) -> None:
+        self._each(self._connection.send, runs, deadline)
+
+    def read(self, runs: Sequence[memoryview], deadline: float) -> None:
+        self._each(self._connection.recv_into, runs, deadline)
+
+    def _each(self, call: Callable[[memoryview], int], runs: Sequence[memoryview], deadline: float) -> None:
+        """Repeats `call`, which moves at most one record, until all of `runs` has moved."""
+        allowed = math.inf
+        with link_errors("tcp", OSError):
+            for run in runs:
+                while len(run):
+                    # Setting it is a system call, too much for each record.
+                    if (left := seconds_left(deadline)) < 0.9 * allowed:
+                        self._connection.settimeout(left)
+                        allowed = left
+                    moved = call(run)
+                    if not moved:
+                        raise LinkError("tcp: the other end has closed")
+                    run = run[moved:]
+
+    def abort(self) -> None:
+        # Not SSLSocket.shutdown, which takes the TLS state away from the thread that uses it.
+        with suppress(OSError):
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+
+
 def _after(runs: list[memoryview], moved: int) -> list[memoryview]:
     """`runs` without their first `moved` bytes."""
     for index, run in enumerate(runs):
@@ -149,30 +211,3 @@ def _socket(host: str, port: int) -> tuple[socket.socket, Any]:
         if path.exists() and int(path.read_text()) >= SOCKET_BUFFER_BYTES:
             made.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
     return made, address
-
-
-def _connect(rendezvous: Rendezvous, timeout: float) -> socket.socket:
-    host, _, port = rendezvous.get("address").decode().rpartition(":")
-    connection, address = _socket(host, int(port))
-    try:
-        connection.settimeout(timeout)
-        connection.connect(address)
-        connection.sendall(rendezvous.get("token"))
-        rendezvous.set("called", b"")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _sends_token(connection: socket.socket, token: bytes, deadline: float) -> bool:
-    """Whether the caller sends the token: anybody can reach the port, but only the sender of this link knows it."""
-    received = b""
-    with suppress(OSError):
-        while len(received) < len(token):
-            connection.settimeout(min(seconds_left(deadline), 1.0))
-            part = connection.recv(len(token) - len(received))
-            if not part:
-                break
-            received += part
-    return secrets.compare_digest(received, token)

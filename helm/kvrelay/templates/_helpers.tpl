@@ -108,6 +108,15 @@ ray.io/group: {{ .group }}
 {{- fail (printf "%s.minReplicas is %d; allowed: at most %s.replicas (%d)" $role (int $bounds.min) $role (int $values.replicas)) -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.security.tls.enabled -}}
+{{- range $part, $secret := .Values.security.tls.secrets -}}
+{{- if not $secret -}}
+{{- fail (printf "security.tls.secrets.%s is empty; allowed: a Secret, as security.tls.enabled is true" $part) -}}
+{{- end -}}
+{{- end -}}
+{{- else if eq (default "none" .Values.transfer.encrypt) "full" -}}
+{{- fail "transfer.encrypt is full; allowed: with security.tls.enabled only, whose certificates it uses" -}}
+{{- end -}}
 {{- $volume := .Values.model.volume -}}
 {{- if and (hasPrefix (printf "%s/" $volume.mountPath) (printf "%s/" .Values.model.path)) (not $volume.source) -}}
 {{- fail (printf "model.path is %q, below model.volume.mountPath, but model.volume.source is empty" .Values.model.path) -}}

@@ -60,12 +60,52 @@ annotations:
   {{- end }}
 {{- end -}}
 
-{{/* Volumes of a pod. Argument: {root, values, model: whether it reads the model}. */}}
+{{/* Secret with the join token. */}}
+{{- define "kvrelay.joinTokenSecret" -}}
+{{- default (printf "%s-join" (include "kvrelay.fullname" .)) .Values.security.joinTokenSecret -}}
+{{- end -}}
+
+{{/* Volumes of a pod. Argument: {root, values, model: whether it reads the model, parts: kvrelay's roles in it}. */}}
 {{- define "kvrelay.volumes" -}}
 - name: shared-mem
   emptyDir:
     medium: Memory
     sizeLimit: {{ .values.shmSize }}
+- name: join-token
+  secret:
+    secretName: {{ include "kvrelay.joinTokenSecret" .root }}
+    defaultMode: 0440
+{{- $tls := .root.Values.security.tls }}
+{{- if $tls.enabled }}
+- name: certificates
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- range $index, $part := .parts }}
+      - secret:
+          name: {{ index $tls.secrets $part }}
+          items:
+            - {key: tls.crt, path: {{ $part }}.crt}
+            - {key: tls.key, path: {{ $part }}.key}
+            {{- if eq $index 0 }}
+            - {key: ca.crt, path: ca.crt}
+            {{- end }}
+      {{- end }}
+{{- end }}
+{{- if has "router" .parts }}
+{{- with .root.Values.router.tlsSecret }}
+- name: public-certificate
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- with .root.Values.router.apiKeysSecret }}
+- name: api-keys
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
 {{- if and .model .root.Values.model.volume.source }}
 - name: model
   {{- toYaml .root.Values.model.volume.source | nindent 2 }}
@@ -79,6 +119,26 @@ annotations:
 {{- define "kvrelay.volumeMounts" -}}
 - name: shared-mem
   mountPath: /dev/shm
+- name: join-token
+  mountPath: /etc/kvrelay-secrets/join
+  readOnly: true
+{{- if .root.Values.security.tls.enabled }}
+- name: certificates
+  mountPath: /etc/kvrelay-secrets/certificates
+  readOnly: true
+{{- end }}
+{{- if has "router" .parts }}
+{{- if .root.Values.router.tlsSecret }}
+- name: public-certificate
+  mountPath: /etc/kvrelay-secrets/public
+  readOnly: true
+{{- end }}
+{{- if .root.Values.router.apiKeysSecret }}
+- name: api-keys
+  mountPath: /etc/kvrelay-secrets/api-keys
+  readOnly: true
+{{- end }}
+{{- end }}
 {{- if and .model .root.Values.model.volume.source }}
 - name: model
   mountPath: {{ .root.Values.model.volume.mountPath }}
@@ -151,7 +211,7 @@ limits:
 {{- end -}}
 
 {{/*
-One worker group. Argument: {root, group, values, replicas, bounds, handsOff, readinessProbe, ports, model}.
+One worker group. Argument: {root, group, parts, values, replicas, bounds, handsOff, readinessProbe, ports, model}.
 
 `resources` offers one unit of kvrelay_<group> per pod; the configuration makes each actor take one, so every actor
 lands on a pod of its group, and no two on the same. The value is JSON in single quotes, because KubeRay pastes it into

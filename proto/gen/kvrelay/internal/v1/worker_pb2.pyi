@@ -29,14 +29,24 @@ CONTEXT_LIMIT_OPTION: ContextLimit
 CONTEXT_LIMIT_POOL: ContextLimit
 
 class RelayRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel")
+    __slots__ = ("hello", "submit", "cancel", "fence")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    fence: ClientCall
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ...) -> None: ...
+
+class ClientCall(_message.Message):
+    __slots__ = ("key", "call")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    call: int
+    def __init__(self, key: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router", "router_incarnation", "worker_incarnation")
@@ -79,7 +89,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds")
+    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +99,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_CALL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     phase: Phase
@@ -98,7 +109,8 @@ class Submit(_message.Message):
     tenant: str
     peer: PeerRef
     timeout_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+    client_call: ClientCall
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -159,11 +171,13 @@ class Failure(_message.Message):
         CODE_RETRY: _ClassVar[Failure.Code]
         CODE_INTERNAL: _ClassVar[Failure.Code]
         CODE_FULL: _ClassVar[Failure.Code]
+        CODE_FENCED: _ClassVar[Failure.Code]
     CODE_UNSPECIFIED: Failure.Code
     CODE_INVALID: Failure.Code
     CODE_RETRY: Failure.Code
     CODE_INTERNAL: Failure.Code
     CODE_FULL: Failure.Code
+    CODE_FENCED: Failure.Code
     class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CAUSE_UNSPECIFIED: _ClassVar[Failure.Cause]

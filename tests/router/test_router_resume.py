@@ -1,0 +1,251 @@
+"""A request that takes several calls: wherever the earlier one was lost, text and tokens are those of a single call."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.errors import GIVEN_UP_KEY
+from kvrelay.router.placement import NoPlace
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    GenerateRequest,
+    GenerateResponse,
+    Resume,
+    SamplingParams,
+)
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
+from support.router_fakes import (
+    FakeCluster,
+    FakeWorker,
+    Job,
+    byte_level_tokenizer,
+    fake_cluster,
+    length_if,
+    run,
+    second_router,
+    silent,
+    until,
+)
+
+TOKENIZER = byte_level_tokenizer()
+KEY = bytes(range(16))
+TEXT = "größer 🙂🙃 STOP als 日 STO 🙂 on"
+# One token per byte, so that characters and stop strings extend over several.
+IDS = [TOKENIZER.token_to_id(byte) for word, _ in TOKENIZER.pre_tokenizer.pre_tokenize_str(TEXT) for byte in word]
+EOS = 1
+Rpc = Any
+
+
+async def speaking(job: Job) -> None:
+    """A co-located worker that says IDS; an end-of-sequence token follows them."""
+    end = job.submit.sampling.max_tokens
+    for index in range(job.base, min(end, len(IDS))):
+        job.send(index, (IDS[index],), length_if(index == end - 1))
+    if job.base <= len(IDS) < end:
+        job.send(len(IDS), (EOS,), FINISH_REASON_STOP)
+
+
+def request(call: int = 1, tokens: Any = (), key: bytes = KEY, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        text="hello",
+        request_id="mine",
+        sampling=SamplingParams(**{"max_tokens": len(IDS), "seed": 7, **sampling}),
+        resume=Resume(key=key, call=call, token_ids=tokens),
+    )
+
+
+@asynccontextmanager
+async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[FakeCluster, Rpc, Rpc]]:
+    """A cluster of two routers, and their Generate."""
+    worker = FakeWorker("colocated-0", "colocated", speaking, max_context=128)
+    async with (
+        fake_cluster(folder, worker, **options) as cluster,
+        second_router(cluster) as second,
+        grpc.aio.insecure_channel(cluster.router.address) as one,
+        grpc.aio.insecure_channel(second.address) as two,
+    ):
+        yield cluster, InferenceServiceStub(one).Generate, InferenceServiceStub(two).Generate
+
+
+async def read(call: Any) -> list[GenerateResponse]:
+    return [response async for response in call]
+
+
+def text_of(responses: list[GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)
+
+
+def tokens_of(responses: list[GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shown", "reason"),
+    [
+        ({}, TEXT, FINISH_REASON_LENGTH),
+        ({"max_tokens": len(IDS) + 5}, TEXT, FINISH_REASON_STOP),
+        ({"max_tokens": len(IDS) + 1, "min_tokens": len(IDS) + 1}, TEXT, FINISH_REASON_STOP),
+        ({"stop": ["STOP"]}, TEXT[: TEXT.index("STOP")], FINISH_REASON_STOP),
+        ({"stop": ["🙃 STOP a", "STO 🙂 off"]}, TEXT[: TEXT.index("🙃 STOP")], FINISH_REASON_STOP),
+        ({"stop": ["STOP"], "min_tokens": 25}, TEXT, FINISH_REASON_LENGTH),
+        ({"stop": ["ößer"], "min_tokens": 9}, TEXT, FINISH_REASON_LENGTH),
+        # The text ends inside a character.
+        ({"max_tokens": 13, "stop": ["nope"]}, None, FINISH_REASON_LENGTH),
+    ],
+)
+def test_a_call_that_was_lost_anywhere_goes_on_with_the_same_text(
+    tmp_path: Path, sampling: dict[str, Any], shown: str | None, reason: int
+) -> None:
+    async def test() -> None:
+        async with talking(tmp_path) as (_, one, two):
+            whole = await read(one(request(**sampling)))
+            last = whole[-1]
+            assert shown is None or text_of(whole) == shown
+            assert (last.finish_reason, last.timeline.resumes) == (reason, 0)
+            for cut in range(len(whole)):
+                before = whole[:cut]
+                rest = await read(two(request(2, tokens_of(before), key=b"%16d" % cut, **sampling)))
+                assert text_of(before) + text_of(rest) == text_of(whole), cut
+                assert tokens_of(before) + tokens_of(rest) == tokens_of(whole), cut
+                assert all(not response.finish_reason for response in rest[:-1])
+                assert (rest[-1].finish_reason, rest[-1].usage, rest[-1].timeline.resumes) == (reason, last.usage, 1)
+            # The last message alone was lost.
+            (alone,) = await read(two(request(3, tokens_of(whole), key=b"%16d" % len(whole), **sampling)))
+            assert (alone.text, list(alone.token_ids), alone.finish_reason) == ("", [], reason)
+            assert alone.usage.completion_tokens == last.usage.completion_tokens
+
+    run(test)
+
+
+def test_a_later_call_ends_the_earlier_one_wherever_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with talking(tmp_path) as (cluster, one, two):
+            (worker,) = cluster.workers.values()
+            worker.script = silent
+            bystander = asyncio.create_task(read(one(request(key=b"another client's", max_tokens=3))))
+            other = await cluster.job("colocated-0")
+            lost = asyncio.create_task(read(one(request())))
+            first = await cluster.job("colocated-0", 1)
+            assert first.submit.request_id != other.submit.request_id
+            worker.script = speaking
+            rest = await read(two(request(2, IDS[:5])))
+            assert tokens_of(rest) == IDS[5:]
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await lost
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            # Also within one router, which need not have noticed that the earlier call is lost.
+            worker.script = silent
+            lost = asyncio.create_task(read(two(request(3, IDS[:6]))))
+            await cluster.job("colocated-0", 3)
+            worker.script = speaking
+            assert tokens_of(await read(two(request(4, IDS[:7])))) == IDS[7:]
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await lost
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            assert not bystander.done()
+            other.send(0, tuple(IDS[:3]), FINISH_REASON_LENGTH)
+            assert tokens_of(await bystander) == IDS[:3]
+            assert [record.resumed for record in cluster.records if record.outcome == "length"] == [True, True, False]
+            assert [record.outcome for record in cluster.records].count("cancelled") == 2
+
+    with caplog.at_level(logging.DEBUG):
+        run(test)
+    assert KEY.hex() not in caplog.text
+    assert repr(KEY) not in caplog.text
+    assert "attempt failed" not in caplog.text, "it is no failure of the workers"
+
+
+def test_a_stream_that_goes_on_waits_before_new_requests_and_is_not_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with talking(tmp_path, max_queue=0) as (cluster, one, _):
+            router = cluster.router
+            decide = router._queue._decide
+            router._queue._decide = lambda demand: NoPlace.NO_CAPACITY
+            waiting = asyncio.create_task(read(one(request(2, IDS[:5]))))
+            await until(lambda: router.waiting == 1, "it waits")
+            with pytest.raises(grpc.aio.AioRpcError, match="wait for capacity"):
+                await read(one(request(key=b"of a new request")))
+            router._queue._decide = decide
+            router._queue.wake_first()
+            assert tokens_of(await waiting) == IDS[5:]
+            assert [record.ttft_seconds for record in cluster.records if record.resumed] == [None]
+
+    run(test)
+
+
+def test_what_is_wrong_with_a_later_call_is_named(tmp_path: Path) -> None:
+    bad: list[tuple[GenerateRequest, str]] = [
+        (request(key=b"short"), r"resume\.key: number of bytes is 5; allowed: 16 to 64"),
+        (request(key=bytes(65)), r"resume\.key: number of bytes is 65; allowed: 16 to 64"),
+        (request(0), r"resume\.call is 0; allowed: 1 or more"),
+        (request(1, [40]), r"resume\.token_ids: number of ids is 1; allowed: 0 in the request's first call"),
+        (request(2, [40, 400]), r"resume\.token_ids\[1\] is 400; allowed: 0 to 399"),
+        (
+            request(2, [40] * 6, max_tokens=5),
+            r"resume\.token_ids: number of ids is 6; allowed: up to max_tokens, 5 here",
+        ),
+        (request(2, IDS, stop=["STOP"]), r"number of ids is \d+; allowed: \d+, with which a stop string ends"),
+    ]
+    unseeded = request(2, [40])
+    unseeded.sampling.ClearField("seed")
+    bad.append((unseeded, r"sampling\.seed is None; allowed: the seed of the request's first call, or temperature 0"))
+
+    async def test() -> None:
+        async with talking(tmp_path) as (_, one, two):
+            for wrong, expected in bad:
+                with pytest.raises(grpc.aio.AioRpcError, match=expected) as caught:
+                    await read(one(wrong))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            unseeded.sampling.temperature = 0
+            assert len(tokens_of(await read(two(unseeded)))) == len(IDS) - 1
+
+    run(test)
+
+
+def test_a_request_that_several_workers_have_failed_is_marked(tmp_path: Path) -> None:
+    async def refusing(job: Job) -> None:
+        job.fail(Failure.CODE_RETRY)
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", refusing)
+        async with (
+            fake_cluster(tmp_path, worker, max_attempts=2) as cluster,
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="given up") as caught:
+                await read(InferenceServiceStub(channel).Generate(request()))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert GIVEN_UP_KEY in dict(caught.value.trailing_metadata() or ())
+
+    run(test)
+
+
+def test_a_router_that_is_stopped_refuses_new_streams_and_ends_the_others_in_time(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with talking(tmp_path) as (cluster, one, two):
+            (worker,) = cluster.workers.values()
+            worker.script = silent
+            running = asyncio.create_task(read(one(request())))
+            job = await cluster.job("colocated-0")
+            stopping = asyncio.create_task(cluster.router.stop(1.0))
+            with pytest.raises(grpc.aio.AioRpcError, match="router-0 is shutting down") as refused:
+                await read(one(request(key=b"of a new request")))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert not running.done()
+            with pytest.raises(grpc.aio.AioRpcError, match="router-0 is shutting down") as ended:
+                await running
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            await asyncio.wait_for(job.cancelled.wait(), 1)
+            await stopping
+            worker.script = speaking
+            assert tokens_of(await read(two(request(2)))) == IDS
+
+    run(test)

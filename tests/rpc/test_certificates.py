@@ -1,0 +1,106 @@
+"""Certificates: made for each role, refused if they can't be used, read again when they change, announced in time."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from kvrelay.cluster import certificates
+from kvrelay.cluster.errors import UsageError
+from kvrelay.rpc.certificates import part_files, parts_of
+from kvrelay.rpc.security import PARTS
+
+
+def made(folder: Path, days: int = 365) -> Path:
+    certificates.make(folder, days, keep_authority=True)
+    return folder
+
+
+def replaced(folder: Path, by: Path, *names: str) -> None:
+    """Replaces files, in one step each, with a time of their own."""
+    for number, name in enumerate(names):
+        fresh = folder / f"{name}.fresh"
+        fresh.write_bytes((by / name).read_bytes())
+        os.utime(fresh, ns=(number, 10**18 + number))
+        fresh.replace(folder / name)
+
+
+def test_each_role_gets_a_certificate_that_names_it_and_no_other(tmp_path: Path) -> None:
+    folder = made(tmp_path / "new")
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    for part in PARTS:
+        pair = part_files(folder, part).current()
+        leaf = x509.load_pem_x509_certificate(pair.certificate)
+        leaf.verify_directly_issued_by(authority)
+        assert parts_of(leaf) == {part}
+        assert pair.ca == (folder / "ca.crt").read_bytes()
+    for path in folder.iterdir():
+        assert path.stat().st_mode & 0o077 == 0, "only its user can read it"
+
+
+def test_made_again_they_are_of_the_same_authority(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    before = (folder / "ca.crt").read_bytes(), (folder / "worker.crt").read_bytes()
+    made(folder)
+    assert (folder / "ca.crt").read_bytes() == before[0]
+    assert (folder / "worker.crt").read_bytes() != before[1]
+
+
+def test_an_authority_whose_key_is_not_kept_can_not_sign_again(tmp_path: Path) -> None:
+    certificates.make(tmp_path, 1, keep_authority=False)
+    assert not (tmp_path / "ca.key").exists()
+
+
+def test_an_authority_that_can_not_be_read_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "ca.key").write_text("nonsense")
+    (tmp_path / "ca.crt").write_text("nonsense")
+    with pytest.raises(UsageError, match=r"ca\.crt and ca\.key"):
+        made(tmp_path)
+    assert (tmp_path / "ca.key").read_text() == "nonsense"
+
+
+def test_new_files_are_read_and_broken_ones_leave_the_last_in_use(tmp_path: Path) -> None:
+    old, new, foreign = made(tmp_path / "old"), made(tmp_path / "new"), made(tmp_path / "foreign")
+    files = part_files(old, "worker")
+    first = files.current()
+    replaced(old, new, "worker.key", "worker.crt", "ca.crt")
+    second = files.current()
+    assert second.certificate == (new / "worker.crt").read_bytes() != first.certificate
+    replaced(old, foreign, "worker.key")
+    assert files.current() == second, "the key isn't the certificate's"
+    replaced(old, foreign, "worker.crt")
+    assert files.current().certificate == (foreign / "worker.crt").read_bytes()
+    (old / "worker.crt").unlink()
+    assert files.current().certificate == (foreign / "worker.crt").read_bytes()
+
+
+def test_what_can_not_be_used_is_named_at_start(tmp_path: Path) -> None:
+    folder, other = made(tmp_path / "a"), made(tmp_path / "b")
+    replaced(folder, other, "worker.key")
+    with pytest.raises(ValueError, match=r"worker\.key: not the key of the certificate"):
+        part_files(folder, "worker")
+    (folder / "router.crt").write_text("nonsense")
+    with pytest.raises(ValueError, match=r"router\.crt: not certificates in PEM"):
+        part_files(folder, "router")
+    (folder / "operator.crt").write_bytes((folder / "supervisor.crt").read_bytes())
+    (folder / "operator.key").write_bytes((folder / "supervisor.key").read_bytes())
+    with pytest.raises(ValueError, match=r"names \['supervisor\.kvrelay\.internal'\]; allowed: operator"):
+        part_files(folder, "operator")
+
+
+def test_the_end_of_a_certificate_is_announced_well_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for days, warned in ((365, False), (29, True)):
+            caplog.clear()
+            files = part_files(made(tmp_path / str(days), days), "worker")
+            files.current()
+            files.check()
+            lines = [record for record in caplog.records if record.message == "certificate ends soon"]
+            assert len(lines) == warned, "once a day"
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expired at"):
+        part_files(made(tmp_path, 0), "worker")

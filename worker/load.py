@@ -1,0 +1,103 @@
+"""A worker's load, as its routers are told: what the engine thread reads between two steps, and what waits for it.
+
+Everything here runs on the event loop, except `read` and `take`, which run on the engine thread.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.engine.engine import Engine
+from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
+from kvrelay.worker.relay_stream import RelayStream
+
+REPORT_SECONDS = 0.03
+"""How late a router may learn of a load that others' requests have changed: they should not choose the same worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The engine's load at one moment."""
+
+    load: Load
+    taken_tokens: int
+    """Tokens of all requests that the engine has taken so far."""
+
+
+class LoadReports:
+    """Keeps the latest reading, and reports each change to every router: at once if blocks were freed."""
+
+    def __init__(self, engine: Engine, block_size: int, promised: Callable[[], Promised]) -> None:
+        """
+        Args:
+            block_size: tokens per block.
+            promised: what the worker's role has promised.
+        """
+        self._engine = engine
+        self._block_size = block_size
+        self._promised = promised
+        self._loop = asyncio.get_running_loop()
+        self._streams: set[RelayStream] = set()
+        self._given_tokens = 0
+        """Tokens of all requests that the engine has taken or is about to take."""
+        self._taken_tokens = 0
+        self._latest = self.read()
+        self._report: asyncio.TimerHandle | None = None
+
+    def attach(self, stream: RelayStream) -> None:
+        """From now on, this stream is told."""
+        self._streams.add(stream)
+
+    def detach(self, stream: RelayStream) -> None:
+        self._streams.discard(stream)
+
+    def now(self) -> Load:
+        """The current load."""
+        load = Load()
+        load.CopyFrom(self._latest.load)
+        load.pending_tokens += self._given_tokens - self._latest.taken_tokens
+        load.promised.CopyFrom(self._promised())
+        return load
+
+    def give(self, tokens: int) -> None:
+        """A request of so many tokens is on its way to the engine, which calls `take` when it has arrived."""
+        self._given_tokens += tokens
+
+    def update(self, reading: Reading, *, tell: bool = False) -> bool:
+        """Takes a new reading; with `tell` the routers get it at once. Returns whether blocks were freed."""
+        freed = reading.load.blocks.held < self._latest.load.blocks.held
+        self._latest = reading
+        if freed or tell:
+            self._tell()
+        else:
+            self.changed()
+        return freed
+
+    def changed(self) -> None:
+        """Tells the routers soon, except those that an event of their own requests tells before."""
+        if self._report is None:
+            self._report = self._loop.call_later(REPORT_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        if self._report is not None:
+            self._report.cancel()
+            self._report = None
+        for stream in self._streams:
+            stream.report()
+
+    # Engine thread.
+
+    def take(self, tokens: int) -> None:
+        """The engine has a request of so many tokens."""
+        self._taken_tokens += tokens
+
+    def read(self) -> Reading:
+        """The engine's load now."""
+        load = self._engine.scheduler.load()
+        read = Load(
+            blocks=Blocks(total=load.total, free=load.free, cached=load.cached, held=load.held, size=self._block_size),
+            requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
+            pending_tokens=load.pending_tokens,
+            computed_tokens=self._engine.computed_tokens,
+        )
+        return Reading(read, self._taken_tokens)
