@@ -56,6 +56,7 @@ class Report:
     tokens_judged: int = 0
     retries: int = 0
     migrations: int = 0
+    resumes: int = 0
     violations: list[str] = field(default_factory=list)
     processes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Of each process: figures at begin and end."""
@@ -71,6 +72,7 @@ class Report:
             self.tokens_judged += len(stream.tokens)
             self.retries += stream.retries
             self.migrations += stream.migrations
+            self.resumes += stream.resumes
 
     def summarize(self, stalls: Sequence[float]) -> None:
         """Fills `summary`; `stalls` are those of all streams during single faults."""
