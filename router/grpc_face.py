@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
+from kvrelay.router.answer import Answer
 from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import (
@@ -197,7 +198,8 @@ class InferenceFace:
             with self._admission.admit(self._share(tenant, context), len(received.data)) as ticket:
                 checked = await self._check(received, tenant, trace)
                 ticket.set(len(received.data) + checked.prompt.nbytes)
-                finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
+                answer = Answer(checked.request_id, trace, writer.write)
+                finish_reason = await Session(checked, self._dispatch, trace, answer, deadline).run()
             outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome

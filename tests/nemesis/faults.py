@@ -114,6 +114,13 @@ async def _poison(ground: Ground, rng: random.Random) -> dict[str, int]:
     return before
 
 
+async def _router_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
+    name = rng.choice([name for name in ground.cluster.config["members"] if name.startswith("router")])
+    pid = ground.cluster.pid(name)
+    ground.signal(pid, signal.SIGKILL)
+    return {name: pid}
+
+
 async def _supervisor_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
     ground.cluster.kill()
     await asyncio.sleep(rng.uniform(0.0, 3.0))
@@ -142,7 +149,7 @@ async def _slow_reader(ground: Ground, rng: random.Random) -> dict[str, int]:
 
 
 async def _client_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
-    command = (sys.executable, "-m", "nemesis.load", ground.load.address, f"client-{rng.random()}")
+    command = (sys.executable, "-m", "nemesis.load", f"client-{rng.random()}", *ground.load.addresses)
     client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     if client.stdout is not None:
         await client.stdout.readline()
@@ -190,6 +197,7 @@ FAULTS = (
     Fault("engine hang", _ordered("hang"), 40.0),
     Fault("engine exception", _ordered("raise"), 40.0),
     Fault("poison request", _poison, 40.0),
+    Fault("router SIGKILL", _router_kill, 30.0),
     Fault("supervisor SIGKILL", _supervisor_kill, 20.0),
     Fault("link reset", _link_reset, 10.0),
     Fault("link silent for 4 s", _link_silent, 10.0),

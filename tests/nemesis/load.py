@@ -1,12 +1,13 @@
 """Open-loop load: requests come at random times, whether earlier ones are answered or not. Each stream keeps its times.
 
-`python -m nemesis.load ADDRESS NAME` is a client of its own with some streams, which can be killed.
+`python -m nemesis.load NAME ADDRESS...` is a client of its own with some streams, which can be killed.
 """
 
 import asyncio
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient, KvrelayError
@@ -39,6 +40,8 @@ class Stream:
     """Tokens that the last message says it had."""
     retries: int = 0
     migrations: int = 0
+    resumes: int = 0
+    """Times that it went on over another router; `retries` and `migrations` are those of the last one then."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at the first token or the end."""
     pause: float = 0.0
@@ -88,6 +91,7 @@ async def ask(client: AsyncClient, stream: Stream) -> None:
             if chunk.usage is not None and chunk.timeline is not None:
                 stream.reported = chunk.usage.completion_tokens
                 stream.retries, stream.migrations = chunk.timeline.retries, chunk.timeline.migrations
+                stream.resumes = chunk.timeline.resumes
             if pause:
                 await asyncio.sleep(pause)
                 pause = 0.0
@@ -99,19 +103,19 @@ async def ask(client: AsyncClient, stream: Stream) -> None:
 
 
 class Load:
-    """Sends requests to a router until it is stopped."""
+    """Sends requests to the routers until it is stopped."""
 
-    def __init__(self, address: str, rate: float, seed: int) -> None:
+    def __init__(self, addresses: Sequence[str], rate: float, seed: int) -> None:
         """
         Args:
             rate: requests per second.
         """
-        self.address = address
+        self.addresses = addresses
         self.streams: list[Stream] = []
         """Those that have not been taken."""
         self._rate = rate
         self._rng = random.Random(f"load {seed}")
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(addresses)
         self._number = 0
         self._running: set[asyncio.Task[None]] = set()
         self._arrivals = asyncio.create_task(self._arrive(), name="arrivals")
@@ -149,9 +153,9 @@ class Load:
             self.send("load")
 
 
-async def client(address: str, name: str) -> None:
+async def client(name: str, *addresses: str) -> None:
     """A client with CLIENT_STREAMS streams; says when all of them have tokens."""
-    async with AsyncClient(address) as caller:
+    async with AsyncClient(addresses) as caller:
         streams = [draw(f"{name}-{number}") for number in range(CLIENT_STREAMS)]
         running = asyncio.gather(*(ask(caller, stream) for stream in streams))
         for stream in streams:
@@ -161,4 +165,4 @@ async def client(address: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(client(*sys.argv[1:3]))
+    asyncio.run(client(*sys.argv[1:]))

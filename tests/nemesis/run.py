@@ -2,21 +2,24 @@
 
     python -m nemesis.run --seconds 3600 --seed 7 --out benchmarks/results/soak-2-cores.json
 
-A cluster of two prefill workers, two decode workers and a router is kept alive by its supervisor. The seed decides
+A cluster of two prefill workers, two decode workers and two routers is kept alive by its supervisor. The seed decides
 which faults come in which order, their victims, and all requests; so a run can be replayed, as far as timing allows.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.history import History, violations
 from support.supervised import Supervised, all_ready, supervised
 
+ROUTERS = 2
 RATE = 2.0
 """Requests per second."""
 STEP = 0.02
@@ -50,8 +54,8 @@ DRAIN_SECONDS = 1.0
 IDLE_SECONDS = 10.0
 
 
-def members() -> dict[str, dict[str, Any]]:
-    """The processes that the supervisor keeps."""
+def members(ports: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """The processes that the supervisor keeps; a router at each port."""
     engine = {
         "block_size": WORKER_LAYOUT.block_size,
         "max_batch_tokens": 128,
@@ -64,7 +68,8 @@ def members() -> dict[str, dict[str, Any]]:
         for role in ("prefill", "decode")
         for index in range(2)
     }
-    found["router-0"] = {"module": "nemesis.member", "options": {"model": "pico", "grpc_port": 0}}
+    for index, port in enumerate(ports):
+        found[f"router-{index}"] = {"module": "nemesis.member", "options": {"model": "pico", "grpc_port": port}}
     return found
 
 
@@ -78,8 +83,9 @@ class Nemesis:
     began: float = field(default_factory=time.monotonic)
     _stalls: list[float] = field(default_factory=list)
     _retries: Counter[str] = field(default_factory=Counter)
-    """Failed attempts by request, as the router's log says."""
-    _log_read: int = 0
+    """Failed attempts by request, as the routers' logs say."""
+    _logs_read: Counter[str] = field(default_factory=Counter)
+    """Bytes, by router."""
 
     async def run(self, seconds: float) -> None:
         """Injects faults for so many seconds, then ends the load and looks at what is left."""
@@ -148,13 +154,15 @@ class Nemesis:
 
     def _judge(self, streams: list[Stream]) -> None:
         """Judges streams that have ended."""
-        self._read_log()
+        for name in self.ground.cluster.config["members"]:
+            if name.startswith("router"):
+                self._read_log(name)
         history = History()
         for stream in streams:
             name, failed = stream.name, self._retries.pop(stream.name, 0)
             history.add(name, "invoke", stream.invoked, prompt=stream.prompt, count=stream.count, seed=stream.seed)
-            # The last failed attempt of a failed request is no retry.
-            for _ in range(failed - bool(stream.error and failed)):
+            # The last failed attempt of a failed request is no retry. Each router counts for itself.
+            for _ in range(stream.retries if stream.resumes else failed - bool(stream.error and failed)):
                 history.add(name, "retry", stream.invoked)
             for index, (token, at) in enumerate(zip(stream.tokens, stream.times, strict=True)):
                 history.add(name, "token", at, index=index, token=token)
@@ -169,13 +177,13 @@ class Nemesis:
             print(f"VIOLATION {what}", flush=True)
         self.report.note(streams)
 
-    def _read_log(self) -> None:
-        """Counts the failed attempts that the router has logged since the last call."""
-        with (self.ground.cluster.folder / "router-0.log").open("rb") as log:
-            log.seek(self._log_read)
+    def _read_log(self, router: str) -> None:
+        """Counts the failed attempts that a router has logged since the last call."""
+        with (self.ground.cluster.folder / f"{router}.log").open("rb") as log:
+            log.seek(self._logs_read[router])
             text = log.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self._log_read += len(whole)
+        self._logs_read[router] += len(whole)
         for line in whole.splitlines():
             if line.startswith(b"{") and (entry := json.loads(line)).get("message") == "attempt failed":
                 self._retries[entry["request"].partition("/")[0]] += 1
@@ -208,18 +216,26 @@ def clock_library(folder: Path) -> str:
 def run(folder: Path, seconds: float, seed: int) -> Report:
     """A whole run; its processes are gone in the end."""
     print(f"nemesis: seed {seed}, {seconds:g} s", flush=True)
+    ports = free_ports(ROUTERS)
     with Chaos() as chaos:
         variables = {STEP_SECONDS: str(STEP), DESK: chaos.desk, CLOCK_LIBRARY: clock_library(folder)}
         with (
             mock.patch.dict(os.environ, variables),
-            supervised(folder, members(), drain_seconds=DRAIN_SECONDS, **HEARTBEAT) as cluster,
+            supervised(folder, members(ports), drain_seconds=DRAIN_SECONDS, **HEARTBEAT) as cluster,
         ):
             all_ready(cluster)
-            return asyncio.run(_run(cluster, chaos, seconds, seed))
+            return asyncio.run(_run(cluster, chaos, [f"127.0.0.1:{port}" for port in ports], seconds, seed))
 
 
-async def _run(cluster: Supervised, chaos: Chaos, seconds: float, seed: int) -> Report:
-    load = Load(cluster.member("router-0").member.address, RATE, seed)
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
+async def _run(cluster: Supervised, chaos: Chaos, routers: Sequence[str], seconds: float, seed: int) -> Report:
+    load = Load(routers, RATE, seed)
     skipped = {fault.name: reason for fault in FAULTS if (reason := fault.needs())}
     options = {
         "requests_per_second": RATE,
@@ -248,9 +264,10 @@ def main() -> int:
     if given.out is not None:
         given.out.write_text(json.dumps(report.plain(), indent=1) + "\n")
     print(json.dumps(report.summary, indent=1))
-    for what in report.broken():
+    found = report.broken() + report.missed()
+    for what in found:
         print(what)
-    return 1 if report.broken() else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
 from kvrelay.router.callers import ApiKeys
 from kvrelay.router.config import RouterConfig
+from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import fake_cluster, pair, run
 from support.secrets import secrets_in
 
@@ -44,6 +47,29 @@ def test_a_key_tells_the_tenant_and_what_the_message_says_does_not(tmp_path: Pat
             async with AsyncClient(at, api_key="key of b") as client:
                 with pytest.raises(InvalidRequest, match=r"tenant is 'a'; allowed: empty or 'b', the caller's"):
                     await client.complete(PROMPT, max_tokens=2, tenant="a", timeout=10)
+
+    run(test)
+
+
+def test_a_tenant_can_not_end_anothers_request_by_its_resume_key(tmp_path: Path) -> None:
+    keys = key_file(tmp_path, a=("key of a",), b=("key of b",))
+    sampling = SamplingParams(max_tokens=2, temperature=0)
+
+    def request(number: int) -> GenerateRequest:
+        resume = Resume(key=b"the same sixteen", call=number)
+        return GenerateRequest(token_ids=TokenIds(ids=PROMPT), sampling=sampling, resume=resume)
+
+    async def test() -> None:
+        async with fake_cluster(tmp_path / "m", *pair(token_at), api_keys=str(keys)) as cluster:
+            async with grpc.aio.insecure_channel(cluster.router.address) as channel:
+                stub = InferenceServiceStub(channel)
+                for key, number in (("key of a", 1), ("key of b", 2), ("key of a", 2)):
+                    call = stub.Generate(request(number), metadata=(("authorization", f"Bearer {key}"),), timeout=10)
+                    assert [answer async for answer in call]
+            worker = cluster.workers["prefill-0"]
+            first, other, second = (job.submit.client_call.key for job in worker.jobs)
+            assert first == second != other
+            assert [fence.key for fence in worker.fences] == [other, second]
 
     run(test)
 
