@@ -17,6 +17,7 @@ from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterOptions
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     InternalError,
     InvalidArgument,
@@ -26,7 +27,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.prompt import PART_TOKENS
-from kvrelay.router.session import Dispatch, Session
+from kvrelay.router.session import Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, checked_ids, text_tokens

@@ -30,15 +30,12 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.attempt import Attempt, AttemptFailure
-from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.config import RouterConfig
-from kvrelay.router.detokenizer import TokenBytes
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -49,10 +46,9 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.health import FleetHealth, Trial
+from kvrelay.router.health import Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -78,20 +74,6 @@ MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
 
 Write = Callable[[GenerateResponse], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """The parts of a router that all of its sessions share."""
-
-    config: RouterConfig
-    registry: WorkerRegistry
-    queue: PlacementQueue
-    trials: PlacementQueue
-    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
-    health: FleetHealth
-    budget: RetryBudget
-    token_bytes: TokenBytes
 
 
 class Session:
