@@ -46,6 +46,7 @@ class Report:
 
     seed: int
     seconds: float
+    """From the first fault's wait to the end, judging included."""
     options: dict[str, Any]
     machine: dict[str, Any]
     skipped: dict[str, str]
