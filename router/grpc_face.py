@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError, Message
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission
 from kvrelay.router.alarm import Alarm
+from kvrelay.router.answer import Answer
 from kvrelay.router.callers import Callers
 from kvrelay.router.config import RouterOptions
-from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     InternalError,
     InvalidArgument,
@@ -27,7 +27,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.prompt import PART_TOKENS
-from kvrelay.router.session import Session
+from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, checked_ids, text_tokens
@@ -198,7 +198,8 @@ class InferenceFace:
             with self._admission.admit(self._share(tenant, context), len(received.data)) as ticket:
                 checked = await self._check(received, tenant, trace)
                 ticket.set(len(received.data) + checked.prompt.nbytes)
-                finish_reason = await Session(checked, self._dispatch, trace, deadline).run(writer.write)
+                answer = Answer(checked.request_id, trace, writer.write)
+                finish_reason = await Session(checked, self._dispatch, trace, answer, deadline).run()
             outcome = cast(Outcome, pb.FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower())
         except RequestError as error:
             failure, outcome = error, error.outcome

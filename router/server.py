@@ -24,12 +24,12 @@ from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join

@@ -29,13 +29,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
+from kvrelay.router.answer import Answer
 from kvrelay.router.attempt import Attempt, AttemptFailure
+from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.dispatch import Dispatch
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.detokenizer import TokenBytes
 from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -46,14 +50,15 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.health import Trial
+from kvrelay.router.health import FleetHealth, Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.queue import QueueFull
+from kvrelay.router.queue import PlacementQueue, QueueFull
+from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, GenerateResponse, Usage
+from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +78,27 @@ APART_SECONDS = 5.0
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
 
-Write = Callable[[GenerateResponse], Awaitable[None]]
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The parts of a router that all of its sessions share."""
+
+    config: RouterConfig
+    registry: WorkerRegistry
+    queue: PlacementQueue
+    trials: PlacementQueue
+    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
+    health: FleetHealth
+    budget: RetryBudget
+    token_bytes: TokenBytes
 
 
 class Session:
     """One checked request, until its end."""
 
-    def __init__(self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, deadline: float) -> None:
+    def __init__(
+        self, request: CheckedRequest, dispatch: Dispatch, trace: RequestTrace, answer: Answer, deadline: float
+    ) -> None:
         """
         Args:
             trace: has the request's ids and prompt length; written while the request runs.
@@ -97,10 +116,9 @@ class Session:
         """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
-        self._progress = trace.received
-        """Time at which the latest token was sent or the latest attempt began."""
+        self._answer = answer
 
-    async def run(self, write: Write) -> FinishReason:
+    async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
 
         Raises:
@@ -108,11 +126,11 @@ class Session:
         """
         self._dispatch.budget.request()
         if finish_reason := await self._restore():
-            await self._write_last(Piece("", (), finish_reason), write)
+            await self._answer.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
         try:
-            while not (finish_reason := await self._follow(attempt, write)):
+            while not (finish_reason := await self._follow(attempt)):
                 attempt = await self._retry(attempt)
             return finish_reason
         finally:
@@ -191,12 +209,12 @@ class Session:
         now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
-        self._progress = now
+        self._answer.progress = now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
 
-    async def _follow(self, attempt: Attempt, write: Write) -> FinishReason:
+    async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
             token_ids, finish_reason = attempt.take()
@@ -205,9 +223,9 @@ class Session:
                 self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
-                    await self._end(attempt, piece, write)
+                    await self._end(attempt, piece)
                     return piece.finish_reason
-                await self._send(write, piece)
+                await self._answer.send(piece)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
@@ -236,7 +254,7 @@ class Session:
             await attempt.wait()
             return
         self._check_deadline()
-        if earliest == token_limit and not self._begun:
+        if earliest == token_limit and not self._answer.begun:
             raise self._no_first_token()
         if earliest == suspect_limit:
             attempt.fail_suspected()
@@ -248,30 +266,25 @@ class Session:
     def _token_limit(self) -> float:
         """Monotonic time by which the next token must be here."""
         config = self._dispatch.config
-        if not self._begun:
+        if not self._answer.begun:
             return self._trace.received + config.first_token_timeout_seconds
-        return self._progress + config.idle_timeout_seconds
-
-    @property
-    def _begun(self) -> bool:
-        """Whether this call has sent tokens."""
-        return self._trace.first_sent is not None
+        return self._answer.progress + config.idle_timeout_seconds
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
         suspects = attempt.suspects
         if not suspects or not self._dispatch.registry.can_spare(suspects):
             return math.inf
-        return self._progress + SUSPECT_SECONDS
+        return self._answer.progress + SUSPECT_SECONDS
 
     # The end.
 
-    async def _end(self, attempt: Attempt, piece: Piece, write: Write) -> None:
+    async def _end(self, attempt: Attempt, piece: Piece) -> None:
         """Ends the request on its workers; writes the last tokens and the figures, in one message where possible."""
         attempt.stop()
         finish_reason = piece.finish_reason
         if attempt.transferring:
-            await self._send(write, piece)
+            await self._answer.send(piece)
             piece = Piece("", (), finish_reason)
             try:
                 async with asyncio.timeout(REPORT_SECONDS):
@@ -280,31 +293,7 @@ class Session:
             except TimeoutError:
                 logger.warning("no transfer report", extra=self._log_fields())
         attempt.close()
-        await self._write_last(piece, write)
-
-    async def _write_last(self, piece: Piece, write: Write) -> None:
-        trace, now = self._trace, time.monotonic()
-        if piece.token_ids:
-            trace.sent(now)
-        last = self._message(piece)
-        last.finish_reason = piece.finish_reason
-        last.usage.CopyFrom(
-            Usage(
-                prompt_tokens=trace.prompt_tokens,
-                completion_tokens=trace.completion_tokens,
-                cached_tokens=trace.cached_tokens,
-            )
-        )
-        last.timeline.CopyFrom(trace.timeline(now))
-        await write(last)
-
-    def _message(self, piece: Piece) -> GenerateResponse:
-        return GenerateResponse(request_id=self._request.request_id, text=piece.text, token_ids=piece.token_ids)
-
-    async def _send(self, write: Write, piece: Piece) -> None:
-        await write(self._message(piece))
-        self._progress = time.monotonic()
-        self._trace.sent(self._progress)
+        await self._answer.finish(piece)
 
     # Another attempt.
 

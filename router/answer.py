@@ -1,0 +1,57 @@
+"""The messages of one call to its client, whose times go into the request's trace."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+from kvrelay.router.completion import Piece
+from kvrelay.router.trace import RequestTrace
+from kvrelay.v1.inference_pb2 import GenerateResponse, Usage
+
+Write = Callable[[GenerateResponse], Awaitable[None]]
+
+
+class Answer:
+    """Pieces with tokens, then a last one with the figures."""
+
+    def __init__(self, request_id: str, trace: RequestTrace, write: Write) -> None:
+        """
+        Args:
+            request_id: the client's name for the request.
+            trace: read for the last message; written with each.
+        """
+        self._request_id = request_id
+        self._trace = trace
+        self._write = write
+        self.progress = trace.received
+        """Monotonic time at which the latest token was sent or the latest attempt began."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether this call has sent tokens."""
+        return self._trace.first_sent is not None
+
+    async def send(self, piece: Piece) -> None:
+        """Sends a piece, as soon as the client takes it."""
+        await self._write(self._message(piece))
+        self.progress = time.monotonic()
+        self._trace.sent(self.progress)
+
+    async def finish(self, piece: Piece) -> None:
+        """Sends the last piece, which may have no tokens, with usage and timeline."""
+        trace, now = self._trace, time.monotonic()
+        if piece.token_ids:
+            trace.sent(now)
+        last = self._message(piece)
+        last.finish_reason = piece.finish_reason
+        last.usage.CopyFrom(
+            Usage(
+                prompt_tokens=trace.prompt_tokens,
+                completion_tokens=trace.completion_tokens,
+                cached_tokens=trace.cached_tokens,
+            )
+        )
+        last.timeline.CopyFrom(trace.timeline(now))
+        await self._write(last)
+
+    def _message(self, piece: Piece) -> GenerateResponse:
+        return GenerateResponse(request_id=self._request_id, text=piece.text, token_ids=piece.token_ids)
