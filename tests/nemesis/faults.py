@@ -193,7 +193,7 @@ FAULTS = (
     Fault("SIGTERM", _signalled(signal.SIGTERM), 40.0),
     Fault("SIGSTOP for 5 s", _stopped(5.0, lost=True), 30.0),
     Fault("SIGSTOP for 0.4 s", _stopped(0.4, lost=False), 10.0),
-    Fault("engine hang", _ordered("hang"), 40.0),
+    Fault("engine hang", _ordered("hang"), 60.0),
     Fault("engine exception", _ordered("raise"), 40.0),
     Fault("poison request", _poison, 40.0),
     Fault("router SIGKILL", _router_kill, 30.0),
