@@ -37,22 +37,21 @@ class Ground:
     def workers(self) -> list[str]:
         return [name for name in self.cluster.config["members"] if not name.startswith("router")]
 
-    def signal(self, pid: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
     async def recovered(self, gone: dict[str, int]) -> bool:
         """Whether every member is ready, and the processes of `gone` (by name) are replaced."""
         with suppress(grpc.RpcError):
             status = await asyncio.to_thread(self.cluster.status)
-            ready = {each.member.name: each.member.pid for each in status.members if _serves(each.member.state)}
+            members = [each.member for each in status.members]
+            ready = {member.name: member.pid for member in members if member.state == MEMBER_STATE_READY}
             replaced = all(ready.get(name, pid) != pid for name, pid in gone.items())
             return status.ready and ready.keys() >= self.cluster.config["members"].keys() and replaced
         return False
 
 
-def _serves(state: int) -> bool:
-    return state == MEMBER_STATE_READY
+def send(pid: int, number: signal.Signals) -> None:
+    """Sends a signal, unless the process has just ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 Inject = Callable[[Ground, random.Random], Awaitable[dict[str, int]]]
@@ -79,7 +78,7 @@ def _signalled(number: signal.Signals) -> Inject:
     async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
         victim = _victim(ground, rng)
         for pid in victim.values():
-            ground.signal(pid, number)
+            send(pid, number)
         return victim
 
     return inject
@@ -89,10 +88,10 @@ def _stopped(seconds: float, *, lost: bool) -> Inject:
     async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
         victim = _victim(ground, rng)
         for pid in victim.values():
-            ground.signal(pid, signal.SIGSTOP)
+            send(pid, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         for pid in victim.values():
-            ground.signal(pid, signal.SIGCONT)
+            send(pid, signal.SIGCONT)
         return victim if lost else {}
 
     return inject
@@ -117,7 +116,7 @@ async def _poison(ground: Ground, rng: random.Random) -> dict[str, int]:
 async def _router_kill(ground: Ground, rng: random.Random) -> dict[str, int]:
     name = rng.choice([name for name in ground.cluster.config["members"] if name.startswith("router")])
     pid = ground.cluster.pid(name)
-    ground.signal(pid, signal.SIGKILL)
+    send(pid, signal.SIGKILL)
     return {name: pid}
 
 
@@ -194,7 +193,7 @@ FAULTS = (
     Fault("SIGTERM", _signalled(signal.SIGTERM), 40.0),
     Fault("SIGSTOP for 5 s", _stopped(5.0, lost=True), 30.0),
     Fault("SIGSTOP for 0.4 s", _stopped(0.4, lost=False), 10.0),
-    Fault("engine hang", _ordered("hang"), 40.0),
+    Fault("engine hang", _ordered("hang"), 60.0),
     Fault("engine exception", _ordered("raise"), 40.0),
     Fault("poison request", _poison, 40.0),
     Fault("router SIGKILL", _router_kill, 30.0),

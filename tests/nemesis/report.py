@@ -46,6 +46,7 @@ class Report:
 
     seed: int
     seconds: float
+    """From the first fault's wait to the end, judging included."""
     options: dict[str, Any]
     machine: dict[str, Any]
     skipped: dict[str, str]
@@ -58,6 +59,9 @@ class Report:
     migrations: int = 0
     resumes: int = 0
     violations: list[str] = field(default_factory=list)
+    """What the judge found, and a supervisor that did not end well."""
+    late: list[str] = field(default_factory=list)
+    """Faults from which the cluster had not recovered by their deadline."""
     processes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Of each process: figures at begin and end."""
     blocks: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -87,7 +91,7 @@ class Report:
 
     def missed(self) -> list[str]:
         """The aims that the run did not reach; they depend on how fast the machine is, and on what else it does."""
-        found = []
+        found = list(self.late)
         if self.summary["complete_share"] < COMPLETE:
             found.append(f"{self.summary['complete_share']:.2%} of the requests completed: {dict(self.requests)}")
         if self.summary["stall_after_single_faults"].get("p99", 0) > STALL_SECONDS:

@@ -132,7 +132,7 @@ class Nemesis:
         deadline = time.monotonic() + max(fault.seconds for fault in kinds)
         while not await ground.recovered(gone):
             if time.monotonic() > deadline:
-                self.report.violations.append(f"{injected.faults} at {injected.at} s: {injected.victims} not replaced")
+                self.report.late.append(f"{injected.faults} at {injected.at} s: {injected.victims}")
                 break
             await asyncio.sleep(0.1)
         injected.recovery_seconds = round(time.monotonic() - at, 2)
