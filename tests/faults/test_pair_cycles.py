@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.messages import Code
 from kvrelay.transfer.transports.registry import available_transports
 from support.handoff import LAYOUT, RECEIVER, Pair, pair
 
@@ -54,7 +55,7 @@ async def cycle(world: Pair, number: int) -> None:
     world.receiving.free += reservation.hold.blocks
     del world.ends.exported[key], world.receiving.reservations[key]
     world.sending.holds.clear()
-    world.sender.end_pairs()
+    world.sender.end_pairs(Code.CLOSED)
     await world.ends.until(lambda: world.sender.epoch(RECEIVER.incarnation) == 0, CYCLE_SECONDS)
 
 
