@@ -19,6 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 
 LONGEST = (
+    "tests/nemesis/test_nemesis.py",
+    "tests/cluster/test_cluster_ray.py",
+    "tests/faults/test_supervisor_kills.py",
+    "tests/faults/test_drains.py",
+    "tests/faults/test_routers.py",
+    "tests/faults/test_supervisor_replacement.py",
+    "tests/faults/test_router_streams.py",
     "tests/transfer/test_transfer_simulation.py",
     "tests/kernels/test_sample_kernel.py",
     "tests/transfer/test_transfer_contract.py",
@@ -28,7 +35,6 @@ LONGEST = (
     "tests/faults/test_routers.py",
     "tests/faults/test_kills.py",
     "tests/kernels/test_paged_decode.py",
-    "tests/cluster/test_cluster_ray.py",
     "tests/faults/test_corruption.py",
     "tests/faults/test_pair_cycles.py",
     "tests/faults/test_released_blocks.py",
