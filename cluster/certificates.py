@@ -43,7 +43,7 @@ def make(folder: Path, days: int, keep_authority: bool) -> None:
             part_key = ec.generate_private_key(ec.SECP256R1())
             usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
             signed = (
-                _builder(f"kvrelay {part}", certificate.subject, part_key, days)
+                _builder(f"kvrelay {part}", certificate.subject, part_key, key, days)
                 .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
                 .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name(part))]), critical=False)
                 .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
@@ -96,14 +96,20 @@ def _new_authority() -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     )
     name = _name("kvrelay cluster")
     return (
-        _builder("kvrelay cluster", name, key, AUTHORITY_DAYS)
+        _builder("kvrelay cluster", name, key, key, AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
     ), key
 
 
-def _builder(subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
+def _builder(
+    subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    """A certificate for `key`, to be signed by `signer`.
+
+    All authorities have one name, so TLS needs the key identifiers to find the right one of several in ca.crt.
+    """
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -113,6 +119,8 @@ def _builder(subject: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, d
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - BACKDATED)
         .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
 
 

@@ -10,7 +10,6 @@ A tenant is never taken from a message: its caller could name another one, and l
 import hashlib
 import logging
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import grpc
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidRequest, Unauthenticated
 from kvrelay.rpc.certificates import CertificateFiles
+from kvrelay.rpc.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -42,32 +42,11 @@ class ApiKeys:
             ValueError: the file can't be used now; the text says why.
         """
         self._path = path
-        self._lock = threading.Lock()
-        self._seen = self._state()
-        self._tenants = self._read()
+        self._tenants = Watched("API keys", [path], self._read)
 
     def tenant(self, key: str) -> str | None:
         """The tenant whose key this is."""
-        return self._current().get(hashlib.sha256(key.encode()).hexdigest())
-
-    def _current(self) -> Mapping[str, str]:
-        with self._lock:
-            try:
-                state = self._state()
-                if state != self._seen:
-                    self._tenants = self._read()
-                    self._seen = state
-                    logger.info("API keys read again", extra={"keys": len(self._tenants)})
-            except ValueError as error:
-                logger.error("API keys not read again; the last ones stay in use", extra={"reason": str(error)})
-            return self._tenants
-
-    def _state(self) -> tuple[int, int, int]:
-        try:
-            stat = self._path.stat()
-        except OSError as error:
-            raise ValueError(f"api_keys {self._path}: {error.strerror}") from None
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+        return self._tenants.current().get(hashlib.sha256(key.encode()).hexdigest())
 
     def _read(self) -> Mapping[str, str]:
         try:

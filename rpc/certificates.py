@@ -5,7 +5,6 @@ internal connection check the other's: a client the part that it wants to reach,
 """
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,6 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from kvrelay.rpc.security import PARTS, Part
+from kvrelay.rpc.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -47,50 +47,32 @@ class CertificateFiles:
             ValueError: a file can't be used now; the text says which and why.
         """
         self._certificate, self._key, self._ca, self._part = certificate, key, ca, part
-        self._lock = threading.Lock()
-        self._seen = self._state()
-        self._pair = self._read()
+        files = [path for path in (certificate, key, ca) if path is not None]
+        self._watched = Watched("certificate", files, self._read)
         self._checked_at = time.monotonic()
+        self._warned = self._watched.current()
         self._warned_at = -WARN_SECONDS
-        self._warn()
+        self._warn(self._warned)
 
     def current(self) -> KeyPair:
         """What the files hold now; what they held before, if they can't be used now."""
-        with self._lock:
-            self._checked_at = time.monotonic()
-            try:
-                state = self._state()
-                if state != self._seen:
-                    self._pair = self._read()
-                    self._seen = state
-                    self._warned_at = -WARN_SECONDS
-                    logger.info("certificate read again", extra=self._shown())
-            except ValueError as error:
-                logger.error("certificate not read again; the last one stays in use", extra={"reason": str(error)})
-            self._warn()
-            return self._pair
+        self._checked_at = time.monotonic()
+        pair = self._watched.current()
+        self._warn(pair)
+        return pair
 
     def check(self) -> None:
         """Looks at the files if nobody has for a while, so that the end of a certificate is announced in the log."""
         if time.monotonic() - self._checked_at >= CHECK_SECONDS:
             self.current()
 
-    def _warn(self) -> None:
-        left = self._pair.expires - datetime.now(UTC)
-        if left < timedelta(days=WARN_DAYS) and time.monotonic() - self._warned_at >= WARN_SECONDS:
-            self._warned_at = time.monotonic()
-            logger.warning("certificate ends soon", extra={**self._shown(), "days": round(left / timedelta(days=1), 1)})
-
-    def _shown(self) -> dict[str, str]:
-        return {"file": str(self._certificate), "expires": self._pair.expires.isoformat()}
-
-    def _state(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes when a file does."""
-        try:
-            stats = [path.stat() for path in (self._certificate, self._key, self._ca) if path is not None]
-        except OSError as error:
-            raise ValueError(f"certificate: {error.filename}: {error.strerror}") from None
-        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in stats)
+    def _warn(self, pair: KeyPair) -> None:
+        now = time.monotonic()
+        left = pair.expires - datetime.now(UTC)
+        if left < timedelta(days=WARN_DAYS) and (pair is not self._warned or now - self._warned_at >= WARN_SECONDS):
+            self._warned, self._warned_at = pair, now
+            shown = {"file": str(self._certificate), "expires": pair.expires.isoformat()}
+            logger.warning("certificate ends soon", extra={**shown, "days": round(left / timedelta(days=1), 1)})
 
     def _read(self) -> KeyPair:
         pem, key = _bytes(self._certificate), _bytes(self._key)

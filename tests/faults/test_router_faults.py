@@ -1,37 +1,23 @@
 """Faults of workers that the router answers for: no client sees an error that its own request hasn't caused."""
 
 import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvrelay.client import Completion, InternalError
-from support.faults import Scene, scene, until
+from kvrelay.client import InternalError
+from support.faults import asking, scene, until
 from support.hash_worker import STEP_SECONDS
 from support.processes import wait_until
 
 CLIENTS = 60
-AT_ONCE = 20
-
-
-@contextmanager
-def asking(it: Scene, name: str) -> Iterator[list[Completion]]:
-    """CLIENTS requests, AT_ONCE at a time, while the body runs; their completions are in the list in the end."""
-    done: list[Completion] = []
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(it.ask_all, [f"{name} {number}" for number in range(CLIENTS)], at_once=AT_ONCE)
-        yield done
-        done += running.result()
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: str) -> None:
     with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}) as it:
         frozen = f"{role}-0"
-        with asking(it, "beside the frozen one") as done:
+        with asking(it, "beside the frozen one", CLIENTS) as done:
             until(lambda: it.held(frozen), "it works", 30)
             it.signal(frozen, signal.SIGSTOP)
         retries = sum(completion.timeline.retries for completion in done)
@@ -46,7 +32,7 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
     counts = {"prefill": 2, "decode": 2, role: 4}
     with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, **counts) as it:  # type: ignore[arg-type]  # counts
         it.may_fail.add("poison")
-        with asking(it, "innocent") as done:
+        with asking(it, "innocent", CLIENTS) as done:
             # Not by heartbeats: all may be over before one of them tells of a running request.
             until(lambda: any(event.kind == "token" for event in list(it.history.events)), "they work", 30)
             with pytest.raises(InternalError, match="suspected of ending workers"):

@@ -14,12 +14,14 @@ from kvrelay.client import Client, Completion
 from kvrelay.client.messages import PING_OTHERS_SECONDS
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from support.faults import (
+    AT_ONCE,
     ENGINE,
     OUT,
     PROMPT,
     TRANSFER,
     Running,
     Scene,
+    asking,
     oracle,
     prompt_of,
     sampling_options,
@@ -32,22 +34,10 @@ from support.history import History, violations
 from support.processes import START_SECONDS, free_port, wait_until
 from support.supervised import Supervised, all_ready, hash_members, supervised
 
-AUTO = {**TRANSFER, "transport": "auto"}
 CLIENTS = 40
-AT_ONCE = 20
 BUSY_SECONDS = 6.0
 """For the other router and the workers, which serve twenty streams at a time, on a busy machine."""
 SLOW = {STEP_SECONDS: 0.01}
-
-
-@contextmanager
-def asking(it: Scene, name: str) -> Iterator[list[Completion]]:
-    """CLIENTS requests, AT_ONCE at a time, while the body runs; their completions are in the list in the end."""
-    done: list[Completion] = []
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(it.ask_all, [f"{name} {number}" for number in range(CLIENTS)], at_once=AT_ONCE)
-        yield done
-        done += running.result()
 
 
 def longest_silence(history: History) -> float:
@@ -66,9 +56,9 @@ def working(it: Scene, router: str) -> bool:
 
 def test_one_of_two_routers_is_lost_under_load(tmp_path: Path) -> None:
     """It is killed, frozen, and stopped on purpose."""
-    with scene(tmp_path, routers=2, transfer=AUTO, variables=SLOW, router={"drain_seconds": 0.1}) as it:
+    with scene(tmp_path, routers=2, variables=SLOW, router={"drain_seconds": 0.1}) as it:
         for how, code in ((signal.SIGKILL, -9), (signal.SIGSTOP, 1), (signal.SIGTERM, 0)):
-            with asking(it, how.name) as done:
+            with asking(it, how.name, CLIENTS) as done:
                 until(lambda: working(it, "router-1"), "requests run on both", 30)
                 it.signal("router-1", how)
                 if how == signal.SIGSTOP:
@@ -122,7 +112,7 @@ class Load:
 
 
 def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_killed(tmp_path: Path) -> None:
-    members = hash_members(engine=ENGINE, transfer=AUTO, drain_seconds=2.0)
+    members = hash_members(engine=ENGINE, transfer=TRANSFER, drain_seconds=2.0)
     ports = [free_port(), free_port()]
     for index, port in enumerate(ports):
         members[f"router-{index}"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": port}}

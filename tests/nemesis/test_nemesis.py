@@ -9,6 +9,8 @@ import pytest
 from nemesis.run import run
 
 SECONDS = 60.0
+COMPLETE = 0.95
+"""Some 120 requests are too few for the share that an hour has to reach."""
 SEED = int(os.environ.get("KVRELAY_SEED", random.randrange(2**31)))
 
 
@@ -19,3 +21,4 @@ def test_a_minute_of_faults_breaks_no_promise(tmp_path: Path) -> None:
     assert report.summary["faults"] >= 3
     print(report.summary)
     assert report.broken() == [], f"seed {SEED}"
+    assert report.summary["complete_share"] >= COMPLETE, f"seed {SEED}: {dict(report.requests)}"

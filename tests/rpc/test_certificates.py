@@ -1,16 +1,27 @@
 """Certificates: made for each role, refused if they can't be used, read again when they change, announced in time."""
 
+import asyncio
 import logging
 import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
 from kvrelay.cluster import certificates
 from kvrelay.cluster.errors import UsageError
 from kvrelay.rpc.certificates import part_files, parts_of
-from kvrelay.rpc.security import PARTS
+from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.security import PARTS, Part
+from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports.tls import secure
+
+SECONDS = 10.0
 
 
 def made(folder: Path, days: int = 365) -> Path:
@@ -48,6 +59,37 @@ def test_made_again_they_are_of_the_same_authority(tmp_path: Path) -> None:
     assert (folder / "worker.crt").read_bytes() != before[1]
 
 
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_both_authorities_are_known_while_one_takes_the_others_place(tmp_path: Path, first: str) -> None:
+    """Python's TLS carries links, gRPC's the calls."""
+    folders = [made(tmp_path / name) for name in ("old", "new")]
+    both = b"".join((made_in / "ca.crt").read_bytes() for made_in in (folders if first == "old" else folders[::-1]))
+    for folder in folders:
+        (folder / "ca.crt").write_bytes(both)
+    here, there = socket.socketpair()
+    pairs = [part_files(folder, "worker").current() for folder in folders]
+    with ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(secure, there, pairs[1], RECEIVER, time.monotonic() + SECONDS)
+        with secure(here, pairs[0], SENDER, time.monotonic() + SECONDS), listening.result():
+            pass
+
+    async def call() -> None:
+        parties: list[tuple[Part, Path]] = [("worker", folders[0]), ("router", folders[1])]
+        serving, calling = (Credentials(part, "t" * 16, part_files(folder, part)) for part, folder in parties)
+        server = serving.server()
+        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+        port = serving.bind(server, "127.0.0.1", 0)
+        await server.start()
+        try:
+            async with calling.channel(f"127.0.0.1:{port}", "worker") as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS, metadata=calling.metadata)
+        finally:
+            await server.stop(0)
+
+    asyncio.run(call())
+
+
 def test_an_authority_whose_key_is_not_kept_can_not_sign_again(tmp_path: Path) -> None:
     certificates.make(tmp_path, 1, keep_authority=False)
     assert not (tmp_path / "ca.key").exists()
@@ -61,7 +103,9 @@ def test_an_authority_that_can_not_be_read_is_not_replaced(tmp_path: Path) -> No
     assert (tmp_path / "ca.key").read_text() == "nonsense"
 
 
-def test_new_files_are_read_and_broken_ones_leave_the_last_in_use(tmp_path: Path) -> None:
+def test_new_files_are_read_and_broken_ones_leave_the_last_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     old, new, foreign = made(tmp_path / "old"), made(tmp_path / "new"), made(tmp_path / "foreign")
     files = part_files(old, "worker")
     first = files.current()
@@ -69,7 +113,10 @@ def test_new_files_are_read_and_broken_ones_leave_the_last_in_use(tmp_path: Path
     second = files.current()
     assert second.certificate == (new / "worker.crt").read_bytes() != first.certificate
     replaced(old, foreign, "worker.key")
-    assert files.current() == second, "the key isn't the certificate's"
+    caplog.clear()
+    for _ in range(3):
+        assert files.current() == second, "the key isn't the certificate's"
+    assert len(caplog.records) == 1, "a broken file is named once, not for each connection"
     replaced(old, foreign, "worker.crt")
     assert files.current().certificate == (foreign / "worker.crt").read_bytes()
     (old / "worker.crt").unlink()

@@ -47,6 +47,8 @@ TRANSFER = {
     "transfer_timeout_seconds": 4.0,
 }
 CLIENT_SECONDS = 90.0
+AT_ONCE = 20
+"""Of the requests of `asking`."""
 TRANSPORTS = ("shm", "tcp")
 """What `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
@@ -325,3 +327,13 @@ def _log_line(text: str) -> dict[str, Any]:
     line: dict[str, Any] = json.loads(text)
     line["at"] = datetime.fromisoformat(line["time"]).timestamp() - time.time() + time.monotonic()
     return line
+
+
+@contextmanager
+def asking(it: Scene, name: str, count: int) -> Iterator[list[Completion]]:
+    """`count` requests, AT_ONCE at a time, while the body runs; their completions are in the list in the end."""
+    done: list[Completion] = []
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(it.ask_all, [f"{name} {number}" for number in range(count)], at_once=AT_ONCE)
+        yield done
+        done += running.result()
