@@ -42,6 +42,8 @@ from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
 
 REPORTABLE = (MEMBER_STATE_STARTING, MEMBER_STATE_READY, MEMBER_STATE_DRAINING)
+SUSPECT_FACTOR, DEAD_FACTOR = 5.0, 20.0
+"""A running step makes a worker suspect, and dead, that takes so many times as long as its slow ones."""
 FAILED_SECONDS = 2.0
 """For a worker whose engine has failed to return its requests and end by itself."""
 DRAIN_MARGIN_SECONDS = 5.0
@@ -61,10 +63,10 @@ class HeartbeatConfig:
     """Silence after which an incarnation is fenced for good and replaced."""
 
     step_suspect_seconds: float = 3.0
-    """Age of a worker's running step after which it gets no new requests; its own limit, where that is longer."""
+    """Age of a worker's running step after which it gets no new requests; 5 times its slow steps, if that is longer."""
 
     step_dead_seconds: float = 30.0
-    """Age of a worker's running step after which it is killed and replaced; its own limit, where that is longer."""
+    """Age of a worker's running step after which it is killed and replaced; 20 times its slow steps, if longer."""
 
     def __post_init__(self) -> None:
         for before, after in (("suspect_seconds", "dead_seconds"), ("step_suspect_seconds", "step_dead_seconds")):
@@ -294,7 +296,7 @@ class Membership:
         """The last heartbeat as the others get it: without what changes with every heartbeat."""
         member = Member()
         member.CopyFrom(entry.report)
-        for figure in ("step_age_seconds", "work_queued", "step_limit_seconds", "failed"):
+        for figure in ("step_age_seconds", "work_queued", "slow_step_seconds", "failed"):
             member.ClearField(figure)
         member.generation = self._names[member.name].generation
         return member
@@ -302,7 +304,7 @@ class Membership:
     def _believed(self, entry: _Entry) -> MemberState:
         """The state of a member that isn't dead."""
         silent = self._now - entry.heard >= self._timeouts.suspect_seconds
-        if silent or entry.report.failed or _stuck(entry.report, self._timeouts.step_suspect_seconds):
+        if silent or entry.report.failed or _stuck(entry.report, self._timeouts.step_suspect_seconds, SUSPECT_FACTOR):
             return MEMBER_STATE_SUSPECT
         return entry.report.state
 
@@ -311,7 +313,7 @@ class Membership:
         limits, report = self._timeouts, entry.report
         if self._now - entry.heard >= limits.dead_seconds:
             return f"no heartbeat for {limits.dead_seconds:g} s"
-        if _stuck(report, limits.step_dead_seconds):
+        if _stuck(report, limits.step_dead_seconds, DEAD_FACTOR):
             return f"its step has been running for {report.step_age_seconds:.1f} s"
         if entry.leaving is not None and not entry.asked:
             stay = self._now - entry.leaving
@@ -342,9 +344,9 @@ def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
     return tuple(member.address for member in sorted(ready, key=lambda member: (len(member.name), member.name)))
 
 
-def _stuck(report: Member, seconds: float) -> bool:
-    """Whether work waits for a step that has been running for `seconds`, or longer than the member's own limit."""
-    return report.work_queued and report.step_age_seconds >= max(seconds, report.step_limit_seconds)
+def _stuck(report: Member, seconds: float, factor: float) -> bool:
+    """Whether work waits for a step that has been running for `seconds`, and `factor` times as long as a slow one."""
+    return report.work_queued and report.step_age_seconds >= max(seconds, factor * report.slow_step_seconds)
 
 
 def _check(member: Member) -> None:

@@ -23,10 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Command = Callable[[], object]
 
-STEP_FACTOR = 20.0
-"""A step that takes so many times as long as the slowest recent one is taken for hung."""
-SLOWEST_DECAY = 0.999
-"""By which the slowest step counts less with every later one."""
+SLOW_DECAY = 0.999
+"""By which a slow step counts less with every later one."""
 
 
 class EngineEndedError(RuntimeError):
@@ -54,7 +52,8 @@ class EngineThread:
         self._lock = threading.Lock()
         self._ended = False
         self._step_began: float | None = None
-        self._slowest_step = 0.0
+        # The slowest of the recent steps, and the next one: seconds.
+        self._slowest_steps = (0.0, 0.0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -78,9 +77,11 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     @property
-    def step_limit(self) -> float:
-        """Seconds that a step may take: STEP_FACTOR times the slowest of the recent ones. 0 before the first step."""
-        return STEP_FACTOR * self._slowest_step
+    def slow_step(self) -> float:
+        """Seconds of the second slowest of the recent steps: a slow one once may be a pause of the whole process. 0
+        before the second step. Any thread.
+        """
+        return self._slowest_steps[1]
 
     def post(self, command: Command) -> None:
         """Runs `command` on the engine thread before its next step; never, if the thread has ended."""
@@ -146,7 +147,9 @@ class EngineThread:
         if progress:
             self._on_step(progress)
         self._step_began = None
-        self._slowest_step = max(SLOWEST_DECAY * self._slowest_step, time.monotonic() - began)
+        slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
+        _, second, slowest = sorted((slowest, second, time.monotonic() - began))
+        self._slowest_steps = slowest, second
         return progress
 
     def _run_commands(self, *, block: bool) -> bool:

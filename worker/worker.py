@@ -305,7 +305,7 @@ class Worker:
         member.transports.extend(role.transports)
         member.compatibility = role.compatibility
         member.step_age_seconds = thread.step_age
-        member.step_limit_seconds = thread.step_limit
+        member.slow_step_seconds = thread.slow_step
         member.work_queued = bool(self._live)
         member.failed = thread.ended
 

@@ -50,6 +50,7 @@ LOOK_SECONDS = 2.0
 PAIR_SHARE = 0.15
 """Of the injections: two faults at a time."""
 HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
+FRAME_TIMEOUT_SECONDS = 1.5
 DRAIN_SECONDS = 1.0
 ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
 """How a request may fail if the cluster has lost too much at a time: docs/guarantees.md. All count as not complete."""
@@ -64,7 +65,14 @@ def members(ports: Sequence[int]) -> dict[str, dict[str, Any]]:
         "kv_memory_bytes": 32 * 2**20,
         "threads": 1,
     }
-    common = {"model": "pico", "dtype": "float32", "engine": engine, "drain_seconds": DRAIN_SECONDS}
+    transfer = {"frame_timeout_seconds": FRAME_TIMEOUT_SECONDS}
+    common = {
+        "model": "pico",
+        "dtype": "float32",
+        "engine": engine,
+        "transfer": transfer,
+        "drain_seconds": DRAIN_SECONDS,
+    }
     found: dict[str, dict[str, Any]] = {
         f"{role}-{index}": {"module": "nemesis.member", "options": {"role": role, "host": HOSTS[role], **common}}
         for role in ("prefill", "decode")
@@ -243,6 +251,7 @@ async def _run(cluster: Supervised, chaos: Chaos, routers: Sequence[str], second
         "requests_per_second": RATE,
         "step_seconds": STEP,
         "heartbeat": HEARTBEAT,
+        "frame_timeout_seconds": FRAME_TIMEOUT_SECONDS,
         "drain_seconds": DRAIN_SECONDS,
     }
     report = Report(seed, seconds, options, machine(), skipped)

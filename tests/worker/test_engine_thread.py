@@ -56,6 +56,27 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
     assert {thread.name for thread in reported} == {"engine"}
 
 
+def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("kvrelay.worker.engine_thread.time.monotonic", lambda: now)
+    durations = iter([0.1, 0.1, 9.0, 0.2, 0.1, 5.0])
+
+    class Engine:
+        has_work = True
+
+        def step(self) -> list[Progress]:
+            nonlocal now
+            now += next(durations)
+            return []
+
+    thread = EngineThread(Engine(), lambda progress: None, lambda error: None)  # type: ignore[arg-type]  # scripted
+    slow = []
+    for _ in range(6):
+        thread._step()
+        slow.append(thread.slow_step)
+    assert slow == pytest.approx([0.0, 0.1, 0.1, 0.2, 0.2, 5.0], rel=0.01)
+
+
 def test_a_call_returns_and_raises_to_its_caller_only(started: Started) -> None:
     def fail() -> None:
         raise KeyError("the caller's mistake")

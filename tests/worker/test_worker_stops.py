@@ -62,7 +62,7 @@ def test_a_step_that_does_not_return_shows_in_the_heartbeat(checkpoint: Path) ->
             release.set()
             await router.last()
             await until(lambda: heartbeat(server).step_age_seconds == 0 and not heartbeat(server).work_queued)
-            assert heartbeat(server).step_limit_seconds > 0
+            assert heartbeat(server).slow_step_seconds > 0
 
     asyncio.run(test())
 
