@@ -296,7 +296,7 @@ class Membership:
         """The last heartbeat as the others get it: without what changes with every heartbeat."""
         member = Member()
         member.CopyFrom(entry.report)
-        for figure in ("step_age_seconds", "work_queued", "slow_step_seconds", "failed"):
+        for figure in ("step_age_seconds", "slow_step_seconds", "failed"):
             member.ClearField(figure)
         member.generation = self._names[member.name].generation
         return member
@@ -345,8 +345,11 @@ def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
 
 
 def _stuck(report: Member, seconds: float, factor: float) -> bool:
-    """Whether work waits for a step that has been running for `seconds`, and `factor` times as long as a slow one."""
-    return report.work_queued and report.step_age_seconds >= max(seconds, factor * report.slow_step_seconds)
+    """Whether a step has been running for `seconds`, and `factor` times as long as a slow one.
+
+    Also if the worker has no requests left: the router has taken them away, and a step that is stuck stays stuck.
+    """
+    return report.step_age_seconds >= max(seconds, factor * report.slow_step_seconds)
 
 
 def _check(member: Member) -> None:

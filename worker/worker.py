@@ -306,7 +306,6 @@ class Worker:
         member.compatibility = role.compatibility
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
-        member.work_queued = bool(self._live)
         member.failed = thread.ended
 
     def hello(self) -> WorkerHello:

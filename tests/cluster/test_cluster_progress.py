@@ -25,29 +25,28 @@ def membership(clock: Clock) -> Membership:
     return Membership(clock=clock)
 
 
-def test_an_old_step_makes_suspect_then_dead_and_only_while_work_waits(membership: Membership, clock: Clock) -> None:
+def test_an_old_step_makes_suspect_then_dead(membership: Membership, clock: Clock) -> None:
     def beats(age: float, **more: Any) -> MemberState | None:
         assert membership.attend(member(step_age_seconds=age, **more), Load())
         return state_of(membership, "prefill-0")
 
-    assert beats(2.9, work_queued=True) == MEMBER_STATE_READY
-    assert beats(3.0, work_queued=True) == MEMBER_STATE_SUSPECT
-    assert beats(0.0, work_queued=True) == MEMBER_STATE_READY
-    assert beats(500.0, work_queued=False) == MEMBER_STATE_READY
-    assert beats(19.0, work_queued=True, slow_step_seconds=4.0) == MEMBER_STATE_READY
-    assert beats(20.0, work_queued=True, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
-    assert beats(79.0, work_queued=True, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
+    assert beats(2.9) == MEMBER_STATE_READY
+    assert beats(3.0) == MEMBER_STATE_SUSPECT
+    assert beats(0.0) == MEMBER_STATE_READY
+    assert beats(19.0, slow_step_seconds=4.0) == MEMBER_STATE_READY
+    assert beats(20.0, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
+    assert beats(79.0, slow_step_seconds=4.0) == MEMBER_STATE_SUSPECT
     assert ticks(membership, clock, TICK) == []
-    assert beats(30.1, work_queued=True) == MEMBER_STATE_SUSPECT
+    assert beats(30.1) == MEMBER_STATE_SUSPECT
     ((worker, reason),) = ticks(membership, clock, TICK)
     assert (worker.incarnation, reason) == ("a", "its step has been running for 30.1 s")
     assert not membership.attend(member(), Load())
 
 
 def test_the_engines_figures_are_not_told_to_the_others(membership: Membership) -> None:
-    membership.attend(member(step_age_seconds=1, work_queued=True, slow_step_seconds=9), Load())
+    membership.attend(member(step_age_seconds=1, slow_step_seconds=9), Load())
     version = membership.version
-    membership.attend(member(step_age_seconds=2, work_queued=True, slow_step_seconds=9), Load())
+    membership.attend(member(step_age_seconds=2, slow_step_seconds=9), Load())
     assert membership.version == version
     (published,) = membership.members()
     assert published == member(generation=1)

@@ -21,4 +21,5 @@ def test_a_minute_of_faults_breaks_no_promise(tmp_path: Path) -> None:
     assert report.summary["faults"] >= 3
     print(report.summary)
     assert report.broken() == [], f"seed {SEED}"
+    assert report.late == [], f"seed {SEED}"
     assert report.summary["complete_share"] >= COMPLETE, f"seed {SEED}: {dict(report.requests)}"

@@ -46,7 +46,7 @@ async def main(options: dict[str, str], sick: bool) -> None:
             elif options["sickness"] == "draining":
                 member.state = MEMBER_STATE_DRAINING
             else:
-                member.step_age_seconds, member.work_queued = ill, True
+                member.step_age_seconds = ill
         return member, Load()
 
     fenced = asyncio.Event()

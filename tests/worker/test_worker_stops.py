@@ -57,11 +57,10 @@ def test_a_step_that_does_not_return_shows_in_the_heartbeat(checkpoint: Path) ->
             engine.step = lambda: (release.wait(SECONDS) and step()) or []  # type: ignore[method-assign, func-returns-value]
             await router.send(submit=submit("stuck"))
             await until(lambda: heartbeat(server).step_age_seconds > 0.2)
-            assert heartbeat(server).work_queued
             engine.step = step  # type: ignore[method-assign]
             release.set()
             await router.last()
-            await until(lambda: heartbeat(server).step_age_seconds == 0 and not heartbeat(server).work_queued)
+            await until(lambda: heartbeat(server).step_age_seconds == 0)
             assert heartbeat(server).slow_step_seconds > 0
 
     asyncio.run(test())

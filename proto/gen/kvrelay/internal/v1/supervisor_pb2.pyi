@@ -37,7 +37,7 @@ MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "work_queued", "slow_step_seconds", "failed")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -49,7 +49,6 @@ class Member(_message.Message):
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WORK_QUEUED_FIELD_NUMBER: _ClassVar[int]
     SLOW_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -63,10 +62,9 @@ class Member(_message.Message):
     compatibility: str
     generation: int
     step_age_seconds: float
-    work_queued: bool
     slow_step_seconds: float
     failed: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., work_queued: _Optional[bool] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
