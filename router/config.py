@@ -35,6 +35,14 @@ class RouterOptions:
     on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
     whenever a request ends. With a large share, finished prompts may fill prefill memory."""
 
+    prefill_ahead_tokens: int = 8192
+    """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
+    gets its share. Too few let the worker wait for a prompt."""
+
+    prefix_index_tokens: int = 8 * 2**20
+    """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
+    about 6 bytes each. 0: placement by load only."""
+
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
 
@@ -77,6 +85,8 @@ class RouterOptions:
             ("max_queue", 0, 1_000_000),
             ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
+            ("prefill_ahead_tokens", 1, 2**40),
+            ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
             ("worker_wait_seconds", 0.0, 86400),

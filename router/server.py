@@ -26,7 +26,8 @@ from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.grpc_face import SERVICE, InferenceFace
 from kvrelay.router.health import FleetHealth
-from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
@@ -69,7 +70,8 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
-        policy = LeastLoaded(config.backlog_share)
+        prefixes = PrefixIndex(config.prefix_index_tokens)
+        policy = LeastWork(prefixes, config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -80,9 +82,8 @@ class RouterServer:
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
-        dispatch = Dispatch(
-            config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
-        )
+        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, prefixes, fleet, budget, token_bytes)
         self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
         self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()

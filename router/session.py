@@ -52,6 +52,7 @@ from kvrelay.router.errors import (
 )
 from kvrelay.router.health import FleetHealth, Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.suspects import Suspicion
@@ -88,6 +89,7 @@ class Dispatch:
     queue: PlacementQueue
     trials: PlacementQueue
     """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
+    prefixes: PrefixIndex
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
@@ -190,19 +192,21 @@ class Session:
         """What the next attempt needs; with `apart`, workers without another request on trial."""
         have = self._trace.completion_tokens
         left = self._request.sampling.max_tokens - have
-        return Demand(self._trace.prompt_tokens + have, left - 1, self._avoid, on_trial=apart)
+        request, tokens = self._request, self._trace.prompt_tokens + have
+        return Demand(tokens, left - 1, self._avoid, on_trial=apart, chain=request.chain, key=request.key)
 
     def _start(self, placement: Placement) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
-        decode = None if placement.decode is None else registry.stream(placement.decode)
+        streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
             self._request,
             trace,
             self._completion.tokens,
-            registry.stream(placement.prefill),
-            decode,
+            streams[0],
+            None if placement.decode is None else streams[-1],
+            [self._dispatch.prefixes.expect(stream.worker, self._request.chain) for stream in streams],
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)

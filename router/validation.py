@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
@@ -23,6 +25,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.errors import InvalidRequest, shorten
+from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
@@ -42,7 +45,7 @@ MAX_TEMPERATURE = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
-MAX_REQUEST_ID_CHARACTERS = 128
+MAX_NAME_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
 CONTEXT_LIMITS = {
@@ -78,6 +81,12 @@ class CheckedRequest:
     stop: tuple[str, ...]
     tenant: str
     """The caller's."""
+    namespace: str = ""
+    """Of the prefix cache: of requests of this tenant with this salt."""
+    chain: Sequence[int] = ()
+    """Digests of the prompt's prefixes in that namespace (`router/prefixes.py`)."""
+    key: int = 0
+    """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -99,6 +108,8 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     """
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
+    for field in ("cache_salt", "session"):
+        _check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
     _check_choice(params)
     _check_stops(params, model)
@@ -117,6 +128,9 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
+    # No tenant has this character.
+    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
+    chain = await chain_of(tokens, namespace)
     return CheckedRequest(
         request_id,
         wire_id,
@@ -124,6 +138,9 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         sampling,
         tuple(params.stop),
         tenant,
+        namespace,
+        chain,
+        _key(namespace, request.session, chain),
         client_call,
         await _resumed(request.resume.token_ids, sampling, model),
     )
@@ -219,13 +236,22 @@ async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> "array[int]"
         raise InvalidRequest("messages: number of messages", len(messages), limit) from error
 
 
+def _check_name(field: str, name: str) -> None:
+    if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
+        raise InvalidRequest(field, name, f"1 to {MAX_NAME_CHARACTERS} printable ASCII characters, or empty")
+
+
+def _key(namespace: str, session: str, chain: Sequence[int]) -> int:
+    if session:
+        return xxh3_64_intdigest(f"{namespace}\0{session}".encode())
+    return chain[-1] if chain else 0
+
+
 def _names(request_id: str) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     if not request_id:
         return unique, unique
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
-        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
-        raise InvalidRequest("request_id", request_id, limit)
+    _check_name("request_id", request_id)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
