@@ -103,7 +103,9 @@ def best(prompts: Sequence[Prompt]) -> float:
     return hits / sum(prompt.tokens for prompt in prompts)
 
 
-def replay(prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float) -> Result:
+def replay(
+    prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float
+) -> Result:
     """
     Args:
         indexes: one for each router; they take the prompts in turn.

@@ -15,8 +15,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
 )
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement, WorkerRole, WorkerView, complete
-from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
