@@ -1,11 +1,11 @@
 """Replays a trace of conversations against the router's placement: how much of the prompts is found in workers' caches.
 
-    python benchmarks/placement.py [--trace FILE] [--workers 1 4 16] [--cache 2000000] [--rate 7000] [--routers 1]
+    python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1]
 
-The policy, the prefix index and its corrections are the router's own. The workers are simulated: prefill workers compute
-their prompts in order, `rate` tokens a second, and each keeps the blocks of `cache` tokens, the least recently used is
-evicted first. The best possible is one cache without a limit that knows every prompt as soon as it has arrived. Time is
-the trace's, slowed or hastened so that the workers would be busy for `busy` of it if nothing were cached.
+The policy, the prefix index and its corrections are the router's own. The workers are simulated: prefill workers
+compute their prompts in order, `rate` tokens a second, and each keeps the blocks of `cache` tokens, the least recently
+used is evicted first. The best possible is one cache without a limit that knows every prompt as soon as it has arrived.
+Time is the trace's, slowed or hastened so that the workers would be busy for `busy` of it if nothing were cached.
 
 The trace is Mooncake's (`conversation_trace.jsonl`): arrival, lengths, and the ids of the prompt's 512-token blocks,
 equal for equal prefixes.
@@ -139,11 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--cache", type=int, nargs="+", default=[2_000_000], help="tokens in one worker's cache")
+    parser.add_argument(
+        "--cache", type=int, nargs="+", default=[100_000_000, 2_000_000], help="tokens in one worker's cache"
+    )
     parser.add_argument("--rate", type=float, default=20_000.0, help="tokens a second that a worker computes")
     parser.add_argument("--busy", type=float, default=0.8, help="load without a cache")
     parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--index", type=int, default=8 * 2**20, help="router.prefix_index_tokens")
+    parser.add_argument("--index", type=int, default=2**31, help="router.prefix_index_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival

@@ -1,4 +1,4 @@
-"""What the router knows of workers' caches: what it has placed, in a bounded memory, corrected by what workers report."""
+"""What the router knows of workers' caches: what it has placed, in bounded memory, corrected by what workers report."""
 
 import asyncio
 import itertools
