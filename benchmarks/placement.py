@@ -125,7 +125,7 @@ def replay(
         place = policies[router].place(demand, [worker.view(now) for worker in workers])
         if not isinstance(place, Placement):
             raise RuntimeError(f"prompt {number} has {place}")
-        expected = indexes[router].expect(place.prefill, chain)
+        (expected,) = policies[router].take(place, chain)
         end, cached = by_id[place.prefill].take(prompt, now)
         heapq.heappush(reports, (end, number, expected, cached))
         hits += cached

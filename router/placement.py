@@ -8,7 +8,7 @@ from typing import Literal
 
 from xxhash import xxh3_64_intdigest
 
-from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId
 
@@ -161,6 +161,8 @@ class LeastWork:
         self._last_turn: dict[WorkerId, int] = {}
 
     def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
+        """Decides by the workers' state now. Who follows the decision calls `take`."""
+        self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
         self._index.keep((worker.id, worker.kv_tokens) for worker in workers)
         found = [_Group.of(group, demand) for group in _groups([worker for worker in workers if worker.ready])]
         able = [group for group in found if group is not None]
@@ -169,13 +171,19 @@ class LeastWork:
         for group in groups:
             chosen = self._choose(demand, group)
             if chosen is not None:
-                self._turn += 1
-                known = {worker.id for worker in workers}
-                self._last_turn = {worker: turn for worker, turn in self._last_turn.items() if worker in known}
-                self._last_turn |= {worker.id: self._turn for worker in chosen}
                 decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role != "prefill" else None
                 return Placement(chosen[0].id, decode)
         return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
+
+    def take(self, placement: Placement, chain: Sequence[int]) -> list[Expectation]:
+        """Notes that a request with this chain is placed.
+
+        Returns:
+            What is expected of each of `placement.each`; to be ended when the placement is over.
+        """
+        self._turn += 1
+        self._last_turn |= dict.fromkeys(placement.each, self._turn)
+        return [self._index.expect(worker, chain) for worker in placement.each]
 
     def _choose(self, demand: Demand, group: "_Group") -> list[WorkerView] | None:
         """The best option of a group among those with capacity."""

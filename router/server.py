@@ -71,8 +71,7 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         self._tokenizer = Tokenizer(resolve(config.model))
-        prefixes = PrefixIndex(config.prefix_index_tokens)
-        policy = LeastWork(prefixes, config.backlog_share, config.prefill_ahead_tokens)
+        policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -84,7 +83,7 @@ class RouterServer:
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
-        dispatch = Dispatch(config, self.registry, self._queue, self._trials, prefixes, fleet, budget, token_bytes)
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, fleet, budget, token_bytes)
         self._front = Front(dispatch, self._tokenizer, Callers(config), observer)
         self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
@@ -168,8 +167,8 @@ class RouterServer:
         return member, load
 
     def _wake_queues(self) -> None:
-        self._trials.wake_first()
-        self._queue.wake_first()
+        self._trials.wake()
+        self._queue.wake()
 
     # Health.
 

@@ -51,8 +51,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.health import FleetHealth, Trial
-from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.suspects import Suspicion
@@ -89,7 +88,7 @@ class Dispatch:
     queue: PlacementQueue
     trials: PlacementQueue
     """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
-    prefixes: PrefixIndex
+    policy: LeastWork
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
@@ -206,7 +205,7 @@ class Session:
             self._completion.tokens,
             streams[0],
             None if placement.decode is None else streams[-1],
-            [self._dispatch.prefixes.expect(stream.worker, self._request.chain) for stream in streams],
+            self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)

@@ -46,7 +46,7 @@ def test_from_the_second_time_on_a_long_prompt_hits(it: Scene) -> None:
 def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene) -> None:
     for name in it.prefills:
         it.signal(name, signal.SIGKILL)
-    dead = {name: MEMBER_STATE_DEAD for name in it.prefills}
+    dead = dict.fromkeys(it.prefills, MEMBER_STATE_DEAD)
     wait_until(lambda: {name: it.cluster.member(name).member.state for name in dead} == dead, "they are known as dead")
     for number in range(4):
         timeline = ask(it, prompt_of(f"alone {number}", LONG)).timeline

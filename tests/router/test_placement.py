@@ -94,6 +94,7 @@ def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated:
     for _ in range(rounds * prefills * decodes * (colocated + 1) * 2):
         placement = policy.place(Demand(10, 5), workers)
         assert isinstance(placement, Placement)
+        policy.take(placement, ())
         taken.update(key.name for key in placement.workers)
     for role in ROLES:
         counts = [taken[worker.id.name] for worker in workers if worker.role == role]
@@ -104,7 +105,9 @@ def test_the_turn_of_a_worker_is_forgotten_with_it() -> None:
     policy = LeastWork(PrefixIndex(0))
     for life in range(50):
         worker = WorkerView(WorkerId("colocated-0", str(life)), "colocated", ready=True)
-        assert isinstance(policy.place(Demand(1, 1), [worker]), Placement)
+        placement = policy.place(Demand(1, 1), [worker])
+        assert isinstance(placement, Placement)
+        policy.take(placement, ())
     assert len(policy._last_turn) == 1
 
 
