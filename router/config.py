@@ -1,9 +1,28 @@
 """The options of a router, and those of one router process."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvrelay.rpc.security import SecurityConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClass:
+    """A class of service, which requests ask for by its name."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    weight: float = 1.0
+    """Its share of the workers while requests wait, against the other classes of the same tenant."""
+
+    first_token_timeout_seconds: float = 0.0
+    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("weight", 0.001, 1000), ("first_token_timeout_seconds", 0.0, 86400)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +49,8 @@ class RouterOptions:
     prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for capacity on a decode worker; one more is refused with
-    RESOURCE_EXHAUSTED."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant that has
+    most of them is refused with RESOURCE_EXHAUSTED."""
 
     backlog_share: float = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
@@ -52,6 +71,10 @@ class RouterOptions:
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
 
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
+    """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
+    the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
+
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
     it with UNAVAILABLE at once."""
@@ -63,9 +86,10 @@ class RouterOptions:
     """Placements of one request, the first one included."""
 
     api_keys: str = ""
-    """File with a line for each API key: the tenant, and the SHA-256 of the key in hexadecimal; read again when it
-    changes. Calls must then carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with
-    calls of the same tenant. Empty, without tls_client_ca: anybody may call, and all are one tenant."""
+    """File with a line for each API key: the tenant, the SHA-256 of the key in hexadecimal, and options (`classes`,
+    `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`); read again when it changes. Calls must then
+    carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with calls of the same tenant.
+    Empty, without tls_client_ca: anybody may call, and all are one tenant."""
 
     tls_certificate: str = ""
     """File with the public port's certificate, in PEM; read again when it changes. Empty: clients use plaintext."""

@@ -138,6 +138,8 @@ class Session:
             self._alarm.close()
             attempt.close()
             self._end_trial()
+            generated = self._trace.completion_tokens - self._trace.resumed_tokens
+            self._dispatch.queue.used(self._request.claim, generated)
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -168,18 +170,17 @@ class Session:
         try:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
             begun = self._trace.resumed_tokens > 0
-            attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+            claim = self._request.claim
+            attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
             while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
-                attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
         except QueueFull:
-            raise Exhausted(
-                f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
-            ) from None
+            raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
         if attempt is NoPlace.NO_CAPACITY:
             self._check_deadline()
-            raise self._no_first_token("; it waited for capacity on a decode worker")
+            raise self._no_first_token("; it waited for workers with capacity")
         if attempt is NoPlace.NO_WORKERS:
             self._check_deadline()
             raise Unavailable(
@@ -270,7 +271,7 @@ class Session:
         """Monotonic time by which the next token must be here."""
         config = self._dispatch.config
         if not self._answer.begun:
-            return self._trace.received + config.first_token_timeout_seconds
+            return self._trace.received + self._request.first_token_seconds
         return self._answer.progress + config.idle_timeout_seconds
 
     def _suspect_limit(self, attempt: Attempt) -> float:
@@ -422,7 +423,7 @@ class Session:
             raise DeadlineExceeded("the client's deadline has passed")
 
     def _no_first_token(self, why: str = "") -> RequestError:
-        limit = self._dispatch.config.first_token_timeout_seconds
+        limit = self._request.first_token_seconds
         return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:

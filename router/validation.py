@@ -27,6 +27,7 @@ from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
+from kvrelay.router.queue import NO_CLAIM, Claim
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -94,6 +95,10 @@ class CheckedRequest:
     """Digests of the prompt's prefixes in that namespace (`router/prefixes.py`)."""
     key: int = 0
     """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
+    claim: Claim = NO_CLAIM
+    """By what its turn is decided while it waits."""
+    first_token_seconds: float = 0.0
+    """Limit on the time from receipt to the first token."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -151,8 +156,8 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         namespace,
         chain,
         _key(namespace, request.session, chain),
-        client_call,
-        await _resumed(request.resume.token_ids, sampling, model),
+        client_call=client_call,
+        resumed=await _resumed(request.resume.token_ids, sampling, model),
     )
 
 
