@@ -339,9 +339,11 @@ class Membership:
 
 
 def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
-    """host:port of the public gRPC of each router that is ready, in the order of their names."""
+    """host:port of the public gRPC of each router that is ready, in the order of their names; each address once, which
+    several of them may share."""
     ready = [member for member in members if member.role == ROLE_ROUTER and member.state == MEMBER_STATE_READY]
-    return tuple(member.address for member in sorted(ready, key=lambda member: (len(member.name), member.name)))
+    ordered = sorted(ready, key=lambda member: (len(member.name), member.name))
+    return tuple(dict.fromkeys(member.address for member in ordered))
 
 
 def _stuck(report: Member, seconds: float, factor: float) -> bool:

@@ -152,6 +152,7 @@ class Attempt:
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
+        self._paused = False
         trace.prefill_worker = prefill.worker.name
         trace.decode_worker = "" if decode is None else decode.worker.name
         self._expected = tuple(expected)
@@ -267,8 +268,19 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
+    def pause(self) -> None:
+        """Tokens gather until `resume`: they wake nobody, and `take` keeps them, unless no more will come."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._taken < len(self._seen):
+            self._wake.set()
+
     def take(self) -> tuple[list[int], FinishReason]:
         """The new tokens in order, and the finish reason if they are the last; unspecified if they are not."""
+        if self._paused and not self._complete and self.failure is None:
+            return [], FINISH_REASON_UNSPECIFIED
         token_ids = self._seen[self._taken :]
         self._taken = len(self._seen)
         return token_ids, self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
@@ -328,7 +340,8 @@ class Attempt:
             part.open, part.returned = False, True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
-        self._wake.set()
+        if not self._paused or self._complete or event.HasField("transfer"):
+            self._wake.set()
 
     def _on_lost(self, part: _Part) -> None:
         was_open, part.open = part.open, False

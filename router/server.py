@@ -31,6 +31,7 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.pacer import Pacer
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
@@ -90,7 +91,8 @@ class RouterServer:
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
-        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, fleet, budget, token_bytes)
+        pacer = Pacer(config.coalesce_ms / 1000)
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes)
         self._metrics = PrometheusMetrics(config.name)
 
         def observe(record: RequestRecord) -> None:
@@ -141,7 +143,9 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
+        self._server = server = grpc.aio.server(
+            options=public_server_options(self.config.max_message_bytes, share_port=self.config.share_port)
+        )
         server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -152,7 +156,9 @@ class RouterServer:
             tls = None
             if self._certificates is not None:
                 tls = server_context(self._certificates, clients_required=clients == "required")
-            self._http_port = await self._http.start(self.config.host, self.config.http_port, tls)
+            self._http_port = await self._http.start(
+                self.config.host, self.config.http_port, tls, share_port=self.config.share_port
+            )
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()

@@ -77,8 +77,11 @@ class HttpFace:
         )
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, share_port: bool = False) -> int:
         """Binds and serves; returns the port.
+
+        Args:
+            share_port: whether other processes serve the same port.
 
         Raises:
             OSError: the port can't be bound; the text names the option.
@@ -88,7 +91,7 @@ class HttpFace:
         await runner.setup()
         self._runner = runner
         try:
-            await web.TCPSite(runner, host, port, ssl_context=tls, reuse_port=False).start()
+            await web.TCPSite(runner, host, port, ssl_context=tls, reuse_port=share_port).start()
         except OSError as error:
             raise OSError(f"http_port {port}: already in use, or not to be bound, on {host}") from error
         return int(runner.addresses[0][1])
