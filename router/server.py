@@ -191,6 +191,7 @@ class RouterServer:
             role=ROLE_ROUTER,
             incarnation=self.incarnation,
             address=self.address,
+            http_address=self.http_address or "",
             pid=os.getpid(),
             state=self._state,
         )

@@ -77,14 +77,13 @@ def _check_outline(data: bytes, max_values: int) -> None:
 
     Each value but the first of its list or object comes behind a comma.
     """
-    commas, strings = data.count(b","), 0
+    commas = data.count(b",")
     if commas <= max_values:
         return
-    for match in _STRING.finditer(data):
+    for count, match in enumerate(_STRING.finditer(data)):
         commas -= data.count(b",", *match.span())
-        strings += 1
-        if strings > MAX_STRINGS:
-            raise InvalidRequest("body: number of strings", strings, f"up to {MAX_STRINGS}")
+        if count == MAX_STRINGS:
+            raise InvalidArgument(f"body: number of strings is above {MAX_STRINGS}; allowed: up to {MAX_STRINGS}")
     if commas > max_values:
         raise InvalidRequest("body: number of values", commas, f"up to {max_values}")
 
