@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral
+from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral, misfit
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
 from kvrelay.router.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class CompletionRequest(GenerateFields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("max_tokens", "max_tokens of 0 with echo only")
+            raise misfit("max_tokens", 0, "1 or more, or 0 with echo")
         return self
 
     def requests(self, request_id: str) -> list[GenerateRequest]:

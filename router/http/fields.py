@@ -35,6 +35,11 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 
 
+def misfit(field: str, value: JsonValue, allowed: str) -> PydanticCustomError:
+    """The error of a field whose value doesn't fit to another field's."""
+    return PydanticCustomError("misfit", "{allowed}", {"field": field, "value": value, "allowed": allowed})
+
+
 class Neutral:
     """Annotates a field that means nothing here: it is null, or one of some values."""
 
@@ -92,7 +97,7 @@ class ResponseFormat(Fields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema exactly with the type 'json_schema'")
+            raise misfit("response_format.json_schema", None, "an object exactly with the type 'json_schema'")
         return self
 
     def constraint(self) -> Constraint | None:
@@ -118,7 +123,7 @@ class StructuredOutputs(Fields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.model_fields_set) != 1:
-            raise PydanticCustomError("structured_outputs", "exactly one of json, json_object, regex, choice, grammar")
+            raise misfit("structured_outputs", {}, "exactly one of json, json_object, regex, choice and grammar")
         return self
 
     def constraint(self) -> Constraint:
@@ -227,11 +232,9 @@ class GenerateFields(Fields):
     @model_validator(mode="after")
     def _check_common(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options with stream only")
+            raise misfit("stream_options", {}, "with stream only")
         if len(self._constraints()) > 1:
-            raise PydanticCustomError(
-                "constraint", "at most one of response_format, structured_outputs and guided_* with a constraint"
-            )
+            raise misfit("structured_outputs", {}, "one constraint, among response_format and guided_* too")
         return self
 
     @property
