@@ -31,7 +31,8 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
-from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
@@ -77,7 +78,7 @@ class RouterServer:
         self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
         self._tokenizer = Tokenizer(resolve(config.model), template)
-        policy = LeastLoaded(config.backlog_share)
+        policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -88,9 +89,8 @@ class RouterServer:
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
-        dispatch = Dispatch(
-            config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
-        )
+        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, fleet, budget, token_bytes)
         self._metrics = PrometheusMetrics(config.name)
 
         def observe(record: RequestRecord) -> None:
@@ -203,8 +203,8 @@ class RouterServer:
         return member, load
 
     def _wake_queues(self) -> None:
-        self._trials.wake_first()
-        self._queue.wake_first()
+        self._trials.wake()
+        self._queue.wake()
 
     # Health.
 

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
@@ -25,7 +27,9 @@ from kvrelay.router.chat import TemplateFailed
 from kvrelay.router.conversation import conversation
 from kvrelay.router.conversation import size as conversation_size
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
+from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
+from kvrelay.router.queue import NO_CLAIM, Claim
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -93,6 +97,16 @@ class CheckedRequest:
     """Special tokens whose names are part of the text."""
     index: int = 0
     """Which of the request's completions this is."""
+    namespace: str = ""
+    """Of the prefix cache: of requests of this tenant with this salt."""
+    chain: Sequence[int] = ()
+    """Digests of the prompt's prefixes in that namespace (`router/prefixes.py`)."""
+    key: int = 0
+    """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
+    claim: Claim = NO_CLAIM
+    """By what its turn is decided while it waits."""
+    first_token_seconds: float = 0.0
+    """Limit on the time from receipt to the first token."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -115,6 +129,8 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
     _check_count(request)
+    for field in ("cache_salt", "session"):
+        _check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
     _check_choice(params)
     _check_stops(params, model)
@@ -133,6 +149,9 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
     )
+    # No tenant has this character.
+    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
+    chain = await chain_of(tokens, namespace)
     return CheckedRequest(
         request_id,
         wire_id,
@@ -141,6 +160,9 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         tuple(params.stop),
         tenant,
         tuple(tokens[-TAIL_TOKENS:]),
+        namespace=namespace,
+        chain=chain,
+        key=_key(namespace, request.session, chain),
         client_call=client_call,
         resumed=await _resumed(request.resume.token_ids, sampling, model),
     )
@@ -265,13 +287,22 @@ async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_
         raise InvalidRequest("messages: number of messages", count, limit) from error
 
 
+def _check_name(field: str, name: str) -> None:
+    if len(name) > MAX_REQUEST_ID_CHARACTERS or not (name.isascii() and name.isprintable()):
+        raise InvalidRequest(field, name, f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty")
+
+
+def _key(namespace: str, session: str, chain: Sequence[int]) -> int:
+    if session:
+        return xxh3_64_intdigest(f"{namespace}\0{session}".encode())
+    return chain[-1] if chain else 0
+
+
 def _names(request_id: str) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     if not request_id:
         return unique, unique
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
-        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
-        raise InvalidRequest("request_id", request_id, limit)
+    _check_name("request_id", request_id)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
