@@ -19,7 +19,7 @@ from kvrelay.engine.shaping import Shaping
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities by the model's own distribution: before penalties, temperature and filters."""
+    """Natural logarithms of probabilities, by the model's own distribution: before penalties, temperature, filters."""
 
     logprob: float
     """Of the token itself."""
