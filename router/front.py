@@ -22,6 +22,7 @@ from kvrelay.router.answer import Answer, Write
 from kvrelay.router.callers import Callers, Identity
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
@@ -46,8 +47,16 @@ class Caller:
 class Front:
     """The state that all faces of a router share. Nothing that a client sends ends the router."""
 
-    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
+        callers: Callers,
+        observer: Observer | None,
+        defaults: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.defaults = defaults
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -205,7 +214,7 @@ class Call:
             front = self._front
             front.check_model(request.model)
             front._callers.check_claim(request.tenant, self._tenant)
-            checked = await check(request, self._tenant, front.model, front.tokenizer)
+            checked = await check(request, self._tenant, front.model, front.tokenizer, front.defaults)
             _describe(checked, trace)
             if begin is not None:
                 begin(checked)

@@ -30,6 +30,7 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
@@ -56,7 +57,7 @@ class RouterServer:
         observer: Observer | None = None,
         load_observer: Callable[[Load], None] | None = None,
     ) -> None:
-        """Reads the tokenizer.
+        """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
@@ -69,7 +70,8 @@ class RouterServer:
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
-        self._tokenizer = Tokenizer(resolve(config.model))
+        folder = resolve(config.model)
+        self._tokenizer = Tokenizer(folder)
         policy = LeastLoaded(config.backlog_share)
         fleet = FleetHealth()
 
@@ -84,7 +86,7 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observer)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, SamplingDefaults.read(folder))
         self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
