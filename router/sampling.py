@@ -182,8 +182,8 @@ def _check_schema(field: str, text: str) -> None:
     except (ValueError, RecursionError) as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise InvalidRequest(field, text, f"a JSON Schema, as JSON ({why})") from None
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequest(field, text, "a JSON object, or true or false")
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, text, "a JSON object")
 
 
 def _check_strings(field: str, strings: Sequence[str], most: int, characters: int) -> None:
