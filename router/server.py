@@ -24,11 +24,13 @@ from kvrelay.models import resolve
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.grpc_face import SERVICE, InferenceFace
+from kvrelay.router.front import Front
+from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer
@@ -55,7 +57,7 @@ class RouterServer:
         observer: Observer | None = None,
         load_observer: Callable[[Load], None] | None = None,
     ) -> None:
-        """Reads the tokenizer.
+        """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
@@ -68,7 +70,8 @@ class RouterServer:
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
-        self._tokenizer = Tokenizer(resolve(config.model))
+        folder = resolve(config.model)
+        self._tokenizer = Tokenizer(folder)
         policy = LeastLoaded(config.backlog_share)
         fleet = FleetHealth()
 
@@ -83,7 +86,7 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, SamplingDefaults.read(folder))
         self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
@@ -115,7 +118,7 @@ class RouterServer:
             OSError: the port is in use.
         """
         self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
-        server.add_generic_rpc_handlers((self._face.handler(),))
+        server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(serving=False)
@@ -133,7 +136,7 @@ class RouterServer:
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
-        await self._face.stop(grace)
+        await self._front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
         await self.registry.close()
@@ -159,7 +162,7 @@ class RouterServer:
             pid=os.getpid(),
             state=self._state,
         )
-        running = max(0, self._face.running - self.waiting)
+        running = max(0, self._front.running - self.waiting)
         load = Load(requests=Requests(waiting=self.waiting, running=running))
         if self._load_observer is not None:
             self._load_observer(load)
