@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -32,7 +33,7 @@ from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
@@ -58,6 +59,18 @@ class AttemptFailure:
     def handoff(self) -> bool:
         """Whether the hand-off between the two workers failed."""
         return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
+
+
+class Taken(NamedTuple):
+    """What an attempt has that was not taken before."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    """Unspecified unless the tokens are the last."""
+    logprobs: list[TokenLogprobs]
+    """One for each token if they were asked for, else none."""
+    prompt_logprobs: list[TokenLogprobs]
+    """All of them, with the first tokens, if they were asked for."""
 
 
 @dataclass(slots=True)
@@ -146,8 +159,14 @@ class Attempt:
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
         self._seen: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        """Of the tokens in `_seen`, if they were asked for."""
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._wants = request.sampling.HasField("logprobs")
+        # A client that has tokens has these too.
+        self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
         self._taken = 0
-        self._stash: dict[int, int] = {}
+        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
@@ -211,6 +230,8 @@ class Attempt:
             submit.attempt = self.number
             submit.prompt_tokens = len(self._request.prompt)
             submit.sampling.CopyFrom(self._request.sampling)
+            if not self._wants_prompt or part.phase == PHASE_DECODE:
+                submit.sampling.ClearField("prompt_logprobs")
             submit.tenant = self._request.namespace
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
@@ -267,11 +288,12 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
-    def take(self) -> tuple[list[int], FinishReason]:
-        """The new tokens in order, and the finish reason if they are the last; unspecified if they are not."""
-        token_ids = self._seen[self._taken :]
-        self._taken = len(self._seen)
-        return token_ids, self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them."""
+        finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+        first, self._taken = self._taken, len(self._seen)
+        prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
+        return Taken(self._seen[first:], finish_reason, self._logprobs[first:], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -312,6 +334,8 @@ class Attempt:
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
         self._note_reports(event)
+        if event.prompt_logprobs:
+            self._merge_prompt(part, event)
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and self._end is None:
@@ -384,21 +408,45 @@ class Attempt:
         if end > self._base + self._left:
             self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
             return
-        for at, token in enumerate(event.token_ids, event.first_index - self._base):
+        if self._wants and len(event.logprobs) != len(event.token_ids):
+            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
+            return
+        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
+            return
+        for offset, token in enumerate(event.token_ids):
+            at = event.first_index - self._base + offset
             if at < 0:
                 continue
-            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, token)
+            new = token, event.logprobs[offset] if self._wants else None
+            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
             if known != token:
                 self._fail_defect(part, f"sent token {token} at index {self._base + at}, where {known} was sent before")
                 return
-        while (next_token := self._stash.pop(len(self._seen), None)) is not None:
-            self._seen.append(next_token)
+        while (found := self._stash.pop(len(self._seen), None)) is not None:
+            self._seen.append(found[0])
+            if found[1] is not None:
+                self._logprobs.append(found[1])
         part.next_index = max(part.next_index, end)
         part.delivered = True
         if part.phase == PHASE_PREFILL:
             part.release()
         if part is self._decode:
             self.decide_by = math.inf
+
+    def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
+        """Adds log-probabilities of the prompt's tokens, of which the first has none."""
+        due = 1 + len(self._prompt_logprobs)
+        if event.prompt_logprobs_first != due:
+            self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
+        else:
+            self._prompt_logprobs.extend(event.prompt_logprobs)
+
+    @property
+    def _prompt_complete(self) -> bool:
+        return 1 + len(self._prompt_logprobs) == len(self._request.prompt)
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

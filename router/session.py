@@ -30,7 +30,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
@@ -221,9 +221,11 @@ class Session:
     async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            token_ids, finish_reason = attempt.take()
-            if token_ids or finish_reason:
-                piece = self._completion.add(token_ids, finish_reason)
+            taken = attempt.take()
+            if taken.token_ids or taken.finish_reason:
+                piece = self._completion.add(taken.token_ids, taken.finish_reason, taken.logprobs)
+                if taken.prompt_logprobs:
+                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
                 self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:

@@ -10,6 +10,7 @@ from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Neutr
 from kvrelay.router.http.logprobs import chat_logprobs
 from kvrelay.router.http.messages import ConversationFields, Message
 from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.array import ArrayParser
 from kvrelay.router.tools.calls import CallDelta, NamedParser, ToolParser
@@ -46,7 +47,7 @@ class ChatRequest(GenerateFields, ConversationFields):
     """Whether it may call several; default true."""
     logprobs: bool | None = None
     """The answer has the log-probability of each token."""
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """And those of this many likeliest ones; with logprobs."""
     include_reasoning: bool | None = None
     """Whether the answer has what the model thought; default true."""
@@ -201,7 +202,9 @@ class ChatChoice:
     def counted(self) -> tuple[int, int]:
         return self._tokens, 0 if self._reasoning is None else self._reasoning.tokens
 
-    def add(self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]) -> str | dict[str, Any] | None:
+    async def add(
+        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)

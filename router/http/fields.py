@@ -18,21 +18,24 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from kvrelay.router.validation import (
-    MAX_COMPLETIONS,
-    MAX_REQUEST_ID_CHARACTERS,
+from kvrelay.router.sampling import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TEMPERATURE,
 )
+from kvrelay.router.validation import MAX_COMPLETIONS, MAX_REQUEST_ID_CHARACTERS
 from kvrelay.v1.inference_pb2 import Choice, Constraint, GenerateRequest, SamplingParams
 
 MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 64
-MAX_PENALTY = 2.0
-MAX_BIAS = 100.0
 
 
 def misfit(field: str, value: JsonValue, allowed: str) -> PydanticCustomError:
@@ -117,7 +120,7 @@ class StructuredOutputs(Fields):
     """A JSON Schema."""
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -180,7 +183,7 @@ class GenerateFields(Fields):
     """Keep the k likeliest tokens; 0 and -1 keep all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Drop tokens less likely than this times the likeliest one."""
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY)
     """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
     """Tokens before which nothing ends the text."""
@@ -188,7 +191,9 @@ class GenerateFields(Fields):
     """Continue after the model's end-of-sequence tokens."""
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_UINT32)]] | None = Field(None, max_length=MAX_STOP_IDS)
     """Token ids that end the text."""
-    bad_words: list[str] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
     """Strings that the completion never has."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be."""
@@ -196,7 +201,7 @@ class GenerateFields(Fields):
     """As structured_outputs.json."""
     guided_regex: str | None = None
     """As structured_outputs.regex."""
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     """As structured_outputs.choice."""
     guided_grammar: str | None = None
     """As structured_outputs.grammar."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
@@ -316,7 +315,7 @@ def test_an_error_names_field_value_and_what_is_allowed_and_nothing_of_a_prompt(
 
 def test_a_request_names_the_model_or_an_alias(tmp_path: Path) -> None:
     async def test() -> None:
-        async with serving(tmp_path, served_model_name=("gpt-4o", "org/model")) as (cluster, http):
+        async with serving(tmp_path, served_model_name=("gpt-4o", "org/model")) as (_, http):
             _, models = await http.get("/v1/models")
             assert [model["id"] for model in models["data"]] == ["gpt-4o", "org/model"]
             assert (await http.get("/v1/models/org/model"))[1]["root"] == "fake"
@@ -409,17 +408,19 @@ def test_a_drain_ends_streams_with_an_error_after_the_grace_and_takes_no_new_one
         async def some(job: Job) -> None:
             job.send(job.base, (40, 41))
 
-        async with serving(tmp_path, FakeWorker("colocated-0", "colocated", some)) as (cluster, http):
-            async with http.session.post(http.base + "/v1/completions", json={**HELLO, "stream": True}) as response:
-                await response.content.readuntil(b"\n\n")
-                stopping = asyncio.create_task(cluster.router._front.stop(0.3))
-                await asyncio.sleep(0)
-                status, answer = await http.post("/v1/completions", HELLO)
-                assert (status, answer["error"]["message"]) == (503, "router-0 is shutting down")
-                assert (await http.get("/ready"))[0] == 503
-                rest = (await response.text()).strip().removeprefix("data: ")
-                assert json.loads(rest)["error"]["message"] == "router-0 is shutting down"
-                await stopping
+        async with (
+            serving(tmp_path, FakeWorker("colocated-0", "colocated", some)) as (cluster, http),
+            http.session.post(http.base + "/v1/completions", json={**HELLO, "stream": True}) as response,
+        ):
+            await response.content.readuntil(b"\n\n")
+            stopping = asyncio.create_task(cluster.router._front.stop(0.3))
+            await asyncio.sleep(0)
+            status, answer = await http.post("/v1/completions", HELLO)
+            assert (status, answer["error"]["message"]) == (503, "router-0 is shutting down")
+            assert (await http.get("/ready"))[0] == 503
+            rest = (await response.text()).strip().removeprefix("data: ")
+            assert json.loads(rest)["error"]["message"] == "router-0 is shutting down"
+            await stopping
 
     run(test)
 
