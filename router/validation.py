@@ -176,7 +176,6 @@ def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
     sampling.CopyFrom(checked.sampling)
     sampling.seed = completion_seed(sampling.seed, index)
     sampling.ClearField("prompt_logprobs")  # the first completion has them
-    sampling.ClearField("prompt_logprobs")
     return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
 
 

@@ -50,6 +50,8 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
             return await request.read()
     except TimeoutError:
         raise SlowBody(f"the body did not come within {seconds:g} s") from None
+    except web.RequestPayloadError:
+        raise InvalidArgument("body: its transfer encoding is malformed") from None
     except web.HTTPRequestEntityTooLarge:
         raise TooLarge(f"body: number of bytes is above {most}; allowed: up to {most}") from None
 

@@ -84,7 +84,7 @@ class HttpFace:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
-        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await runner.setup()
         self._runner = runner
         try:

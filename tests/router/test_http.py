@@ -474,13 +474,14 @@ def test_logprobs_have_the_forms_of_both_apis(tmp_path: Path) -> None:
         prompt = job.submit.token_ids[: job.submit.prompt_tokens]
         asked = values(tuple(prompt[1:])) if sampling.HasField("prompt_logprobs") else []
         first = values((70,)) if sampling.HasField("logprobs") else []
-        job.send(0, (70,), logprobs=first, prompt_logprobs=asked)
+        job.send(0, (70,), logprobs=first, prompt_logprobs=asked, prompt_logprobs_first=1)
         job.send(1, (71,), FINISH_REASON_STOP, logprobs=values((71,)) if first else [])
 
     async def test() -> None:
         async with serving(tmp_path, FakeWorker("colocated-0", "colocated", script)) as (_, http):
             body = {"prompt": [72, 73], "max_tokens": 2, "logprobs": 2, "echo": True}
             _, whole = await http.post("/v1/completions", body)
+            assert "choices" in whole, whole
             logprobs = whole["choices"][0]["logprobs"]
             names = [text_of([token]) for token in (72, 73, 70, 71)]
             assert logprobs["tokens"] == names
