@@ -314,7 +314,7 @@ def run(rate: int, coalesce_ms: float, args: argparse.Namespace) -> dict[str, An
                 }
                 pids = {"decode": decode.pid, "client": os.getpid()}
                 for number in range(args.routers):
-                    options = config("router", name=f"router-{number}", **common, **sharing)
+                    options = config("router", name=f"router-{number}", **common)
                     routing = stack.enter_context(process(options, stderr=subprocess.DEVNULL))
                     router = address_of(routing)
                     pids[f"router-{number}"] = routing.pid

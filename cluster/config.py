@@ -122,7 +122,9 @@ class RouterSection(RouterOptions):
         require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
         require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
         most = 65535 - (self.replicas - 1) * self.port_step
-        require(self.grpc_port <= most, "grpc_port", self.grpc_port, f"up to {most} for {self.replicas} routers")
+        for name in ("grpc_port", "http_port"):
+            port = getattr(self, name) or 0
+            require(port <= most, name, port, f"up to {most} for {self.replicas} routers")
 
 
 class RaySection(Section):

@@ -27,37 +27,16 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.attempt_outcome import AttemptFailure, Taken
 from kvrelay.router.prefixes import Expectation
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailure:
-    """Why an attempt failed."""
-
-    code: Failure.Code
-    message: str
-    blamed: frozenset[WorkerId]
-    """Workers that the next attempt should avoid."""
-    lost: bool = False
-    """Whether a worker was lost; False where a worker returned the request."""
-    silent: bool = False
-    """Whether workers sent nothing for too long."""
-    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
-    reporters: frozenset[WorkerId] = frozenset()
-    """The worker that returned the request; those that were silent; none for a lost worker."""
-
-    @property
-    def handoff(self) -> bool:
-        """Whether the hand-off between the two workers failed."""
-        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
 
 
 @dataclass(slots=True)
@@ -146,8 +125,14 @@ class Attempt:
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
         self._seen: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        """Of the tokens in `_seen`, if they were asked for."""
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._wants = request.sampling.HasField("logprobs")
+        # A client that has tokens has these too.
+        self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
         self._taken = 0
-        self._stash: dict[int, int] = {}
+        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
@@ -212,6 +197,8 @@ class Attempt:
             submit.attempt = self.number
             submit.prompt_tokens = len(self._request.prompt)
             submit.sampling.CopyFrom(self._request.sampling)
+            if not self._wants_prompt or part.phase == PHASE_DECODE:
+                submit.sampling.ClearField("prompt_logprobs")
             submit.tenant = self._request.namespace
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
@@ -277,13 +264,14 @@ class Attempt:
         if self._taken < len(self._seen):
             self._wake.set()
 
-    def take(self) -> tuple[list[int], FinishReason]:
-        """The new tokens in order, and the finish reason if they are the last; unspecified if they are not."""
-        if self._paused and not self._complete and self.failure is None:
-            return [], FINISH_REASON_UNSPECIFIED
-        token_ids = self._seen[self._taken :]
-        self._taken = len(self._seen)
-        return token_ids, self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them."""
+        finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+        gathers = self._paused and not self._complete and self.failure is None
+        first, self._taken = self._taken, self._taken if gathers else len(self._seen)
+        new = slice(first, self._taken)
+        prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
+        return Taken(self._seen[new], finish_reason, self._logprobs[new], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -324,6 +312,8 @@ class Attempt:
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
         self._note_reports(event)
+        if event.prompt_logprobs:
+            self._merge_prompt(part, event)
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and self._end is None:
@@ -397,21 +387,45 @@ class Attempt:
         if end > self._base + self._left:
             self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
             return
-        for at, token in enumerate(event.token_ids, event.first_index - self._base):
+        if self._wants and len(event.logprobs) != len(event.token_ids):
+            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
+            return
+        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
+            return
+        for offset, token in enumerate(event.token_ids):
+            at = event.first_index - self._base + offset
             if at < 0:
                 continue
-            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, token)
+            new = token, event.logprobs[offset] if self._wants else None
+            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
             if known != token:
                 self._fail_defect(part, f"sent token {token} at index {self._base + at}, where {known} was sent before")
                 return
-        while (next_token := self._stash.pop(len(self._seen), None)) is not None:
-            self._seen.append(next_token)
+        while (found := self._stash.pop(len(self._seen), None)) is not None:
+            self._seen.append(found[0])
+            if found[1] is not None:
+                self._logprobs.append(found[1])
         part.next_index = max(part.next_index, end)
         part.delivered = True
         if part.phase == PHASE_PREFILL:
             part.release()
         if part is self._decode:
             self.decide_by = math.inf
+
+    def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
+        """Adds log-probabilities of the prompt's tokens, of which the first has none."""
+        due = 1 + len(self._prompt_logprobs)
+        if event.prompt_logprobs_first != due:
+            self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
+        else:
+            self._prompt_logprobs.extend(event.prompt_logprobs)
+
+    @property
+    def _prompt_complete(self) -> bool:
+        return 1 + len(self._prompt_logprobs) == len(self._request.prompt)
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

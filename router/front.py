@@ -24,6 +24,7 @@ from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
 from kvrelay.router.limits import KeyLimits, Meter
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
@@ -48,8 +49,16 @@ class Caller:
 class Front:
     """The state that all faces of a router share. Nothing that a client sends ends the router."""
 
-    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
+        callers: Callers,
+        observer: Observer | None,
+        defaults: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.defaults = defaults
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -223,7 +232,7 @@ class Call:
                 front.check_model(request.model)
                 front._callers.check_claim(request.tenant, grant.tenant)
                 claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
-                checked = await check(request, grant.tenant, front.model, front.tokenizer)
+                checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
                 seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
                 checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
                 _describe(checked, trace)

@@ -36,6 +36,7 @@ from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
@@ -64,7 +65,7 @@ class RouterServer:
         observer: Observer | None = None,
         load_observer: Callable[[Load], None] | None = None,
     ) -> None:
-        """Reads the tokenizer.
+        """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
@@ -78,7 +79,8 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
-        self._tokenizer = Tokenizer(resolve(config.model), template)
+        folder = resolve(config.model)
+        self._tokenizer = Tokenizer(folder, template)
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
@@ -100,7 +102,8 @@ class RouterServer:
             if observer is not None:
                 observer(record)
 
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe)
+        defaults = SamplingDefaults.read(folder)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults)
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
@@ -197,6 +200,7 @@ class RouterServer:
             role=ROLE_ROUTER,
             incarnation=self.incarnation,
             address=self.address,
+            http_address=self.http_address or "",
             pid=os.getpid(),
             state=self._state,
         )

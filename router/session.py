@@ -30,12 +30,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.answer import Answer
-from kvrelay.router.attempt import Attempt, AttemptFailure
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.attempt_outcome import AttemptFailure
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.config import RouterConfig
@@ -111,7 +112,7 @@ class Session:
             deadline: the client's, on the monotonic clock; infinite for none.
         """
         self._request, self._dispatch, self._trace = request, dispatch, trace
-        self._deadline = deadline
+        self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried: frozenset[WorkerId] = frozenset()
@@ -120,7 +121,6 @@ class Session:
         """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
-        self._answer = answer
 
     async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -215,10 +215,9 @@ class Session:
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
-        now = time.monotonic()
+        self._answer.progress = now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
-        self._answer.progress = now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -226,9 +225,11 @@ class Session:
     async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            token_ids, finish_reason = attempt.take()
-            if token_ids or finish_reason:
-                piece = self._completion.add(token_ids, finish_reason)
+            taken = attempt.take()
+            if taken.token_ids or taken.finish_reason:
+                piece = self._completion.add(taken.token_ids, taken.finish_reason, taken.logprobs)
+                if taken.prompt_logprobs:
+                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
                 self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:

@@ -6,8 +6,6 @@ own limits.
 
 import asyncio
 import hashlib
-import math
-import secrets
 import uuid
 from array import array
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.queue import NO_CLAIM, Claim
+from kvrelay.router.sampling import SamplingDefaults, check_ids, check_params, check_prompt_logprobs, sampling_of
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -43,11 +42,6 @@ from kvrelay.v1.inference_pb2 import (
     TokenizeRequest,
 )
 
-DEFAULT_MAX_TOKENS = 128
-MAX_TEMPERATURE = 100.0
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 MAX_COMPLETIONS = 128
@@ -117,11 +111,14 @@ class CheckedRequest:
         return 0 if self.client_call is None else self.client_call.call - 1
 
 
-async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+async def check(
+    request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer, defaults: SamplingDefaults
+) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
 
     Args:
         tenant: the caller's.
+        defaults: of the fields that the request leaves out.
 
     Raises:
         InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
@@ -132,26 +129,19 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     for field in ("cache_salt", "session"):
         _check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
-    _check_choice(params)
-    _check_stops(params, model)
+    check_params(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
     max_tokens = _max_tokens(params, len(tokens), model)
     if params.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_k=params.top_k,
-        top_p=params.top_p if params.HasField("top_p") else 1.0,
-        min_p=params.min_p,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
     # No tenant has this character.
     namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
     chain = await chain_of(tokens, namespace)
+    check_prompt_logprobs(params, len(tokens))
+    sampling = await sampling_of(params, max_tokens, defaults, tokenizer)
+    if request.resume.token_ids:
+        # They came with the first of these tokens.
+        sampling.ClearField("prompt_logprobs")
     return CheckedRequest(
         request_id,
         wire_id,
@@ -185,6 +175,7 @@ def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
     sampling = Sampling()
     sampling.CopyFrom(checked.sampling)
     sampling.seed = completion_seed(sampling.seed, index)
+    sampling.ClearField("prompt_logprobs")  # the first completion has them
     return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
 
 
@@ -268,13 +259,6 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-def check_ids(field: str, token_ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
-    """Raises InvalidRequest, naming the first id outside of the vocabulary; `first` is the index of token_ids[0]."""
-    if token_ids and max(token_ids) >= vocab_size:
-        index, token = next((at, token) for at, token in enumerate(token_ids, first) if token >= vocab_size)
-        raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
-
-
 async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int) -> "array[int]":
     count = len(chat.messages)
     try:
@@ -335,37 +319,12 @@ async def _resumed(token_ids: Sequence[int], sampling: Sampling, model: ModelInf
     return Resumed(tokens, FINISH_REASON_LENGTH if len(tokens) == sampling.max_tokens else FINISH_REASON_UNSPECIFIED)
 
 
-def _check_choice(params: SamplingParams) -> None:
-    """Checks how tokens are sampled. The comparisons are written so that NaN fails each of them."""
-    if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise InvalidRequest("sampling.max_tokens", params.max_tokens, "1 or more")
-    if params.HasField("temperature") and not 0.0 <= params.temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest("sampling.temperature", _number(params.temperature), f"0 to {MAX_TEMPERATURE:g}")
-    if params.HasField("top_p") and not 0.0 < params.top_p <= 1.0:
-        raise InvalidRequest("sampling.top_p", _number(params.top_p), "above 0, up to 1")
-    if params.HasField("min_p") and not 0.0 <= params.min_p <= 1.0:
-        raise InvalidRequest("sampling.min_p", _number(params.min_p), "0 to 1")
-
-
-def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
-    if len(params.stop) > MAX_STOPS:
-        raise InvalidRequest("sampling.stop: number of strings", len(params.stop), f"at most {MAX_STOPS}")
-    for index, stop in enumerate(params.stop):
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            field = f"sampling.stop[{index}]: number of characters"
-            raise InvalidRequest(field, len(stop), f"1 to {MAX_STOP_CHARACTERS}")
-    if len(params.stop_token_ids) > MAX_STOP_IDS:
-        field = "sampling.stop_token_ids: number of ids"
-        raise InvalidRequest(field, len(params.stop_token_ids), f"at most {MAX_STOP_IDS}")
-    check_ids("sampling.stop_token_ids", params.stop_token_ids, model.vocab_size)
-
-
 def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
     left = model.max_context - prompt
     if left < 1:
         raise _too_long(prompt, model)
     if not params.HasField("max_tokens"):
-        return min(DEFAULT_MAX_TOKENS, left)
+        return left
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
         raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
@@ -380,8 +339,3 @@ def _too_long(prompt: int, model: ModelInfo) -> PromptTooLong:
 def _context(model: ModelInfo) -> str:
     """The context's limit and what it comes from."""
     return CONTEXT_LIMITS[model.context_limit].format(model.max_context)
-
-
-def _number(value: float) -> float:
-    """A 32-bit float with the digits that its sender wrote."""
-    return float(f"{value:.7g}") if math.isfinite(value) else value

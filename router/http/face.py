@@ -87,7 +87,7 @@ class HttpFace:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
-        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await runner.setup()
         self._runner = runner
         try:
@@ -143,7 +143,7 @@ class HttpFace:
 
                 async def run(at: int) -> None:
                     async def write(message: GenerateResponse) -> None:
-                        made = plan.reply.add(at, message)
+                        made = await plan.reply.add(at, message)
                         if plan.stream and made:
                             await events.write(made)
 

@@ -83,10 +83,10 @@ def test_every_index_comes_once_and_in_order(
             )
             (prefill if worker == "prefill" else decode).on_event(event)
             if data.draw(st.booleans()):
-                tokens, finish = attempt.take()
+                tokens, finish, *_ = attempt.take()
                 taken += tokens
                 assert not finish or len(taken) == total - generated
-        tokens, ended = attempt.take()
+        tokens, ended, *_ = attempt.take()
         taken += tokens
         assert taken == [100 + index for index in range(generated, total)]
         assert FINISH_REASON_LENGTH in (finish, ended)
