@@ -6,7 +6,7 @@ import math
 import ssl
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 JSON = "application/json"
 REQUEST_ID = "X-Request-Id"
+SESSION = "X-Session-Id"
+"""Header with `GenerateRequest.session`."""
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's deadline, in seconds from receipt."""
 GONE = (ConnectionError,)
@@ -140,6 +142,7 @@ class HttpFace:
             with self._front.generation(_caller(request), size, deadline) as call:
                 plan = await make_plan(await self._read(request, call), request_id)
                 count = len(plan.requests)
+                _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
                     async def write(message: GenerateResponse) -> None:
@@ -286,6 +289,13 @@ class _Events:
 
 def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type=JSON)
+
+
+def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> None:
+    """The header wins over the body."""
+    if SESSION in request.headers:
+        for each in requests:
+            each.session = request.headers[SESSION]
 
 
 def _caller(request: web.Request) -> Caller:
