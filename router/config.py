@@ -79,7 +79,7 @@ class RouterOptions:
 
     prefix_index_tokens: int = 8 * 2**20
     """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
-    about 6 bytes each. 0: placement by load only."""
+    about 5 bytes each. 0: placement by load only."""
 
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
