@@ -49,6 +49,8 @@ from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
+WAKE_SECONDS = 0.005
+"""Between two looks of the queues at the workers, each of which takes up to some milliseconds."""
 CALLS_SECONDS = 0.5
 """For calls without a stream to end when the router is to end."""
 
@@ -87,6 +89,9 @@ class RouterServer:
         def decide(demand: Demand) -> Placement | NoPlace:
             return policy.place(demand, self.registry.view())
 
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken = 0.0
+        """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
         self.registry = WorkerRegistry(
@@ -212,6 +217,13 @@ class RouterServer:
         return member, load
 
     def _wake_queues(self) -> None:
+        """Workers report with every step; the queues look at most once in WAKE_SECONDS."""
+        if self._waking is None and self.waiting:
+            loop = asyncio.get_running_loop()
+            self._waking = loop.call_at(max(loop.time(), self._woken + WAKE_SECONDS), self._look_again)
+
+    def _look_again(self) -> None:
+        self._waking, self._woken = None, asyncio.get_running_loop().time()
         self._trials.wake()
         self._queue.wake()
 
