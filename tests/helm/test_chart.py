@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, custom_resources, environment
 
-
 HEADER = {"apiVersion", "kind", "metadata"}
 # Fields of KubeRay's ray.io/v1 types: the API server silently drops unknown fields.
 CLUSTER_FIELDS = {
