@@ -79,6 +79,10 @@ CONNECTIONS = 8
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
 
 
+Running = dict[tuple[str, int], tuple[Submit, Iterator[int]]]
+"""The requests of one router, each with the indices of its next tokens."""
+
+
 class EchoWorker(WorkerServiceServicer):
     """Serves the relay as a worker does, with one message per step, but computes nothing."""
 
@@ -87,10 +91,10 @@ class EchoWorker(WorkerServiceServicer):
         self._role = role
         self._supervisor = supervisor
         self._step_seconds = step_seconds
-        self._running: dict[tuple[str, int], tuple[Submit, Iterator[int]]] = {}
+        self._running: list[Running] = []
+        """The requests of each router."""
         self.sent: dict[int, list[float]] = {}
         """Times at which each token was sent, by the number in the request's prompt."""
-        self._submits = 0
 
     async def serve(self, until: asyncio.Event) -> None:
         server = grpc.aio.server(options=server_options())
@@ -113,8 +117,9 @@ class EchoWorker(WorkerServiceServicer):
         await heartbeat.stop()
 
     def _load(self) -> Load:
-        blocks = Blocks(total=10**6, free=10**6 - len(self._running), held=len(self._running), size=16)
-        return Load(blocks=blocks, requests=Requests(running=len(self._running), free_slots=10**6))
+        count = sum(map(len, self._running))
+        blocks = Blocks(total=10**6, free=10**6 - count, held=count, size=16)
+        return Load(blocks=blocks, requests=Requests(running=count, free_slots=10**6))
 
     async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:
         await anext(request_iterator)
@@ -122,47 +127,53 @@ class EchoWorker(WorkerServiceServicer):
         hello = WorkerHello(name=self.name, incarnation=self.incarnation, model=info)
         await context.write(RelayResponse(hello=hello, load=self._load()))
         firsts: list[RequestEvent] = []
-        reader = asyncio.create_task(self._read(request_iterator, firsts))
+        running: Running = {}
+        self._running.append(running)
+        submits = 0
+
+        async def read() -> None:
+            nonlocal submits
+            async for request in request_iterator:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        submits += 1
+                        self._take(request.submit, running, firsts)
+                    case "cancel":
+                        running.pop((request.cancel.request_id, request.cancel.attempt), None)
+
+        reader = asyncio.create_task(read())
         try:
             step = time.monotonic()
             while not reader.done():
                 step = max(step + self._step_seconds, time.monotonic() - self._step_seconds)
                 await asyncio.sleep(step - time.monotonic())
-                events = [*firsts, *self._step()]
+                events = [*firsts, *self._step(running)]
                 firsts.clear()
                 if events:
                     load = self._load()
-                    await context.write(RelayResponse(events=events, load=load, submits_seen=self._submits))
+                    await context.write(RelayResponse(events=events, load=load, submits_seen=submits))
         finally:
             reader.cancel()
+            self._running = [other for other in self._running if other is not running]
 
-    async def _read(self, requests: AsyncIterator[RelayRequest], firsts: list[RequestEvent]) -> None:
-        async for request in requests:
-            match request.WhichOneof("message"):
-                case "submit":
-                    self._submits += 1
-                    self._take(request.submit, firsts)
-                case "cancel":
-                    self._running.pop((request.cancel.request_id, request.cancel.attempt), None)
-
-    def _take(self, submit: Submit, firsts: list[RequestEvent]) -> None:
+    def _take(self, submit: Submit, running: Running, firsts: list[RequestEvent]) -> None:
         if submit.phase != PHASE_PREFILL:
-            self._running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens))
+            running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens))
             self.sent[number_of(submit.token_ids)] = []
             return
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
         firsts.append(RequestEvent(**key, first_index=0, token_ids=[100], prefill=PrefillReport(prefill_seconds=0.001)))
         firsts.append(RequestEvent(**key, transfer=TransferReport(transfer_bytes=1)))
 
-    def _step(self) -> list[RequestEvent]:
+    def _step(self, running: Running) -> list[RequestEvent]:
         now = time.monotonic()
         events = []
-        for (name, attempt), (submit, indices) in list(self._running.items()):
+        for (name, attempt), (submit, indices) in list(running.items()):
             index = next(indices)
             event = RequestEvent(request_id=name, attempt=attempt, first_index=index, token_ids=[100 + index % 3900])
             if index == submit.sampling.max_tokens - 1:
                 event.finish_reason = FINISH_REASON_LENGTH
-                del self._running[name, attempt]
+                del running[name, attempt]
             self.sent[number_of(submit.token_ids)].append(now)
             events.append(event)
         return events
