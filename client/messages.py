@@ -260,9 +260,7 @@ def chunk(response: pb.GenerateResponse) -> Chunk:
 
 
 def _logprobs(found: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        [TokenLogprobs(one.logprob, one.rank, tuple(one.top_ids), tuple(one.top_logprobs)) for one in found]
-    )
+    return tuple([TokenLogprobs(one.logprob, one.rank, tuple(one.top_ids), tuple(one.top_logprobs)) for one in found])
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:

@@ -28,6 +28,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.prefixes import Expectation
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
@@ -80,8 +81,6 @@ class _Part:
     phase: Phase
     next_index: int
     """Index of the next token that the worker has to send."""
-    claimed_tokens: int
-    """Tokens that this part adds to `stream.outstanding_tokens`."""
     on_trial: bool
     """Whether the request may end the worker; False again when this part has proved harmless or is over."""
     open: bool = True
@@ -96,7 +95,6 @@ class _Part:
     """The number of its trial on the worker; 0 without one, after it, or if another trial was under way before."""
 
     def __post_init__(self) -> None:
-        self.stream.outstanding_tokens += self.claimed_tokens
         self.stream.requests += 1
         if self.on_trial:
             self.stream.trials_begun += 1
@@ -110,8 +108,6 @@ class _Part:
 
     def release(self) -> None:
         """The worker has no more work with this part. Safe to call again."""
-        self.stream.outstanding_tokens -= self.claimed_tokens
-        self.claimed_tokens = 0
         self.stream.requests -= self._counted
         self._counted = False
         self._end_trial()
@@ -137,6 +133,7 @@ class Attempt:
         generated: Sequence[int],
         prefill: WorkerStream,
         decode: WorkerStream | None,
+        expected: Sequence[Expectation] = (),
         *,
         on_trial: bool = False,
     ) -> None:
@@ -147,6 +144,7 @@ class Attempt:
             prefill: the worker that computes the prompt and the first token.
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
+            expected: what each of these streams' workers should have in its cache; ended with the attempt.
             on_trial: whether each worker shall count the request as on trial, until it has sent enough.
         """
         self.number = trace.attempts
@@ -175,13 +173,13 @@ class Attempt:
         self._wake = asyncio.Event()
         trace.prefill_worker = prefill.worker.name
         trace.decode_worker = "" if decode is None else decode.worker.name
-        work = len(request.prompt) + self._base
+        self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, work, on_trial)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial)
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, on_trial)
 
     # Towards the workers.
 
@@ -234,14 +232,20 @@ class Attempt:
             submit.sampling.CopyFrom(self._request.sampling)
             if not self._wants_prompt or part.phase == PHASE_DECODE:
                 submit.sampling.ClearField("prompt_logprobs")
-            submit.tenant = self._request.tenant
+            submit.tenant = self._request.namespace
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part), self.wake)
+            part.stream.submit(
+                submit,
+                partial(self._on_event, part),
+                partial(self._on_lost, part),
+                self.wake,
+                cached_tokens=self._expected[0].tokens if self._expected else 0,
+            )
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -254,6 +258,8 @@ class Attempt:
         """Cancels every part that is still open. Safe to call again."""
         for part in self._parts:
             self._end_part(part)
+        for expectation in self._expected:
+            expectation.end()
 
     def _end_part(self, part: _Part) -> None:
         part.release()
@@ -381,8 +387,12 @@ class Attempt:
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
     def _note_reports(self, event: RequestEvent) -> None:
-        if event.HasField("prefill") and self._trace.prefill is None:
-            self._trace.prefill = event.prefill
+        if event.HasField("prefill"):
+            self._trace.prefill = self._trace.prefill or event.prefill
+            for expectation, part in zip(self._expected, self._parts, strict=False):
+                # The KV is on its way to the decode worker, which will have as much of it.
+                cached = event.prefill.cached_tokens if part is self._prefill else expectation.tokens
+                expectation.reported(cached, part.stream.block_size)
         if event.HasField("transfer"):
             self._trace.transfer = event.transfer
             self._trace.transfer_bytes += event.transfer.transfer_bytes
@@ -402,7 +412,9 @@ class Attempt:
             self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
             return
         if self._wants_prompt and not self._prompt_complete and part is self._prefill:
-            self._fail_defect(part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities")
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
             return
         for offset, token in enumerate(event.token_ids):
             at = event.first_index - self._base + offset
