@@ -1,6 +1,7 @@
 """Errors of requests as OpenAI's HTTP answers: status, headers and body."""
 
 import math
+import re
 from typing import Any
 
 import grpc
@@ -35,6 +36,9 @@ STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
+NAMES = {"sampling.": "", "token_ids.ids": "prompt", "text": "prompt"}
+"""Fields of the public contract that have another name here."""
+_FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b)")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
@@ -58,9 +62,12 @@ def body_of(error: RequestError) -> bytes:
     """The JSON of a request's error."""
     status = status_of(error)
     code = "context_length_exceeded" if isinstance(error, PromptTooLong) else CODES.get(status)
-    message = str(error).removeprefix("sampling.")
-    field = error.field and error.field.removeprefix("sampling.")
-    return error_json(status, message, param=field, code=code)
+    return error_json(status, _renamed(str(error)), param=error.field and _renamed(error.field), code=code)
+
+
+def _renamed(text: str) -> str:
+    """A field, or a text that begins with one, by its name here."""
+    return _FIELD.sub(lambda match: NAMES[match[0]], text)
 
 
 def error_json(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
