@@ -144,7 +144,9 @@ def status(as_json: bool) -> None:
 @click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0, 2**32 - 1), metavar="K", help="Keep the K likeliest tokens; 0 keeps all.")
+@click.option(
+    "--top-k", type=click.IntRange(0, 2**32 - 1), metavar="K", help="Keep the K likeliest tokens; 0 keeps all."
+)
 @click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this total probability.")
 @click.option("--repetition-penalty", type=float, metavar="R", help="Above 1, tokens that were there are less likely.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")

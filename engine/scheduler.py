@@ -428,7 +428,9 @@ class Scheduler:
     def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
         unscored = request.prompt_tokens if request.sampling.prompt_logprobs is None else 1
         shaping = Shaping.of(request, tokens)
-        sequence = Sequence(request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored)
+        sequence = Sequence(
+            request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored
+        )
         self._live[request.key] = sequence
         return sequence
 

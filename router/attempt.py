@@ -402,7 +402,9 @@ class Attempt:
             self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
             return
         if self._wants_prompt and not self._prompt_complete and part is self._prefill:
-            self._fail_defect(part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities")
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
             return
         for offset, token in enumerate(event.token_ids):
             at = event.first_index - self._base + offset

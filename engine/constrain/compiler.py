@@ -31,7 +31,7 @@ MAX_GRAMMARS = 64
 """Compiled constraints that are kept."""
 THREADS = 2
 """For compilation, and as many for masks."""
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

@@ -57,7 +57,9 @@ def test_a_choice_is_one_of_its_texts(client: Client) -> None:
 def test_a_grammar_is_followed(client: Client) -> None:
     grammar = 'start: sum\nsum: NUMBER ("+" NUMBER){1,3}\nNUMBER: /[1-9][0-9]{0,2}/'
     for seed in range(4):
-        assert re.fullmatch(r"[1-9]\d{0,2}(\+[1-9]\d{0,2}){1,3}", client.complete("x=", grammar=grammar, seed=seed).text)
+        assert re.fullmatch(
+            r"[1-9]\d{0,2}(\+[1-9]\d{0,2}){1,3}", client.complete("x=", grammar=grammar, seed=seed).text
+        )
 
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [

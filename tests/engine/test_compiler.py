@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_a_costly_constraint_ends_or_is_refused_soon_and_blocks_no_loop(name: st
                 longest, at = max(longest, time.monotonic() - at), time.monotonic()
 
         watching = asyncio.create_task(watch())
-        try:
+        with suppress(ConstraintError):
             matcher = (await compiler.compile(COSTLY[name])).matcher([])
             draw = random.Random(0)
             for _ in range(60):
@@ -106,10 +107,7 @@ def test_a_costly_constraint_ends_or_is_refused_soon_and_blocks_no_loop(name: st
                 if token == EOS:
                     break
                 matcher.push(token)
-        except ConstraintError as error:
-            assert str(error)
-        finally:
-            watching.cancel()
+        watching.cancel()
         assert longest < 1.0
 
     with_compiler(test)

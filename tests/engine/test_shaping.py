@@ -33,7 +33,9 @@ params_of = st.builds(
 def formula(logits: list[float], params: SamplingParams, prompt: list[int], completion: list[int]) -> list[float]:
     out = [value + dict(params.logit_bias).get(token, 0.0) for token, value in enumerate(logits)]
     for token in {*prompt, *completion}:
-        out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+        out[token] = (
+            out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+        )
     for token in set(completion):
         out[token] -= params.frequency_penalty * completion.count(token) + params.presence_penalty
     for *before, last in params.bad_words:

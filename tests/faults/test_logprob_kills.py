@@ -65,7 +65,9 @@ def test_a_call_that_continues_a_lost_one_sends_what_its_client_lacks(it: Scene)
         resume = pb.Resume(key=b"a key of 16 bytes", call=number, token_ids=have)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling, resume=resume)
         with grpc.insecure_channel(it.cluster.router) as channel:
-            return completion([chunk(message) for message in InferenceServiceStub(channel).Generate(request, timeout=60)])
+            return completion(
+                [chunk(message) for message in InferenceServiceStub(channel).Generate(request, timeout=60)]
+            )
 
     first = call(1, ())
     later = call(2, first.token_ids[:5])

@@ -13,8 +13,8 @@ import pytest
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.errors import GIVEN_UP_KEY
 from kvrelay.router.placement import NoPlace
-from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.sampling import SamplingDefaults
+from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import check
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
