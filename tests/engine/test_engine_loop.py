@@ -72,7 +72,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 3.0), (4, 3.5)), prompt_logprobs=2),
     SamplingParams(seed=2, bad_words=((7,), (8, 9), (1, 2, 3)), logit_bias=tuple((token, 4.0) for token in range(10))),
 )
-asked_of = st.tuples(prompts, st.integers(1, 30), st.sampled_from(SAMPLINGS))
+asked_of = st.tuples(prompts, st.integers(1, 20), st.sampled_from(SAMPLINGS))
 Asked = tuple[tuple[int, ...], int, SamplingParams]
 
 
@@ -96,8 +96,8 @@ class Scored:
             assert self._next.get(asked.request_id, 1) == asked.prompt_tokens
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=st.lists(asked_of, max_size=12), prefix_cache=st.booleans(), ahead=st.booleans())
+@settings(max_examples=25, deadline=None)
+@given(batch=st.lists(asked_of, max_size=8), prefix_cache=st.booleans(), ahead=st.booleans())
 def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, ahead: bool) -> None:
     """Also preempted ones, whose tokens follow from those before them by more than the model."""
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
@@ -128,7 +128,7 @@ class Ascending:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[int]) -> None:
     constrained = SamplingParams(max_tokens=30, seed=4, constraint=Constraint("regex", "ascending"))
@@ -162,8 +162,8 @@ def test_a_request_that_leaves_no_token_fails_alone() -> None:
     worker.check_idle()
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=st.lists(asked_of, min_size=1, max_size=6), ahead=st.booleans())
+@settings(max_examples=20, deadline=None)
+@given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
 def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
     """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
     prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)
