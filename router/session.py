@@ -31,6 +31,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
@@ -195,7 +196,7 @@ class Session:
         request, tokens = self._request, self._trace.prompt_tokens + have
         return Demand(tokens, left - 1, self._avoid, on_trial=apart, chain=request.chain, key=request.key)
 
-    def _start(self, placement: Placement) -> Attempt:
+    def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
@@ -208,6 +209,7 @@ class Session:
             None if placement.decode is None else streams[-1],
             self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
+            apart=apart,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         now = time.monotonic()
@@ -313,6 +315,8 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        if failure.cause == Failure.CAUSE_TRIAL:
+            return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
             raise Superseded(failure.message)
@@ -328,7 +332,7 @@ class Session:
         if moves:
             self._trace.migrations += 1
             return await self._place_again(failure)
-        tries = failed.number - self._trace.migrations
+        tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
             # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
@@ -339,6 +343,15 @@ class Session:
         excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
+        return await self._place_again(failure)
+
+    async def _come_again(self, failure: AttemptFailure) -> Attempt:
+        """Places a request again that waits for the trial of another router's."""
+        self._end_trial()
+        self._trace.turned_away += 1
+        logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        await asyncio.sleep(BACKOFF_SECONDS)
+        self._check_deadline()
         return await self._place_again(failure)
 
     def _learn(self, failure: AttemptFailure) -> bool:
@@ -385,13 +398,13 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
-        def start(placement: Placement) -> Attempt:
+        def start(placement: Placement, *, apart: bool = False) -> Attempt:
             if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                 raise self._given_up(failure, "no other worker to try")
-            return self._start(placement)
+            return self._start(placement, apart=apart)
 
         while True:
-            attempt = await self._place_apart(limit, start)
+            attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
             if attempt is NoPlace.NO_CAPACITY:
@@ -415,7 +428,8 @@ class Session:
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
         workers, or if the request needs no trial."""
-        if not self._suspicion.needs_trial(self._trace.completion_tokens):
+        waited = BACKOFF_SECONDS * self._trace.turned_away >= APART_SECONDS
+        if waited or not self._suspicion.needs_trial(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         until = min(limit, time.monotonic() + APART_SECONDS)
         return await self._dispatch.trials.place(self._demand(apart=True), until, start)

@@ -62,6 +62,8 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
+    turned_away: int = 0
+    """Attempts that a worker refused because another request was on trial there."""
     """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
@@ -77,7 +79,7 @@ class RequestTrace:
     @property
     def retries(self) -> int:
         """Attempts after a failed one."""
-        return max(0, self.attempts - 1 - self.migrations)
+        return max(0, self.attempts - 1 - self.migrations - self.turned_away)
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
