@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -28,6 +27,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.attempt_outcome import AttemptFailure, Taken
 from kvrelay.router.prefixes import Expectation
 from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
@@ -38,40 +38,6 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECI
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailure:
-    """Why an attempt failed."""
-
-    code: Failure.Code
-    message: str
-    blamed: frozenset[WorkerId]
-    """Workers that the next attempt should avoid."""
-    lost: bool = False
-    """Whether a worker was lost; False where a worker returned the request."""
-    silent: bool = False
-    """Whether workers sent nothing for too long."""
-    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
-    reporters: frozenset[WorkerId] = frozenset()
-    """The worker that returned the request; those that were silent; none for a lost worker."""
-
-    @property
-    def handoff(self) -> bool:
-        """Whether the hand-off between the two workers failed."""
-        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
-
-
-class Taken(NamedTuple):
-    """What an attempt has that was not taken before."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason
-    """Unspecified unless the tokens are the last."""
-    logprobs: list[TokenLogprobs]
-    """One for each token if they were asked for, else none."""
-    prompt_logprobs: list[TokenLogprobs]
-    """All of them, with the first tokens, if they were asked for."""
 
 
 @dataclass(slots=True)
@@ -176,6 +142,7 @@ class Attempt:
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
+        self._paused = False
         trace.prefill_worker = prefill.worker.name
         trace.decode_worker = "" if decode is None else decode.worker.name
         self._expected = tuple(expected)
@@ -295,12 +262,23 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
+    def pause(self) -> None:
+        """Tokens gather until `resume`: they wake nobody, and `take` keeps them, unless no more will come."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._taken < len(self._seen):
+            self._wake.set()
+
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them."""
         finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
-        first, self._taken = self._taken, len(self._seen)
+        gathers = self._paused and not self._complete and self.failure is None
+        first, self._taken = self._taken, self._taken if gathers else len(self._seen)
+        new = slice(first, self._taken)
         prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
-        return Taken(self._seen[first:], finish_reason, self._logprobs[first:], prompt_logprobs)
+        return Taken(self._seen[new], finish_reason, self._logprobs[new], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -359,7 +337,8 @@ class Attempt:
             part.open, part.returned = False, True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
-        self._wake.set()
+        if not self._paused or self._complete or event.HasField("transfer"):
+            self._wake.set()
 
     def _on_lost(self, part: _Part) -> None:
         was_open, part.open = part.open, False

@@ -62,7 +62,8 @@ class Completion:
     def add(
         self, token_ids: Sequence[int], finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs] = ()
     ) -> Piece:
-        """Adds tokens, with their log-probabilities if they were asked for; `finish_reason` is the worker's if the last of them ended the sequence, else unspecified.
+        """Adds tokens, with their log-probabilities if they were asked for; `finish_reason` is the worker's if the last
+        of them ended the sequence, else unspecified.
 
         A stop string ends the completion with the token that completed it; later tokens are dropped. A token that ends
         the sequence by itself (a stop id, an end-of-sequence token) has no text.

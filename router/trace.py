@@ -77,6 +77,11 @@ class RequestTrace:
     decode: DecodeReport | None = None
 
     @property
+    def generated_tokens(self) -> int:
+        """Of this call."""
+        return self.completion_tokens - self.resumed_tokens
+
+    @property
     def retries(self) -> int:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
@@ -120,7 +125,7 @@ class RequestTrace:
         """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
         usage = self.usage()
-        sent = self.completion_tokens - self.resumed_tokens
+        sent = self.generated_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
         begun = self.first_sent is not None
         return RequestRecord(
