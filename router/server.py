@@ -107,8 +107,7 @@ class RouterServer:
             if observer is not None:
                 observer(record)
 
-        defaults = SamplingDefaults.read(folder)
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, SamplingDefaults.read(folder))
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
