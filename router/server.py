@@ -9,7 +9,6 @@ from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -21,6 +20,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
+from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
@@ -117,7 +117,7 @@ class RouterServer:
         self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
         server.add_generic_rpc_handlers((self._face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)
         clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
