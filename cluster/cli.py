@@ -61,7 +61,7 @@ config_option = click.option(
 
 @main.command()
 @config_option
-@click.option("--model", help="Folder of a Hugging Face checkpoint, or a bundled model's name (default pico).")
+@click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
@@ -142,18 +142,19 @@ def status(as_json: bool) -> None:
 )
 @click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
+@click.option(
+    "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
+)
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(
-    prompt: str, target: str | None, tls: bool, ca: Path | None, as_json: bool, timeline: bool, **sampling: Any
-) -> None:
+def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **flags: Any) -> None:
     """Continues PROMPT; prints the text as it is generated.
 
-    The variable KVRELAY_API_KEY has the key for a router that asks for one.
+    Other users of the machine can see a key on the command line; they can't see the variable.
     """
     from kvrelay.cluster import generate as generation
 
@@ -165,6 +166,7 @@ def generate(
         raise click.BadParameter(
             f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
         ) from None
+    tls, ca, api_key = (flags.pop(name) for name in ("tls", "ca", "api_key"))
     if target is None:
         from kvrelay.cluster import state
 
@@ -172,8 +174,8 @@ def generate(
         target = DEFAULT_TARGET
         if current is not None and current.router:
             target, tls = current.router, tls or current.router_tls
-    options = cast("GenerateOptions", sampling)
-    router = generation.Router(target, tls or ca is not None, ca, os.environ.get("KVRELAY_API_KEY") or None)
+    options = cast("GenerateOptions", flags)
+    router = generation.Router(target, tls or ca is not None, ca, api_key)
     generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 
 

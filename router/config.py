@@ -100,7 +100,7 @@ class RouterConfig(RouterOptions):
     """Unique in the cluster."""
 
     model: str = "pico"
-    """Folder of the checkpoint (the router reads its tokenizer and chat template), or a bundled model's name."""
+    """The model as the workers have it: the router reads its tokenizer and chat template."""
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""

@@ -20,15 +20,14 @@ def handlers(services: Sequence[str]) -> "tuple[grpc.GenericRpcHandler[Any, Any]
         services: full names of the services that reflection lists besides its own.
     """
     _describe_v1()
-    servicer = reflection.aio.ReflectionServicer((*services, V1ALPHA, V1))
+    services = (*services, V1ALPHA, V1)
+    servicer = reflection.aio.ReflectionServicer(services)  # type: ignore[attr-defined]  # its __all__ is in an `if`
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         pb.ServerReflectionRequest.FromString,
         pb.ServerReflectionResponse.SerializeToString,
     )
-    return tuple(
-        grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in (V1ALPHA, V1)
-    )
+    return tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method}) for name in (V1ALPHA, V1))
 
 
 def _describe_v1() -> None:

@@ -68,7 +68,7 @@ class RouterServer:
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
-        self._tokenizer = Tokenizer(resolve(config.model))
+        self._tokenizer = Tokenizer(resolve(config.model, weights=False))
         policy = LeastLoaded(config.backlog_share)
         fleet = FleetHealth()
 

@@ -13,13 +13,15 @@ from support.router_fakes import FakeCluster, fake_cluster, pair, until
 class Background:
     """A fake cluster whose event loop runs in a thread, for the blocking client."""
 
-    def __init__(self, folder: Path, tokens: Callable[[int], int]) -> None:
+    def __init__(self, folder: Path, tokens: Callable[[int], int], **config: Any) -> None:
         """
         Args:
             tokens: the token that the workers send at each index.
+            config: options of the router.
         """
         self._folder = folder
         self._tokens = tokens
+        self._config = config
         self._stop = asyncio.Event()
         self._ready: Future[FakeCluster] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -36,7 +38,7 @@ class Background:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with fake_cluster(self._folder, *pair(self._tokens)) as cluster:
+        async with fake_cluster(self._folder, *pair(self._tokens), **self._config) as cluster:
             self._ready.set_result(cluster)
             await self._stop.wait()
 
