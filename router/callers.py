@@ -10,11 +10,9 @@ A tenant is never taken from a message: its caller could name another one, and l
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidRequest, Unauthenticated
@@ -67,6 +65,16 @@ class ApiKeys:
         return tenants
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a call shows of its caller."""
+
+    authorizations: Sequence[str] = ()
+    """The values of its `authorization` metadata or headers."""
+    common_names: Sequence[str] = ()
+    """Those of its client's certificate, which the transport has verified."""
+
+
 class Callers:
     """Tells the tenant of a call."""
 
@@ -85,26 +93,25 @@ class Callers:
         """Whether a tenant is more than the empty one."""
         return self._keys is not None or self._certificates
 
-    def tenant(self, context: "grpc.aio.ServicerContext[Any, Any]") -> str:
-        """The tenant of the call; empty if nobody is authenticated.
+    def tenant(self, identity: Identity) -> str:
+        """The tenant of a call; empty if nobody is authenticated.
 
         Raises:
             Unauthenticated: the call has no valid API key, or its certificate names no tenant.
         """
         if self._keys is not None:
-            given = [str(value) for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
+            given = identity.authorizations
             if len(given) != 1 or not given[0].startswith(SCHEME):
-                raise Unauthenticated("no API key; this router asks for one, as metadata `authorization: Bearer KEY`")
+                raise Unauthenticated("no API key; this router asks for one, as `authorization: Bearer KEY`")
             tenant = self._keys.tenant(given[0].removeprefix(SCHEME).strip())
             if tenant is None:
                 raise Unauthenticated("the API key is not known")
             return tenant
         if self._certificates:
-            names = list(context.auth_context().get("x509_common_name", ()))
-            tenant = names[0].decode(errors="replace") if len(names) == 1 else ""
-            if not 1 <= len(tenant) <= TENANT_CHARACTERS:
+            names = identity.common_names
+            if len(names) != 1 or not 1 <= len(names[0]) <= TENANT_CHARACTERS:
                 raise Unauthenticated("the client's certificate has no common name, which would be its tenant")
-            return tenant
+            return names[0]
         return ""
 
     def check_claim(self, claimed: str, tenant: str) -> None:

@@ -18,6 +18,9 @@ class RouterOptions:
     grpc_port: int = 50051
     """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
 
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
+
     max_requests: int = 1024
     """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
 

@@ -21,6 +21,8 @@ class RequestError(Exception):
     """The value of `RequestRecord.outcome`."""
     metadata: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Trailing metadata of the status."""
+    field: str | None = None
+    """The field of the request that is at fault."""
 
 
 class InvalidArgument(RequestError):
@@ -35,6 +37,19 @@ class InvalidRequest(InvalidArgument):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field} is {shorten(value)}; allowed: {allowed}")
+        self.field = field.partition(":")[0]
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no token of the context, or fewer than the request asks for."""
+
+
+class ModelNotFound(RequestError):
+    """The request names another model than the served one."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    outcome = "invalid"
+    field = "model"
 
 
 class Unauthenticated(RequestError):

@@ -24,7 +24,8 @@ from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.grpc_face import SERVICE, InferenceFace
+from kvrelay.router.front import Front
+from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
@@ -83,7 +84,7 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer)
         self._certificates = public_certificates(config)
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
@@ -115,7 +116,7 @@ class RouterServer:
             OSError: the port is in use.
         """
         self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
-        server.add_generic_rpc_handlers((self._face.handler(),))
+        server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)
@@ -133,7 +134,7 @@ class RouterServer:
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
-        await self._face.stop(grace)
+        await self._front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
         await self.registry.close()
@@ -159,7 +160,7 @@ class RouterServer:
             pid=os.getpid(),
             state=self._state,
         )
-        running = max(0, self._face.running - self.waiting)
+        running = max(0, self._front.running - self.waiting)
         load = Load(requests=Requests(waiting=self.waiting, running=running))
         if self._load_observer is not None:
             self._load_observer(load)

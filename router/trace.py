@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, TransferReport
-from kvrelay.v1.inference_pb2 import Timeline
+from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
 
@@ -48,6 +48,8 @@ class RequestTrace:
     received: float
     wire_id: str = ""
     """The request's name in logs and towards the workers; the client's name until the request is checked."""
+    index: int = 0
+    """Which of the request's completions this is."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     resumed_tokens: int = 0
@@ -77,9 +79,11 @@ class RequestTrace:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations)
 
-    @property
-    def cached_tokens(self) -> int:
-        return 0 if self.prefill is None else min(self.prefill.cached_tokens, self.prompt_tokens)
+    def usage(self) -> Usage:
+        """What the completion counts. The prompt of several completions counts once, with the first."""
+        prompt_tokens = 0 if self.index else self.prompt_tokens
+        cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
 
     def sent(self, now: float) -> None:
         """Notes that tokens were sent to the client."""
@@ -113,14 +117,15 @@ class RequestTrace:
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
+        usage = self.usage()
         sent = self.completion_tokens - self.resumed_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
         begun = self.first_sent is not None
         return RequestRecord(
             outcome=outcome,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
             retries=self.retries,
             migrations=self.migrations,
             resumed=self.resumes > 0,

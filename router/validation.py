@@ -11,7 +11,7 @@ import secrets
 import uuid
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
@@ -22,7 +22,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
-from kvrelay.router.errors import InvalidRequest, shorten
+from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
@@ -44,6 +44,9 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+MAX_COMPLETIONS = 128
+TAIL_TOKENS = 8
+"""Last tokens of a prompt that are kept at hand."""
 
 CONTEXT_LIMITS = {
     CONTEXT_LIMIT_UNSPECIFIED: "the model's context is {}",
@@ -78,6 +81,10 @@ class CheckedRequest:
     stop: tuple[str, ...]
     tenant: str
     """The caller's."""
+    tail: tuple[int, ...] = ()
+    """The last tokens of the prompt, at most TAIL_TOKENS."""
+    index: int = 0
+    """Which of the request's completions this is."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -99,6 +106,7 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
     """
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
+    _check_count(request)
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
     _check_choice(params)
     _check_stops(params, model)
@@ -124,9 +132,40 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         sampling,
         tuple(params.stop),
         tenant,
+        tuple(tokens[-TAIL_TOKENS:]),
+        0,
         client_call,
         await _resumed(request.resume.token_ids, sampling, model),
     )
+
+
+def completions(checked: CheckedRequest, count: int) -> list[CheckedRequest]:
+    """The `count` completions of a prompt, the first of which is `checked`; each has its own seed and wire id."""
+    return [checked, *(_later_completion(checked, index) for index in range(1, count))]
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of a request's completion: the first 8 bytes of BLAKE2b("<seed>/<index>"), little-endian; of the first
+    completion, `seed` itself."""
+    if not index:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
+    sampling = Sampling()
+    sampling.CopyFrom(checked.sampling)
+    sampling.seed = completion_seed(sampling.seed, index)
+    return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
+
+
+def _check_count(request: GenerateRequest) -> None:
+    if not request.HasField("n"):
+        return
+    if not 1 <= request.n <= MAX_COMPLETIONS:
+        raise InvalidRequest("n", request.n, f"1 to {MAX_COMPLETIONS}")
+    if request.n > 1 and request.HasField("resume"):
+        raise InvalidRequest("n", request.n, "1 with resume")
 
 
 async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":
@@ -295,9 +334,9 @@ def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
     return params.max_tokens
 
 
-def _too_long(prompt: int, model: ModelInfo) -> InvalidRequest:
+def _too_long(prompt: int, model: ModelInfo) -> PromptTooLong:
     limit = f"up to {model.max_context - 1}: {_context(model)}, and one must be left to generate"
-    return InvalidRequest("prompt: number of tokens", prompt, limit)
+    return PromptTooLong("prompt: number of tokens", prompt, limit)
 
 
 def _context(model: ModelInfo) -> str:
