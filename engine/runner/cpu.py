@@ -24,7 +24,8 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
-from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.engine.sampling.logprobs import score_prompt
+from kvrelay.engine.sampling.sampler import choose, draws_of, step_output
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import packer
@@ -68,17 +69,17 @@ class CpuRunner:
         rows = np.flatnonzero(plan.sample)
         with torch.inference_mode():
             hidden = self.forward(plan)
+            ends = np.cumsum(plan.lengths, dtype=np.int64)
+            prompts = [
+                score_prompt(hidden[ends[part.row] - plan.lengths[part.row] : ends[part.row]], part, self.model.logits)
+                for part in plan.prompt_parts
+            ]
+            prompt_logprobs = tuple([tuple(score for part in parts for score in part.read()) for parts in prompts])
             if not len(rows):
-                return FinishedStep(StepOutput((None,) * plan.num_rows))
-            last = np.cumsum(plan.lengths, dtype=np.int64)[rows] - 1
-            logits = self.model.logits(hidden[torch.from_numpy(last)])
-            ends = plan.starts + plan.lengths
-            draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
-            chosen, nonfinite = sample(logits, draws, self.model.largest)
-        tokens: list[int | None] = [None] * plan.num_rows
-        for row, token in zip(rows, chosen, strict=True):
-            tokens[row] = token
-        return FinishedStep(StepOutput(tuple(tokens), tuple([int(rows[index]) for index in nonfinite])))
+                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
+            logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
+            choice = choose(logits, draws_of(plan, rows), self.model.largest)
+        return FinishedStep(step_output(plan, rows, choice, prompt_logprobs))
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm."""

@@ -14,8 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.engine.plan import StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
+from kvrelay.engine.sampling.processors import NO_TOKEN, shape
+from kvrelay.engine.shaping import Shaping
 
 FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -32,6 +36,72 @@ class Draw:
     """Of the token to choose, in its sequence."""
     generated: int
     """Completion tokens before it."""
+    shaping: Shaping | None = None
+    """What changes the row's logits first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of some rows, and what was asked for beside them."""
+
+    tokens: list[int]
+    """[R]."""
+    nonfinite: list[int]
+    """Rows whose logits aren't finite: their token means nothing."""
+    refused: dict[int, str]
+    """Rows for which the request leaves no token, and why."""
+    logprobs: list[TokenLogprobs | None] | None
+    """[R]; None if no row asked for them."""
+
+
+def choose(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> Choice:
+    """Chooses a token for each row as its request asks, on the CPU; arguments as for `sample`."""
+    shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
+    scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    # Indexed with a list, it is a copy.
+    raw = logits[scored] if scored else None
+    refused = shape(logits, shapings) if shapings else {}
+    tokens, nonfinite = sample(logits, draws, find_largest)
+    if nonfinite and shapings:
+        empty = [row for row, _ in shapings if row in nonfinite and logits[row].max() == -torch.inf]
+        refused = dict.fromkeys(empty, NO_TOKEN) | refused
+        nonfinite = [row for row in nonfinite if row not in refused]
+    if raw is None:
+        return Choice(tokens, nonfinite, refused, None)
+    chosen = torch.tensor([tokens[row] for row in scored])
+    found = Scores(raw, chosen, [draws[row].params.logprobs or 0 for row in scored]).read()
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws)
+    for row, score in zip(scored, found, strict=True):
+        logprobs[row] = score
+    return Choice(tokens, nonfinite, refused, logprobs)
+
+
+def draws_of(plan: StepPlan, rows: NDArray[np.int64]) -> list[Draw]:
+    """How the tokens of a plan's `rows` are chosen."""
+    ends = plan.starts + plan.lengths
+    shapings = plan.shapings or (None,) * plan.num_rows
+    return [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row]), shapings[row]) for row in rows]
+
+
+def step_output(
+    plan: StepPlan,
+    rows: NDArray[np.int64],
+    choice: Choice,
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = (),
+) -> StepOutput:
+    """What a step yields whose `rows` have these tokens."""
+    tokens: list[int | None] = [None] * plan.num_rows
+    logprobs: list[TokenLogprobs | None] = [None] * plan.num_rows
+    for index, row in enumerate(rows):
+        tokens[row] = choice.tokens[index]
+        logprobs[row] = None if choice.logprobs is None else choice.logprobs[index]
+    return StepOutput(
+        tuple(tokens),
+        tuple([int(rows[index]) for index in choice.nonfinite]),
+        tuple([(int(rows[index]), why) for index, why in choice.refused.items()]),
+        None if choice.logprobs is None else tuple(logprobs),
+        prompt_logprobs,
+    )
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> tuple[list[int], list[int]]:

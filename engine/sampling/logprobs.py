@@ -1,0 +1,52 @@
+"""Log-probabilities of chosen and given tokens, by the model's own distribution."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.plan import PromptPart, TokenLogprobs
+
+ROWS_AT_ONCE = 64
+"""Tokens of a prompt whose logits are there at the same time: those of a whole prompt would not fit into memory."""
+
+
+class Scores:
+    """Log-probabilities of N tokens, perhaps on their way from a device; `read` them when the step has ended."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> None:
+        """
+        Args:
+            logits: float32 [N, V]; overwritten.
+            tokens: int64 [N]; their values mean nothing where the logits aren't finite.
+            tops: [N] how many of the likeliest tokens are wanted beside each.
+        """
+        self._tops = tops
+        logits -= logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(-1, tokens.clamp(min=0)[:, None])
+        ranks = (logits > own).sum(-1) + 1
+        values, ids = logits.topk(min(max(tops), logits.shape[1]), -1)
+        self._parts = [part.to("cpu", non_blocking=True) for part in (own.squeeze(-1), ranks, values, ids)]
+
+    def read(self) -> list[TokenLogprobs]:
+        """[N]; on a device, only after the work that was launched before has ended."""
+        own, ranks, values, ids = (part.tolist() for part in self._parts)
+        return [
+            TokenLogprobs(own[row], ranks[row], tuple(ids[row][:top]), tuple(values[row][:top]))
+            for row, top in enumerate(self._tops)
+        ]
+
+
+def score_prompt(hidden: Tensor, part: PromptPart, logits: Callable[[Tensor], Tensor]) -> list[Scores]:
+    """The scores of a part of a prompt, a few tokens at a time.
+
+    Args:
+        hidden: [L, hidden] of the tokens that the step computes of its row.
+        logits: from such rows to float32 logits; what it returns may be overwritten.
+    """
+    found = []
+    for begin in range(0, len(part.targets), ROWS_AT_ONCE):
+        targets = torch.from_numpy(part.targets[begin : begin + ROWS_AT_ONCE].astype("int64")).to(hidden.device)
+        rows = hidden[part.begin + begin : part.begin + begin + len(targets)]
+        found.append(Scores(logits(rows), targets, [part.top] * len(targets)))
+    return found
