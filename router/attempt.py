@@ -154,8 +154,7 @@ class Attempt:
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
-        trace.prefill_worker = prefill.worker.name
-        trace.decode_worker = "" if decode is None else decode.worker.name
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
         work = len(request.prompt) + self._base
         if decode is prefill:
             self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
@@ -305,7 +304,7 @@ class Attempt:
     # From the workers' streams.
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
-        self._note_reports(event)
+        self._trace.note(event)
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and self._end is None:
@@ -355,15 +354,6 @@ class Attempt:
     def _outlived(self, part: _Part) -> bool:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
-
-    def _note_reports(self, event: RequestEvent) -> None:
-        if event.HasField("prefill") and self._trace.prefill is None:
-            self._trace.prefill = event.prefill
-        if event.HasField("transfer"):
-            self._trace.transfer = event.transfer
-            self._trace.transfer_bytes += event.transfer.transfer_bytes
-        if event.HasField("decode"):
-            self._trace.decode = event.decode
 
     def _merge(self, part: _Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""

@@ -22,6 +22,7 @@ from kvrelay.router.answer import Answer, Write
 from kvrelay.router.callers import Callers, Identity
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.requests import Requests
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
@@ -48,6 +49,7 @@ class Front:
 
     def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
         self.tokenizer = tokenizer
+        self.requests = Requests()
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -96,6 +98,19 @@ class Front:
         if name and name not in self.served_names:
             known = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+
+    def tenant(self, caller: Caller) -> str:
+        """Whose call it is.
+
+        Raises:
+            Unauthenticated: the router asks for a key or a certificate that the caller hasn't shown.
+        """
+        return self._callers.tenant(caller.identity)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is to end."""
+        return self._draining
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
@@ -157,7 +172,9 @@ class Front:
 
     def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
         """Notes in log and metrics how a completion ended."""
-        record = trace.record(outcome, time.monotonic())
+        now = time.monotonic()
+        self.requests.end(trace, outcome, now)
+        record = trace.record(outcome, now)
         fields: dict[str, object] = {
             "request": trace.wire_id,
             "outcome": outcome,
@@ -248,6 +265,7 @@ class Call:
             raise (failures or errors).exceptions[0] from None
 
     async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
+        self._front.requests.begin(trace)
         with self._noting_failure(trace):
             answer = Answer(request, trace, write)
             finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
@@ -277,4 +295,4 @@ class Call:
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:
     trace.wire_id, trace.index = request.wire_id, request.index
-    trace.prompt_tokens, trace.resumes = len(request.prompt), request.resumes
+    trace.prompt_tokens, trace.resumes, trace.tenant = len(request.prompt), request.resumes, request.tenant
