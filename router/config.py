@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
 
 
@@ -13,13 +14,28 @@ class RouterOptions:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     host: str = "127.0.0.1"
-    """Address that the public gRPC binds to."""
+    """Address that the public gRPC and HTTP bind to."""
 
     grpc_port: int = 50051
     """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
 
+    http_port: int | None = 8000
+    """Port of the OpenAI-compatible HTTP; 0 takes a free one, and another one when the router is replaced. null: no
+    HTTP."""
+
     served_model_name: tuple[str, ...] = ()
     """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
+
+    chat_template: str = ""
+    """File with the Jinja template of chats; empty: the model's own."""
+
+    tool_parser: ToolParserName = "auto"
+    """Format in which the model writes tool calls: hermes (also Qwen), llama3, mistral, none; auto takes the one that
+    its chat template shows."""
+
+    reasoning_parser: ReasoningParserName = "auto"
+    """How answers of the HTTP API are split from what the model thinks: think takes <think>...</think> at their
+    beginning, none doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: int = 1024
     """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
@@ -60,7 +76,7 @@ class RouterOptions:
     calls of the same tenant. Empty, without tls_client_ca: anybody may call, and all are one tenant."""
 
     tls_certificate: str = ""
-    """File with the public port's certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
+    """File with the public ports' certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
 
     tls_key: str = ""
     """File with its key."""
@@ -74,6 +90,12 @@ class RouterOptions:
             raise ValueError(f"tls_key is {self.tls_key!r}; allowed: a file exactly if tls_certificate is one")
         if self.tls_client_ca and not self.tls_certificate:
             raise ValueError(f"tls_client_ca is {self.tls_client_ca!r}; allowed: with tls_certificate only")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
+        if not all(self.served_model_name):
+            raise ValueError("served_model_name has an empty name; allowed: names of at least 1 character")
         for name, low, high in (
             ("grpc_port", 0, 65535),
             ("max_requests", 1, 1_000_000),

@@ -11,9 +11,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
@@ -88,6 +88,14 @@ class Front:
         """The names that requests may give the model, the first of which is its name in answers."""
         return self.config.served_model_name or (self.model.name,)
 
+    def tenant(self, caller: Caller) -> str:
+        """The tenant of a caller that costs no more than an answer.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        return self._callers.tenant(caller.identity)
+
     def check_model(self, name: str) -> None:
         """Checks the model that a request names; empty is the served one.
 
@@ -139,7 +147,7 @@ class Front:
         try:
             if self._draining:
                 raise self._shutting_down()
-            tenant = self._callers.tenant(caller.identity)
+            tenant = self.tenant(caller)
             share = f"tenant {tenant}" if self._callers.authenticated else caller.host
             with self._admission.admit(share, size) as ticket:
                 yield Call(self, tenant, ticket, deadline)
@@ -205,7 +213,11 @@ class Call:
         self._received = time.monotonic()
 
     async def generate(
-        self, request: GenerateRequest, write: Write, begin: Callable[[CheckedRequest], object] | None = None
+        self,
+        request: GenerateRequest,
+        write: Write,
+        begin: Callable[[CheckedRequest], object] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """Runs one request to its end.
 
@@ -213,6 +225,7 @@ class Call:
             request: the caller should keep no reference to it.
             write: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
+            shown: special tokens whose names are part of the text.
 
         Raises:
             RequestError: it ended without all of its completions.
@@ -223,6 +236,7 @@ class Call:
             front.check_model(request.model)
             front._callers.check_claim(request.tenant, self._tenant)
             checked = await check(request, self._tenant, front.model, front.tokenizer)
+            checked = replace(checked, shown=shown) if shown else checked
             _describe(checked, trace)
             if begin is not None:
                 begin(checked)
@@ -255,14 +269,7 @@ class Call:
             _describe(request, trace)
             await self._complete(request, trace, write)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(first(), name=requests[0].wire_id)
-                for request in requests[1:]:
-                    group.create_task(later(request), name=request.wire_id)
-        except BaseExceptionGroup as errors:
-            failures = errors.subgroup(RequestError)
-            raise (failures or errors).exceptions[0] from None
+        await together([first(), *map(later, requests[1:])])
 
     async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
         self._front.requests.begin(trace)
@@ -291,6 +298,20 @@ class Call:
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
         self.noted = True
         self._front.note_end(trace, outcome, failure)
+
+
+async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them to their ends; the first one that fails ends the others, and its exception is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work, name="completion")
+    except BaseExceptionGroup as errors:
+        failures = errors.subgroup(RequestError)
+        raise (failures or errors).exceptions[0] from None
 
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:

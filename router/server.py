@@ -1,10 +1,11 @@
-"""A router process: membership, streams to workers, public gRPC face, health."""
+"""A router process: membership, streams to workers, public gRPC and HTTP, health."""
 
 import asyncio
 import logging
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import grpc
@@ -27,13 +28,18 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.front import Front
 from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
+from kvrelay.router.http.chat import Chats
+from kvrelay.router.http.face import HttpFace
+from kvrelay.router.metrics import PrometheusMetrics
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.trace import Observer
+from kvrelay.router.tools.choose import reasons, tool_format
+from kvrelay.router.trace import Observer, RequestRecord
 from kvrelay.rpc.address import join
+from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
@@ -69,7 +75,8 @@ class RouterServer:
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
-        self._tokenizer = Tokenizer(resolve(config.model, weights=False))
+        template = Path(config.chat_template) if config.chat_template else None
+        self._tokenizer = Tokenizer(resolve(config.model, weights=False), template)
         policy = LeastLoaded(config.backlog_share)
         fleet = FleetHealth()
 
@@ -84,8 +91,20 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
         )
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observer)
+        self._metrics = PrometheusMetrics(config.name)
+
+        def observe(record: RequestRecord) -> None:
+            self._metrics(record)
+            if observer is not None:
+                observer(record)
+
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe)
         self._certificates = public_certificates(config)
+        self._http: HttpFace | None = None
+        if config.http_port is not None:
+            source = self._tokenizer.template_source
+            format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
+            self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -97,7 +116,14 @@ class RouterServer:
         self._serving: bool | None = None
         self._setting_health: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None  # belongs to the running event loop, so `start` makes it
-        self._port = 0
+        self._port = self._http_port = 0
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of the HTTP API; None without it."""
+        if self._http is None:
+            return None
+        return join(self.config.advertised_host or self.config.host, self._http_port)
 
     @property
     def address(self) -> str:
@@ -122,10 +148,16 @@ class RouterServer:
         await self._set_health(serving=False)
         clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
+        if self._http is not None and self.config.http_port is not None:
+            tls = None
+            if self._certificates is not None:
+                tls = server_context(self._certificates, clients_required=clients == "required")
+            self._http_port = await self._http.start(self.config.host, self.config.http_port, tls)
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
-        logger.info("listening", extra={"address": self.address, "incarnation": self.incarnation})
+        fields = {"address": self.address, "http": self.http_address, "incarnation": self.incarnation}
+        logger.info("listening", extra=fields)
         return self._port
 
     async def stop(self, grace: float) -> None:
@@ -137,6 +169,8 @@ class RouterServer:
         await self._front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
+        if self._http is not None:
+            await self._http.stop()
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
@@ -162,6 +196,7 @@ class RouterServer:
         )
         running = max(0, self._front.running - self.waiting)
         load = Load(requests=Requests(waiting=self.waiting, running=running))
+        self._metrics.observe_load(load)
         if self._load_observer is not None:
             self._load_observer(load)
         return member, load

@@ -22,6 +22,8 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
+from kvrelay.router.conversation import conversation
+from kvrelay.router.conversation import size as conversation_size
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.tokenizer import Tokenizer
@@ -45,6 +47,10 @@ MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 MAX_COMPLETIONS = 128
+TOKENIZE_BYTES = 512 * 1024
+"""Largest text to be tokenized alone, and most ids to be detokenized: what the event loop can send in some
+milliseconds."""
+TOKENIZE_WHY = "send a longer text in parts"
 TAIL_TOKENS = 8
 """Last tokens of a prompt that are kept at hand."""
 
@@ -83,6 +89,8 @@ class CheckedRequest:
     """The caller's."""
     tail: tuple[int, ...] = ()
     """The last tokens of the prompt, at most TAIL_TOKENS."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens whose names are part of the text."""
     index: int = 0
     """Which of the request's completions this is."""
     client_call: ClientCall | None = None
@@ -133,9 +141,8 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         tuple(params.stop),
         tenant,
         tuple(tokens[-TAIL_TOKENS:]),
-        0,
-        client_call,
-        await _resumed(request.resume.token_ids, sampling, model),
+        client_call=client_call,
+        resumed=await _resumed(request.resume.token_ids, sampling, model),
     )
 
 
@@ -209,13 +216,15 @@ async def text_tokens(
                 raise InvalidRequest("text", request.text, "at least 1 character")
             size = len(request.text.encode())
         case "messages":
-            size = sum(len(message.content.encode()) for message in request.messages.messages)
+            size = conversation_size(request.messages)
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
     if size > max_bytes:
         raise InvalidRequest(f"{given}: number of bytes", size, f"up to {max_bytes}, {why}")
     text = given == "text"
-    tokens = await (tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer))
+    tokens = await (
+        tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer, size, max_bytes)
+    )
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -244,18 +253,16 @@ def check_ids(field: str, token_ids: Sequence[int], vocab_size: int, first: int 
         raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
 
 
-async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> "array[int]":
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    if not messages:
-        raise InvalidRequest("messages: number of messages", 0, "at least 1")
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int) -> "array[int]":
+    count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(messages)
+        return await tokenizer.encode_chat(conversation(chat), size, max_bytes)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
     except TemplateFailed as error:
         limit = f"what the model's chat template renders ({shorten(str(error))})"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
 
 
 def _names(request_id: str) -> tuple[str, str]:
