@@ -107,14 +107,6 @@ class Front:
             known = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
 
-    def tenant(self, caller: Caller) -> str:
-        """Whose call it is.
-
-        Raises:
-            Unauthenticated: the router asks for a key or a certificate that the caller hasn't shown.
-        """
-        return self._callers.tenant(caller.identity)
-
     @property
     def draining(self) -> bool:
         """Whether the router is to end."""

@@ -31,6 +31,7 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
@@ -105,6 +106,8 @@ class RouterServer:
             source = self._tokenizer.template_source
             format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
             self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
+            if config.page:
+                self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:

@@ -88,7 +88,7 @@ class RequestTrace:
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
     prefill_at: float | None = None
-    """When the router got `prefill`, as `transfer_at` and `decode_at`; the latter with the first report of an attempt."""
+    """When the router got `prefill`, as `transfer_at` and `decode_at`; the latter of the first of an attempt."""
     transfer_at: float | None = None
     decode_at: float | None = None
     handoffs: list[Handoff] = field(default_factory=list)

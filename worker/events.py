@@ -34,9 +34,7 @@ def event_of(progress: Progress) -> RequestEvent:
 
 
 def _add_logprobs(target: Any, scores: TokenLogprobs) -> None:
-    target.add(
-        logprob=scores.logprob, rank=scores.rank, top_ids=scores.top_ids, top_logprobs=scores.top_logprobs
-    )
+    target.add(logprob=scores.logprob, rank=scores.rank, top_ids=scores.top_ids, top_logprobs=scores.top_logprobs)
 
 
 def _report(event: RequestEvent, sequence: Sequence) -> None:

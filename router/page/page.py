@@ -222,7 +222,9 @@ class _Run:
         if message.finish_reason:
             self._last = message
         shown = {"at": since, "text": message.text, "tokens": len(message.token_ids)}
-        await self._events.write(_event("text", shown | ({"seed": str(message.seed)} if message.HasField("seed") else {})))
+        await self._events.write(
+            _event("text", shown | ({"seed": str(message.seed)} if message.HasField("seed") else {}))
+        )
 
     def end(self) -> bytes:
         """The last event."""

@@ -118,10 +118,10 @@ class Tab:
         await self.value(f"(document.querySelector({selector!r}).focus(), document.activeElement.select())")
         await self.call("Input.insertText", text=text)
 
-    async def screenshot(self, path: Path) -> None:
-        """Writes what the window shows."""
+    async def screenshot(self) -> bytes:
+        """What the window shows, as PNG."""
         shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(shot["data"])
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ export function axisOf(life, age, even) {
     if (!broken) return seconds / end;
     return seconds <= knee ? (SHARE * seconds) / knee : SHARE + ((1 - SHARE) * (seconds - knee)) / (end - knee);
   };
-  return { at, end, knee: broken ? knee : null, share: SHARE };
+  return { at: (seconds) => Math.min(1, at(seconds)), end, knee: broken ? knee : null, share: SHARE };
 }
 
 /** Round times to label, about `wanted` of them in [from, to]. */
@@ -37,9 +37,9 @@ export function ticks(from, to, wanted) {
   return { step, found };
 }
 
-/** A tick's label, with the digits and the unit that its step needs. */
-export function label(seconds, step) {
-  const [scale, unit] = step < 1 && seconds < 10 ? [1000, "ms"] : [1, "s"];
+/** A tick's label, with the digits that its step needs and the unit that suits times up to `most`. */
+export function label(seconds, step, most) {
+  const [scale, unit] = most < 1 ? [1000, "ms"] : [1, "s"];
   const digits = Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9));
   return `${(seconds * scale).toFixed(digits)} ${unit}`;
 }

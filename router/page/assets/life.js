@@ -4,10 +4,11 @@ import { axisOf, label, ticks } from "./axis.js";
 import { drawing, duration, element, size, words } from "./format.js";
 
 const LEFT = 168;
-const RIGHT = 14;
+const RIGHT = 76;
 const TOP = 40;
 const ROW = 28;
 const BAR = 16;
+const CHARACTER = 6.2;
 const PIXELS_PER_TICK = 90;
 const MOST_TOKEN_MARKS = 600;
 const NAMES = {
@@ -71,7 +72,7 @@ function chart({ life, age, tokens }, width, even) {
   const height = TOP + rows * ROW + 6;
   const axis = axisOf(life, age, even);
   const inner = Math.max(60, width - LEFT - RIGHT);
-  const x = (seconds) => LEFT + inner * Math.min(1, axis.at(seconds));
+  const x = (seconds) => LEFT + inner * axis.at(seconds);
   const made = drawing("svg", { viewBox: `0 0 ${width} ${height}`, height });
   grid(made, axis, x, inner, height);
   handoff(made, life, x, height, age);
@@ -96,7 +97,7 @@ function grid(made, axis, x, inner, height) {
     for (const seconds of found) {
       if (from > 0 && x(seconds) - x(from) < PIXELS_PER_TICK / 3) continue;
       made.append(drawing("line", { class: "grid", x1: x(seconds), x2: x(seconds), y1: 18, y2: height }));
-      made.append(drawing("text", { x: x(seconds), y: 12, "text-anchor": seconds === 0 ? "start" : "middle" }, label(seconds, step)));
+      made.append(drawing("text", { x: x(seconds), y: 12, "text-anchor": seconds === 0 ? "start" : "middle" }, label(seconds, step, to)));
     }
   }
   if (axis.knee !== null) {
@@ -133,7 +134,7 @@ function bar(made, span, top, x, life, age, tokens) {
   const extra = span.stage === "transfer" && life.transfer_bytes ? `, ${words(size(life.transfer_bytes))}` : "";
   const text = `${words(duration(seconds))}${extra}`;
   const right = x(span.start) + width;
-  const fits = right + 8 + text.length * 6.2 < x(1e9);
+  const fits = right + 8 + text.length * CHARACTER < x(Infinity) + RIGHT;
   made.append(drawing("text", { class: "halo", x: fits ? right + 6 : x(span.start) - 6, y: middle, "text-anchor": fits ? "start" : "end" }, text));
 }
 

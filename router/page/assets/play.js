@@ -79,6 +79,7 @@ export class Playground {
     this.say("");
     this.answer.replaceChildren(...(this.chat.checked ? [] : [element("span", { class: "given" }, this.prompt.value)]));
     this.answer.classList.add("live");
+    this.answer.scrollTop = this.answer.scrollHeight;
   }
 
   add(value, growing, tokens) {
