@@ -12,7 +12,7 @@ where the router heard of it, a network's delay late, and began that long before
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrelay.router.trace import Outcome, RequestTrace
@@ -73,8 +73,13 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
     record = trace.record(outcome or "cancelled", now)
     since = trace.received
 
-    def at(moment: float) -> float:
-        return max(0.0, moment - since)
+    def at(moment: float, earliest: float = 0.0) -> float:
+        return max(earliest, min(moment, now) - since)
+
+    def shown(span: Span) -> Span:
+        # Reports of two workers come in any order, and a worker's clock may run faster than the router's.
+        start = at(span.start)
+        return replace(span, start=start, end=None if span.end is None else at(span.end, start))
 
     return Life(
         id=trace.wire_id,
@@ -82,10 +87,7 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
         received=time.time() - at(now),
         outcome=outcome,
         age=at(now),
-        spans=tuple(
-            Span(span.stage, span.worker, at(span.start), None if span.end is None else at(span.end))
-            for span in _spans(trace, None if outcome is None else now)
-        ),
+        spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
         chunks=tuple((at(moment), tokens) for moment, tokens in trace.chunks),
         placed=tuple(map(at, trace.placed)),
         prompt_tokens=trace.prompt_tokens,

@@ -39,6 +39,7 @@ export function ticks(from, to, wanted) {
 
 /** A tick's label, with the digits that its step needs and the unit that suits times up to `most`. */
 export function label(seconds, step, most) {
+  if (seconds === 0) return "0";
   const [scale, unit] = most < 1 ? [1000, "ms"] : [1, "s"];
   const digits = Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9));
   return `${(seconds * scale).toFixed(digits)} ${unit}`;
