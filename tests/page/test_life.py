@@ -51,7 +51,13 @@ def spans(shown: Life) -> dict[str, tuple[float, float | None]]:
 def test_each_stage_has_its_place() -> None:
     chunk = note(RequestEvent(computed_tokens=4))
     trace = traced(
-        (0.1, place), (0.4, chunk), (0.6, note(PREFILL)), sent(0.6), (0.8, note(TRANSFER)), (0.9, note(DECODE)), sent(2.0)
+        (0.1, place),
+        (0.4, chunk),
+        (0.6, note(PREFILL)),
+        sent(0.6),
+        (0.8, note(TRANSFER)),
+        (0.9, note(DECODE)),
+        sent(2.0),
     )
     shown = life(trace, "length", 102.1)
     assert spans(shown) == {

@@ -30,6 +30,7 @@ OPTIONS = (
     "--disable-component-update",
     "--disable-extensions",
     "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
 
@@ -108,8 +109,8 @@ class Tab:
         codes = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "Tab": 9}
         event: dict[str, Any] = {"key": key, "modifiers": sum(MODIFIERS[name] for name in modifiers)}
         event["windowsVirtualKeyCode"] = codes.get(key) or ord(key.upper())
-        if len(key) == 1 and not modifiers:
-            event["text"] = key
+        if not modifiers and (len(key) == 1 or key == "Enter"):
+            event["text"] = "\r" if key == "Enter" else key
         await self.call("Input.dispatchKeyEvent", type="keyDown", **event)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 

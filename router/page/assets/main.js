@@ -37,9 +37,16 @@ async function introduce() {
   at("model").textContent = known.model || "no worker yet";
   at("router").textContent = `${known.router} · kvrelay ${known.version}`;
   document.title = known.model ? `${known.model} · kvrelay` : "kvrelay";
-  if (known.max_context) at("max_tokens").max = known.max_context;
+  if (known.max_context) limitTokens(known.max_context);
   playground.offerChat(known.has_chat_template);
   return known.model !== "";
+}
+
+/** The prompt needs its part of the context. */
+function limitTokens(context) {
+  const field = at("max_tokens");
+  field.max = context;
+  field.value = Math.min(field.value, Math.floor(context / 2));
 }
 
 const SHOWN = {
@@ -55,7 +62,7 @@ const SHOWN = {
 };
 
 /** Follows the router for as long as the page is open. */
-async function follow_router() {
+async function followRouter() {
   for (let failures = 0; ; failures += 1) {
     try {
       let introduced = await introduce();
@@ -119,4 +126,4 @@ at("theme").addEventListener("click", toggle);
 at("axis").addEventListener("click", even);
 at("help").addEventListener("click", () => at("keys").showModal());
 
-follow_router();
+followRouter();
