@@ -69,6 +69,9 @@ config_option = click.option(
 @click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
 @click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
+@click.option("--http-port", type=int, metavar="P", help="Port of its OpenAI-compatible HTTP (default 8000).")
+@click.option("--served-model-name", metavar="NAME", multiple=True, help="A name of the model in requests.")
+@click.option("--chat-template", metavar="FILE", help="Jinja template of chats; default: the model's own.")
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
 @click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
@@ -245,6 +248,9 @@ OPTIONS = {
     "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",
+    "http_port": "router.http_port",
+    "served_model_name": "router.served_model_name",
+    "chat_template": "router.chat_template",
     "address": "ray.address",
     "drain_seconds": "drain_seconds",
 }
@@ -257,7 +263,7 @@ def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
     overrides = {
         OPTIONS[name]: configfile.Override(f"--{name.replace('_', '-')}", value)
         for name, value in flags.items()
-        if value is not None
+        if value not in (None, ())
     }
     return configfile.load(path, overrides)
 
@@ -290,6 +296,10 @@ def _refuse_second() -> None:
 def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
     console.print("[bold green]kvrelay is ready[/]")
     console.print(f"  router     {state.router}")
+    if state.http:
+        scheme = "https" if state.router_tls else "http"
+        urls = "  ".join(f"{scheme}://{address}/v1" for address in state.http.split(","))
+        console.print(f"  http       {urls}", soft_wrap=True)
     if state.dashboard:
         console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     console.print("  try        kvrelay generate 'def __init__(self, '")

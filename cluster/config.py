@@ -108,8 +108,8 @@ class RouterSection(RouterOptions):
     another one if its router is lost."""
 
     port_step: int = 1
-    """Distance between the ports of two routers: the first has grpc_port. 0 gives all of them the same, for routers
-    with addresses of their own."""
+    """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same,
+    for routers with addresses of their own."""
 
     cpus: Amount = 1.0
     """CPUs that Ray reserves for each router."""
@@ -122,7 +122,9 @@ class RouterSection(RouterOptions):
         require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
         require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
         most = 65535 - (self.replicas - 1) * self.port_step
-        require(self.grpc_port <= most, "grpc_port", self.grpc_port, f"up to {most} for {self.replicas} routers")
+        for name in ("grpc_port", "http_port"):
+            port = getattr(self, name) or 0
+            require(port <= most, name, port, f"up to {most} for {self.replicas} routers")
 
 
 class RaySection(Section):
@@ -196,7 +198,8 @@ class ClusterConfig(Section):
         return self
 
     def _require_ports(self) -> None:
-        shared = self.local and self.router.replicas > 1 and self.router.grpc_port > 0
+        ports = bool(self.router.grpc_port or self.router.http_port)
+        shared = self.local and self.router.replicas > 1 and ports
         allowed = "1 or more, since the routers share this machine"
         require(not shared or self.router.port_step > 0, "router.port_step", self.router.port_step, allowed)
 
@@ -247,13 +250,14 @@ class ClusterConfig(Section):
     def router_configs(self) -> list[RouterConfig]:
         """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""
         section = self.router
-        known = {option.name for option in fields(RouterOptions)} - {"grpc_port"}
+        known = {option.name for option in fields(RouterOptions)} - {"grpc_port", "http_port"}
         options = {name: value for name, value in asdict(section).items() if name in known}
         return [
             RouterConfig(
                 **options,
                 name=f"router-{index}",
                 grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
+                http_port=section.http_port and section.http_port + index * section.port_step,
                 model=self.model.path,
                 drain_seconds=self.drain_seconds,
                 security=self.security,

@@ -93,7 +93,7 @@ def _type(field: dict[str, Any]) -> str:
     if "properties" in field:
         return "keys of [`engine`](#engine) except `threads`"
     if field["type"] == "object":
-        return "mapping of names to numbers"
+        return f"mapping of names to {'keys' if '$ref' in field['additionalProperties'] else 'numbers'}"
     low, high = field.get("minimum"), field.get("maximum")
     if low is None:
         return str(field["type"])

@@ -75,6 +75,11 @@ class StepPlan:
     prompt_parts: tuple[PromptPart, ...] = ()
     """In order of their rows, at most one for each."""
 
+    def is_special(self, row: int) -> bool:
+        """Whether the row's token takes more than what its logits, temperature, filters and `min_tokens` say."""
+        shaped = self.shapings is not None and self.shapings[row] is not None
+        return shaped or self.sampling[row].logprobs is not None
+
     @property
     def num_rows(self) -> int:
         return len(self.handles)

@@ -86,7 +86,8 @@ class Scheduler:
             ValueError: the request can never be served here, or is here already; names field, value and limit.
         """
         self._check(request)
-        sequence = self._sequence(request, self._pool.share((), f"sequence {request}"), handoff)
+        hold = self._pool.share((), f"sequence {request}")
+        sequence = self._sequence(request, hold, handoff, list(request.tokens))
         self._waiting.append(sequence)
         return sequence
 
@@ -129,11 +130,8 @@ class Scheduler:
             raise ValueError(f"first_token is {first_token}; it ends request {request.key} already")
         hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
-        sequence = self._sequence(request, hold, handoff=False)
-        sequence.tokens.append(first_token)
+        sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
         sequence.unscored = request.prompt_tokens
-        if sequence.shaping is not None:
-            sequence.shaping.push(first_token)
         sequence.chain = hold.chain
         sequence.num_computed = sequence.furthest = length
         sequence.lifetime.committed = now()
@@ -427,10 +425,9 @@ class Scheduler:
         if request.key in self._live:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
-    def _sequence(self, request: Request, hold: Hold, handoff: bool) -> Sequence:
-        shaping = Shaping.of(request)
+    def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
         unscored = request.prompt_tokens if request.sampling.prompt_logprobs is None else 1
-        tokens = list(request.tokens)
+        shaping = Shaping.of(request, tokens)
         sequence = Sequence(
             request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored
         )

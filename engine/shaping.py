@@ -52,11 +52,11 @@ class Shaping:
                 self._counts[self._index[token]] += 1
 
     @classmethod
-    def of(cls, request: Request) -> "Shaping | None":
-        """That of a request's tokens; None if nothing changes its logits."""
+    def of(cls, request: Request, tokens: Sequence[int]) -> "Shaping | None":
+        """That of a request that has these tokens, the prompt's included; None if nothing changes its logits."""
         if not request.sampling.shaped:
             return None
-        prompt, completion = request.tokens[: request.prompt_tokens], request.tokens[request.prompt_tokens :]
+        prompt, completion = tokens[: request.prompt_tokens], tokens[request.prompt_tokens :]
         matcher = None if request.grammar is None else request.grammar.matcher(completion)
         return cls(request.sampling, prompt, completion, matcher)
 

@@ -48,7 +48,12 @@ class Answer:
     def _message(self, piece: Piece) -> GenerateResponse:
         request = self._request
         message = GenerateResponse(
-            request_id=request.request_id, text=piece.text, token_ids=piece.token_ids, index=request.index
+            request_id=request.request_id,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            index=request.index,
+            logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
         )
         if self._first:
             self._first = False

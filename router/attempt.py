@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -27,11 +28,12 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.prefixes import Expectation
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
@@ -59,6 +61,18 @@ class AttemptFailure:
         return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
 
 
+class Taken(NamedTuple):
+    """What an attempt has that was not taken before."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    """Unspecified unless the tokens are the last."""
+    logprobs: list[TokenLogprobs]
+    """One for each token if they were asked for, else none."""
+    prompt_logprobs: list[TokenLogprobs]
+    """All of them, with the first tokens, if they were asked for."""
+
+
 @dataclass(slots=True)
 class _Part:
     """The part of an attempt that one worker does."""
@@ -67,8 +81,6 @@ class _Part:
     phase: Phase
     next_index: int
     """Index of the next token that the worker has to send."""
-    claimed_tokens: int
-    """Tokens that this part adds to `stream.outstanding_tokens`."""
     on_trial: bool
     """Whether the request may end the worker; False again when this part has proved harmless or is over."""
     open: bool = True
@@ -83,7 +95,6 @@ class _Part:
     """The number of its trial on the worker; 0 without one, after it, or if another trial was under way before."""
 
     def __post_init__(self) -> None:
-        self.stream.outstanding_tokens += self.claimed_tokens
         self.stream.requests += 1
         if self.on_trial:
             self.stream.trials_begun += 1
@@ -97,8 +108,6 @@ class _Part:
 
     def release(self) -> None:
         """The worker has no more work with this part. Safe to call again."""
-        self.stream.outstanding_tokens -= self.claimed_tokens
-        self.claimed_tokens = 0
         self.stream.requests -= self._counted
         self._counted = False
         self._end_trial()
@@ -124,6 +133,7 @@ class Attempt:
         generated: Sequence[int],
         prefill: WorkerStream,
         decode: WorkerStream | None,
+        expected: Sequence[Expectation] = (),
         *,
         on_trial: bool = False,
     ) -> None:
@@ -134,6 +144,7 @@ class Attempt:
             prefill: the worker that computes the prompt and the first token.
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
+            expected: what each of these streams' workers should have in its cache; ended with the attempt.
             on_trial: whether each worker shall count the request as on trial, until it has sent enough.
         """
         self.number = trace.attempts
@@ -148,20 +159,26 @@ class Attempt:
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
         self._seen: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        """Of the tokens in `_seen`, if they were asked for."""
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._wants = request.sampling.HasField("logprobs")
+        # A client that has tokens has these too.
+        self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
         self._taken = 0
-        self._stash: dict[int, int] = {}
+        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
         trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
-        work = len(request.prompt) + self._base
+        self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, work, on_trial)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial)
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, on_trial)
 
     # Towards the workers.
 
@@ -212,14 +229,22 @@ class Attempt:
             submit.attempt = self.number
             submit.prompt_tokens = len(self._request.prompt)
             submit.sampling.CopyFrom(self._request.sampling)
-            submit.tenant = self._request.tenant
+            if not self._wants_prompt or part.phase == PHASE_DECODE:
+                submit.sampling.ClearField("prompt_logprobs")
+            submit.tenant = self._request.namespace
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part), self.wake)
+            part.stream.submit(
+                submit,
+                partial(self._on_event, part),
+                partial(self._on_lost, part),
+                self.wake,
+                cached_tokens=self._expected[0].tokens if self._expected else 0,
+            )
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -232,6 +257,8 @@ class Attempt:
         """Cancels every part that is still open. Safe to call again."""
         for part in self._parts:
             self._end_part(part)
+        for expectation in self._expected:
+            expectation.end()
 
     def _end_part(self, part: _Part) -> None:
         part.release()
@@ -260,11 +287,12 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
-    def take(self) -> tuple[list[int], FinishReason]:
-        """The new tokens in order, and the finish reason if they are the last; unspecified if they are not."""
-        token_ids = self._seen[self._taken :]
-        self._taken = len(self._seen)
-        return token_ids, self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them."""
+        finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+        first, self._taken = self._taken, len(self._seen)
+        prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
+        return Taken(self._seen[first:], finish_reason, self._logprobs[first:], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -305,6 +333,10 @@ class Attempt:
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
         self._trace.note(event)
+        if event.HasField("prefill"):
+            self._note_cached(event.prefill.cached_tokens)
+        if event.prompt_logprobs:
+            self._merge_prompt(part, event)
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and self._end is None:
@@ -355,6 +387,13 @@ class Attempt:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
+    def _note_cached(self, cached: int) -> None:
+        """The prefill worker had so many tokens of the prompt cached."""
+        for expectation, part in zip(self._expected, self._parts, strict=False):
+            # The KV is on its way to the decode worker, which will have as much of it.
+            tokens = cached if part is self._prefill else expectation.tokens
+            expectation.reported(tokens, part.stream.block_size)
+
     def _merge(self, part: _Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""
         end = event.first_index + len(event.token_ids)
@@ -364,21 +403,45 @@ class Attempt:
         if end > self._base + self._left:
             self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
             return
-        for at, token in enumerate(event.token_ids, event.first_index - self._base):
+        if self._wants and len(event.logprobs) != len(event.token_ids):
+            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
+            return
+        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
+            return
+        for offset, token in enumerate(event.token_ids):
+            at = event.first_index - self._base + offset
             if at < 0:
                 continue
-            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, token)
+            new = token, event.logprobs[offset] if self._wants else None
+            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
             if known != token:
                 self._fail_defect(part, f"sent token {token} at index {self._base + at}, where {known} was sent before")
                 return
-        while (next_token := self._stash.pop(len(self._seen), None)) is not None:
-            self._seen.append(next_token)
+        while (found := self._stash.pop(len(self._seen), None)) is not None:
+            self._seen.append(found[0])
+            if found[1] is not None:
+                self._logprobs.append(found[1])
         part.next_index = max(part.next_index, end)
         part.delivered = True
         if part.phase == PHASE_PREFILL:
             part.release()
         if part is self._decode:
             self.decide_by = math.inf
+
+    def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
+        """Adds log-probabilities of the prompt's tokens, of which the first has none."""
+        due = 1 + len(self._prompt_logprobs)
+        if event.prompt_logprobs_first != due:
+            self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
+        else:
+            self._prompt_logprobs.extend(event.prompt_logprobs)
+
+    @property
+    def _prompt_complete(self) -> bool:
+        return 1 + len(self._prompt_logprobs) == len(self._request.prompt)
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

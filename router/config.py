@@ -1,10 +1,29 @@
 """The options of a router, and those of one router process."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClass:
+    """A class of service, which requests ask for by its name."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    weight: float = 1.0
+    """Its share of the workers while requests wait, against the other classes of the same tenant."""
+
+    first_token_timeout_seconds: float = 0.0
+    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("weight", 0.001, 1000), ("first_token_timeout_seconds", 0.0, 86400)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +69,31 @@ class RouterOptions:
     prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for capacity on a decode worker; one more is refused with
-    RESOURCE_EXHAUSTED."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant that has
+    most of them is refused with RESOURCE_EXHAUSTED."""
 
     backlog_share: float = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
     on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
     whenever a request ends. With a large share, finished prompts may fill prefill memory."""
 
+    prefill_ahead_tokens: int = 8192
+    """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
+    gets its share. Too few let the worker wait for a prompt."""
+
+    prefix_index_tokens: int = 8 * 2**20
+    """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
+    about 6 bytes each. 0: placement by load only."""
+
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
 
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
+
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
+    """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
+    the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
 
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
@@ -75,9 +106,10 @@ class RouterOptions:
     """Placements of one request, the first one included."""
 
     api_keys: str = ""
-    """File with a line for each API key: the tenant, and the SHA-256 of the key in hexadecimal; read again when it
-    changes. Calls must then carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with
-    calls of the same tenant. Empty, without tls_client_ca: anybody may call, and all are one tenant."""
+    """File with a line for each API key: the tenant, the SHA-256 of the key in hexadecimal, and options (`classes`,
+    `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`); read again when it changes. Calls must then
+    carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with calls of the same tenant.
+    Empty, without tls_client_ca: anybody may call, and all are one tenant."""
 
     tls_certificate: str = ""
     """File with the public ports' certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
@@ -106,6 +138,8 @@ class RouterOptions:
             ("max_queue", 0, 1_000_000),
             ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
+            ("prefill_ahead_tokens", 1, 2**40),
+            ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
             ("worker_wait_seconds", 0.0, 86400),

@@ -19,10 +19,13 @@ from typing import Any, cast
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission, Ticket
 from kvrelay.router.answer import Answer, Write
-from kvrelay.router.callers import Callers, Identity
+from kvrelay.router.callers import Callers, Grant, Identity
+from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.limits import KeyLimits, Meter
 from kvrelay.router.requests import Requests
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
@@ -47,12 +50,21 @@ class Caller:
 class Front:
     """The state that all faces of a router share. Nothing that a client sends ends the router."""
 
-    def __init__(self, dispatch: Dispatch, tokenizer: Tokenizer, callers: Callers, observer: Observer | None) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
+        callers: Callers,
+        observer: Observer | None,
+        defaults: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.defaults = defaults
         self.requests = Requests()
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
+        self.limits = KeyLimits()
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
         self._draining = False
@@ -94,7 +106,7 @@ class Front:
         Raises:
             Unauthenticated: it has not shown who it is.
         """
-        return self._callers.tenant(caller.identity)
+        return self._callers.grant(caller.identity).tenant
 
     def check_model(self, name: str) -> None:
         """Checks the model that a request names; empty is the served one.
@@ -139,10 +151,10 @@ class Front:
         try:
             if self._draining:
                 raise self._shutting_down()
-            tenant = self.tenant(caller)
-            share = f"tenant {tenant}" if self._callers.authenticated else caller.host
+            grant = self._callers.grant(caller.identity)
+            share = f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
             with self._admission.admit(share, size) as ticket:
-                yield Call(self, tenant, ticket, deadline)
+                yield Call(self, grant, ticket, deadline)
         except RequestError:
             raise
         except asyncio.CancelledError:
@@ -195,12 +207,12 @@ class Front:
 class Call:
     """One admitted call."""
 
-    def __init__(self, front: Front, tenant: str, ticket: Ticket, deadline: float) -> None:
+    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float) -> None:
         self.ticket = ticket
         self.noted = False
         """Whether the end of a completion was noted in log and metrics."""
         self._front = front
-        self._tenant = tenant
+        self._grant = grant
         self._deadline = deadline
         self._received = time.monotonic()
 
@@ -223,25 +235,31 @@ class Call:
             RequestError: it ended without all of its completions.
         """
         trace = RequestTrace(self._received, wire_id=request.request_id)
-        with self._noting_failure(trace):
-            front = self._front
-            front.check_model(request.model)
-            front._callers.check_claim(request.tenant, self._tenant)
-            checked = await check(request, self._tenant, front.model, front.tokenizer)
-            checked = replace(checked, shown=shown) if shown else checked
-            _describe(checked, trace)
-            if begin is not None:
-                begin(checked)
-        self.ticket.hold(checked.prompt.nbytes)
-        count = request.n or 1
-        del request  # it is several times as large as the packed prompt, and the session may wait long
-        if count == 1:
-            await self._complete(checked, trace, write)
-            return
-        with self.ticket.more_calls(count - 1):
-            await self._complete_all(completions(checked, count), trace, write)
+        front, grant = self._front, self._grant
+        with front.limits.request(grant.key, grant.limits) as meter:
+            with self._noting_failure(trace):
+                front.check_model(request.model)
+                front._callers.check_claim(request.tenant, grant.tenant)
+                claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
+                checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+                seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+                checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
+                _describe(checked, trace)
+                meter.prompt(len(checked.prompt))
+                if begin is not None:
+                    begin(checked)
+            self.ticket.hold(checked.prompt.nbytes)
+            count = request.n or 1
+            del request  # it is several times as large as the packed prompt, and the session may wait long
+            if count == 1:
+                await self._complete(checked, trace, write, meter)
+                return
+            with self.ticket.more_calls(count - 1):
+                await self._complete_all(completions(checked, count), trace, write, meter)
 
-    async def _complete_all(self, requests: list[CheckedRequest], trace: RequestTrace, write: Write) -> None:
+    async def _complete_all(
+        self, requests: list[CheckedRequest], trace: RequestTrace, write: Write, meter: Meter
+    ) -> None:
         """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
         KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
         cached = asyncio.Event()
@@ -252,22 +270,25 @@ class Call:
             await write(message)
 
         async def first() -> None:
-            await self._complete(requests[0], trace, first_write)
+            await self._complete(requests[0], trace, first_write, meter)
             cached.set()
 
         async def later(request: CheckedRequest) -> None:
             await cached.wait()
             trace = RequestTrace(self._received)
             _describe(request, trace)
-            await self._complete(request, trace, write)
+            await self._complete(request, trace, write, meter)
 
         await together([first(), *map(later, requests[1:])])
 
-    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
+    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
         self._front.requests.begin(trace)
-        with self._noting_failure(trace):
-            answer = Answer(request, trace, write)
-            finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+        try:
+            with self._noting_failure(trace):
+                answer = Answer(request, trace, write)
+                finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+        finally:
+            meter.generated(trace.completion_tokens - trace.resumed_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         self._note_end(trace, cast(Outcome, outcome))
 

@@ -296,6 +296,7 @@ class WorkerRegistry:
             ready=worker.takes_requests and same,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
+            running=stream.running,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
             capacity=_capacity(stream) if worker.role == "decode" else None,
             compatibility=worker.compatibility,

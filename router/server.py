@@ -32,9 +32,11 @@ from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
 from kvrelay.router.page.page import Page
-from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
@@ -63,7 +65,7 @@ class RouterServer:
         observer: Observer | None = None,
         load_observer: Callable[[Load], None] | None = None,
     ) -> None:
-        """Reads the tokenizer.
+        """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
@@ -79,6 +81,9 @@ class RouterServer:
         template = Path(config.chat_template) if config.chat_template else None
         self._tokenizer = Tokenizer(resolve(config.model, weights=False), template)
         policy = LeastLoaded(config.backlog_share)
+@@@        folder = resolve(config.model)
+        self._tokenizer = Tokenizer(folder, template)
+        policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
         def decide(demand: Demand) -> Placement | NoPlace:
@@ -89,9 +94,8 @@ class RouterServer:
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
-        dispatch = Dispatch(
-            config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
-        )
+        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, fleet, budget, token_bytes)
         self._metrics = PrometheusMetrics(config.name)
 
         def observe(record: RequestRecord) -> None:
@@ -99,7 +103,8 @@ class RouterServer:
             if observer is not None:
                 observer(record)
 
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe)
+        defaults = SamplingDefaults.read(folder)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults)
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
@@ -194,6 +199,7 @@ class RouterServer:
             role=ROLE_ROUTER,
             incarnation=self.incarnation,
             address=self.address,
+            http_address=self.http_address or "",
             pid=os.getpid(),
             state=self._state,
         )
@@ -205,8 +211,8 @@ class RouterServer:
         return member, load
 
     def _wake_queues(self) -> None:
-        self._trials.wake_first()
-        self._queue.wake_first()
+        self._trials.wake()
+        self._queue.wake()
 
     # Health.
 

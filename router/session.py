@@ -30,7 +30,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
@@ -51,7 +51,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.health import FleetHealth, Trial
-from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.suspects import Suspicion
@@ -88,6 +88,7 @@ class Dispatch:
     queue: PlacementQueue
     trials: PlacementQueue
     """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
+    policy: LeastWork
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
@@ -137,6 +138,8 @@ class Session:
             self._alarm.close()
             attempt.close()
             self._end_trial()
+            generated = self._trace.completion_tokens - self._trace.resumed_tokens
+            self._dispatch.queue.used(self._request.claim, generated)
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -167,18 +170,17 @@ class Session:
         try:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
             begun = self._trace.resumed_tokens > 0
-            attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+            claim = self._request.claim
+            attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
             while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
-                attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
         except QueueFull:
-            raise Exhausted(
-                f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
-            ) from None
+            raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
         if attempt is NoPlace.NO_CAPACITY:
             self._check_deadline()
-            raise self._no_first_token("; it waited for capacity on a decode worker")
+            raise self._no_first_token("; it waited for workers with capacity")
         if attempt is NoPlace.NO_WORKERS:
             self._check_deadline()
             raise Unavailable(
@@ -190,19 +192,21 @@ class Session:
         """What the next attempt needs; with `apart`, workers without another request on trial."""
         have = self._trace.completion_tokens
         left = self._request.sampling.max_tokens - have
-        return Demand(self._trace.prompt_tokens + have, left - 1, self._avoid, on_trial=apart)
+        request, tokens = self._request, self._trace.prompt_tokens + have
+        return Demand(tokens, left - 1, self._avoid, on_trial=apart, chain=request.chain, key=request.key)
 
     def _start(self, placement: Placement) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
-        decode = None if placement.decode is None else registry.stream(placement.decode)
+        streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
             self._request,
             trace,
             self._completion.tokens,
-            registry.stream(placement.prefill),
-            decode,
+            streams[0],
+            None if placement.decode is None else streams[-1],
+            self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
@@ -217,9 +221,11 @@ class Session:
     async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            token_ids, finish_reason = attempt.take()
-            if token_ids or finish_reason:
-                piece = self._completion.add(token_ids, finish_reason)
+            taken = attempt.take()
+            if taken.token_ids or taken.finish_reason:
+                piece = self._completion.add(taken.token_ids, taken.finish_reason, taken.logprobs)
+                if taken.prompt_logprobs:
+                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
                 self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
@@ -267,7 +273,7 @@ class Session:
         """Monotonic time by which the next token must be here."""
         config = self._dispatch.config
         if not self._answer.begun:
-            return self._trace.received + config.first_token_timeout_seconds
+            return self._trace.received + self._request.first_token_seconds
         return self._answer.progress + config.idle_timeout_seconds
 
     def _suspect_limit(self, attempt: Attempt) -> float:
@@ -419,7 +425,7 @@ class Session:
             raise DeadlineExceeded("the client's deadline has passed")
 
     def _no_first_token(self, why: str = "") -> RequestError:
-        limit = self._dispatch.config.first_token_timeout_seconds
+        limit = self._request.first_token_seconds
         return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:

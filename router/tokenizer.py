@@ -33,7 +33,7 @@ class Tokenizer:
         """
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._template: ChatTemplate | None = load_chat_template(
-            folder, _read_config(folder / "tokenizer_config.json"), chat_template
+            folder, read_object(folder / "tokenizer_config.json"), chat_template
         )
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self.token_bytes = TokenBytes(self._tokenizer)
@@ -47,6 +47,16 @@ class Tokenizer:
     async def encode(self, text: str) -> "array[int]":
         """Token ids of a prompt, with the special tokens that the model expects around it."""
         return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
+
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The token ids of each word by itself and after a space, where they differ."""
+
+        def encode() -> list[list[int]]:
+            both = [form for word in words for form in (word, f" {word}")]
+            found = self._tokenizer.encode_batch_fast(both, add_special_tokens=False)
+            return [list(ids) for ids in dict.fromkeys(tuple(encoding.ids) for encoding in found) if ids]
+
+        return await self._run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
 
     @property
     def template_source(self) -> str:
@@ -117,7 +127,12 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none.
+
+    Raises:
+        ValueError: the file holds something else; the text names it.
+    """
     if not path.is_file():
         return {}
     try:

@@ -8,12 +8,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import grpc
 
+from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.progress import Progress, Reservation
@@ -33,6 +35,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     WorkerHello,
 )
+from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
@@ -40,6 +43,7 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
 from kvrelay.worker.fences import Fences
+from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
@@ -105,19 +109,6 @@ class Role:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
 
 
-@dataclass(slots=True)
-class LiveRequest:
-    """A request of this worker, from its Submit to its last event."""
-
-    request: Request
-    peer: PeerRef
-    """The other worker of its hand-off; without a name if there is none."""
-    stream: RelayStream
-    expiry: asyncio.TimerHandle | None
-    """Ends the request if it has no token by then."""
-    client_call: ClientCall
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
     """How a worker reaches the process around it. `failed` may be called on any thread."""
@@ -160,6 +151,7 @@ class Worker:
         """Requests that have come so far."""
         self._fences = Fences()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
+        self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
         self._thread.start()
@@ -183,6 +175,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Ends the engine thread."""
+        self._constraints.close()
         if not await asyncio.to_thread(self._thread.stop, 5.0):
             logger.error("the engine's step did not end within 5 s")
 
@@ -336,8 +329,25 @@ class Worker:
         self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call)
         self._submitted += 1
         self._idle.clear()
-        self.role.submit(request, submit)
+        if request.sampling.constraint is None:
+            self.role.submit(request, submit)
+        else:
+            task = asyncio.create_task(self._submit_constrained(request.sampling.constraint, submit))
+            task.add_done_callback(self._on_task_done)
         self._loads.changed()
+
+    async def _submit_constrained(self, constraint: Constraint, submit: Submit) -> None:
+        """Gives a live request to the role once its constraint is compiled."""
+        key = key_of(submit)
+        try:
+            grammar = await self._constraints.compile(constraint)
+        except ConstraintError as error:
+            self.fail(key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+            return
+        live = self._live.get(key)
+        if live is not None:
+            live.request = replace(live.request, grammar=grammar)
+            self.role.submit(live.request, submit)
 
     def fence(self, fence: ClientCall) -> None:
         """Returns what earlier calls of the client's request have submitted, on any stream, and takes no more of it."""

@@ -24,7 +24,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
-from kvrelay.engine.sampling.logprobs import score_prompt
+from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.sampler import choose, draws_of, step_output
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -70,11 +70,7 @@ class CpuRunner:
         with torch.inference_mode():
             hidden = self.forward(plan)
             ends = np.cumsum(plan.lengths, dtype=np.int64)
-            prompts = [
-                score_prompt(hidden[ends[part.row] - plan.lengths[part.row] : ends[part.row]], part, self.model.logits)
-                for part in plan.prompt_parts
-            ]
-            prompt_logprobs = tuple([tuple(score for part in parts for score in part.read()) for parts in prompts])
+            prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))
             if not len(rows):
                 return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])

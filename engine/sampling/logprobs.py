@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvrelay.engine.plan import PromptPart, TokenLogprobs
+from kvrelay.engine.plan import PromptPart, StepPlan, TokenLogprobs
 
 ROWS_AT_ONCE = 64
 """Tokens of a prompt whose logits are there at the same time: those of a whole prompt would not fit into memory."""
@@ -37,16 +37,31 @@ class Scores:
         ]
 
 
-def score_prompt(hidden: Tensor, part: PromptPart, logits: Callable[[Tensor], Tensor]) -> list[Scores]:
-    """The scores of a part of a prompt, a few tokens at a time.
+PromptScores = list[list[Scores]]
+"""Of each of a plan's prompt parts, a few tokens at a time."""
+
+
+def score_prompts(plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptScores:
+    """The scores of a plan's prompt parts.
 
     Args:
-        hidden: [L, hidden] of the tokens that the step computes of its row.
-        logits: from such rows to float32 logits; what it returns may be overwritten.
+        hidden: [T, hidden] of the plan's tokens.
+        logits: from rows of `hidden` to float32 logits; what it returns may be overwritten.
     """
+    ends = plan.lengths.cumsum()
+    return [_score(hidden, int(ends[part.row] - plan.lengths[part.row]), part, logits) for part in plan.prompt_parts]
+
+
+def read_prompts(prompts: PromptScores) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """`StepOutput.prompt_logprobs`, when the step has ended."""
+    return tuple([tuple([score for scores in part for score in scores.read()]) for part in prompts])
+
+
+def _score(hidden: Tensor, first: int, part: PromptPart, logits: Callable[[Tensor], Tensor]) -> list[Scores]:
+    """`first` is the step's first token of the part's row."""
     found = []
-    for begin in range(0, len(part.targets), ROWS_AT_ONCE):
-        targets = torch.from_numpy(part.targets[begin : begin + ROWS_AT_ONCE].astype("int64")).to(hidden.device)
-        rows = hidden[part.begin + begin : part.begin + begin + len(targets)]
-        found.append(Scores(logits(rows), targets, [part.top] * len(targets)))
+    for at in range(0, len(part.targets), ROWS_AT_ONCE):
+        targets = torch.from_numpy(part.targets[at : at + ROWS_AT_ONCE].astype("int64")).to(hidden.device)
+        begin = first + part.begin + at
+        found.append(Scores(logits(hidden[begin : begin + len(targets)]), targets, [part.top] * len(targets)))
     return found

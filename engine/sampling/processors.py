@@ -25,11 +25,15 @@ def shape(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> dict[int, 
     """
     _add_bias(logits, shapings)
     _penalize(logits, [(row, shaping) for row, shaping in shapings if shaping.params.penalized])
-    banned = [(row, token) for row, shaping in shapings for token in shaping.banned()]
+    ban(logits, [(row, token) for row, shaping in shapings for token in shaping.banned()])
+    return _mask(logits, shapings)
+
+
+def ban(logits: Tensor, banned: Sequence[tuple[int, int]]) -> None:
+    """Excludes tokens: pairs of a row and a token id. `logits` [R, V] changes in place."""
     if banned:
         rows, tokens = np.array(banned, np.int64).T
         logits[_to(logits, rows), _to(logits, tokens)] = -torch.inf
-    return _mask(logits, shapings)
 
 
 def _add_bias(logits: Tensor, shapings: Sequence[tuple[int, Shaping]]) -> None:

@@ -18,7 +18,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
-from kvrelay.engine.sampling.processors import NO_TOKEN, shape
+from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.shaping import Shaping
 
 FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -104,6 +104,17 @@ def step_output(
     )
 
 
+def early_stops(draws: Sequence[Draw], vocab_size: int) -> list[tuple[int, int]]:
+    """The rows that have fewer than their min_tokens, each with each token that would stop it."""
+    return [
+        (row, token)
+        for row, draw in enumerate(draws)
+        if draw.generated < draw.params.min_tokens
+        for token in draw.params.stop_token_ids
+        if token < vocab_size
+    ]
+
+
 def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> tuple[list[int], list[int]]:
     """Chooses a token for each row.
 
@@ -115,9 +126,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
     Returns:
         Token ids [R], and the rows whose largest logit isn't finite: their token means nothing.
     """
-    for row, draw in enumerate(draws):
-        if draw.generated < draw.params.min_tokens:
-            logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
+    ban(logits, early_stops(draws, logits.shape[1]))
     # A non-finite maximum marks invalid logits.
     largest, tokens = find_largest(logits)
     nonfinite = (~largest.isfinite()).nonzero().flatten().tolist()

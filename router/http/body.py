@@ -18,8 +18,8 @@ SMALL_BYTES = 64 * 1024
 MAX_STRINGS = 32768
 MAX_VALUES = 65536
 """Strings and other values of a larger body, beside the numbers that a prompt may have."""
-SECRET_FIELDS = frozenset(("prompt", "messages", "stop", "bad_words"))
-"""Fields whose values no error and no log contains."""
+# Fields whose texts no error and no log contains.
+_SECRET = re.compile(r"(body|prompt|messages|stop|bad_words)\b")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
@@ -77,41 +77,42 @@ def _check_outline(data: bytes, max_values: int) -> None:
 
     Each value but the first of its list or object comes behind a comma.
     """
-    commas, strings = data.count(b","), 0
+    commas = data.count(b",")
     if commas <= max_values:
         return
-    for match in _STRING.finditer(data):
+    for count, match in enumerate(_STRING.finditer(data)):
         commas -= data.count(b",", *match.span())
-        strings += 1
-        if strings > MAX_STRINGS:
-            raise InvalidRequest("body: number of strings", strings, f"up to {MAX_STRINGS}")
+        if count == MAX_STRINGS:
+            raise InvalidArgument(f"body: number of strings is above {MAX_STRINGS}; allowed: up to {MAX_STRINGS}")
     if commas > max_values:
         raise InvalidRequest("body: number of values", commas, f"up to {max_values}")
 
 
 def _refusal(problems: list[ErrorDetails]) -> InvalidArgument:
-    """The first problem, as an error that names field, value and what is allowed."""
-    problem = problems[0]
-    where = _place(problem["loc"])
-    if problem["type"] == "json_invalid":
-        reason = problem.get("ctx", {}).get("error", "malformed")
-        return InvalidArgument(f"body: not valid JSON: {reason}")
-    # A union reports what each of its members allows.
+    """The deepest problem, as an error that names field, value and what is allowed.
+
+    A union reports what each of its members allows: the member that fits best fails deepest.
+    """
+    problem = max(problems, key=lambda problem: len(problem["loc"]))
+    kind, where, value = problem["type"], _place(problem["loc"]), problem["input"]
     same = [other for other in problems if _place(other["loc"]) == where]
     allowed = " or ".join(dict.fromkeys(_allowed(other) for other in same))
-    if problem["type"] == "extra_forbidden":
+    if kind == "misfit":
+        where, value, allowed = (problem["ctx"][name] for name in ("field", "value", "allowed"))
+    elif kind == "json_invalid":
+        return InvalidArgument(f"body: not valid JSON: {problem['ctx']['error']}")
+    if kind == "extra_forbidden":
         error = InvalidArgument(f"{where} is not a field that this server knows")
-    elif problem["type"] == "missing":
+    elif kind == "missing":
         error = InvalidArgument(f"{where} is missing")
     else:
-        error = InvalidArgument(f"{where} is {_shown(problem['loc'], problem['input'])}; allowed: {allowed}")
+        error = InvalidArgument(f"{where} is {_shown(where, value)}; allowed: {allowed}")
     error.field = where
     return error
 
 
 def _place(parts: tuple[int | str, ...]) -> str:
-    """`messages[0].role` of a location; pydantic adds the names of a union's members, which are no identifiers or
-    begin with a capital letter or are a type's name."""
+    """`messages[0].role` of a location; without the names of a union's members, which pydantic adds."""
     shown = ""
     for part in parts:
         if isinstance(part, int):
@@ -122,22 +123,23 @@ def _place(parts: tuple[int | str, ...]) -> str:
 
 
 def _names_a_type(part: str) -> bool:
-    return part in ("str", "int", "float", "bool", "none") or not part.isidentifier() or part[0].isupper()
+    return part in ("str", "int", "float", "bool", "none") or any(sign in part for sign in "[(-") or part[:1].isupper()
 
 
 def _allowed(problem: ErrorDetails) -> str:
-    text = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ").removeprefix("a valid ")
+    text = problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    text = re.sub(r"^(List|String|Dictionary) should have (.*?)( after validation)?(, not \d+)?$", r"\2", text)
     return text.replace("None", "null")
 
 
-def _shown(parts: tuple[int | str, ...], value: Any) -> str:
+def _shown(where: str, value: Any) -> str:
     """A value, or only its kind where it may have text of a prompt."""
     if value is None or isinstance(value, bool):
         return str(value).lower() if value is not None else "null"
     if isinstance(value, (int, float)):
         return shorten(value)
     if isinstance(value, str):
-        return shorten(value) if parts and parts[0] not in SECRET_FIELDS else "a string"
+        return "a string" if _SECRET.match(where) else shorten(value)
     return "an array" if isinstance(value, (list, tuple)) else "an object"
 
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Neutral
+from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Neutral, misfit
 from kvrelay.router.http.logprobs import chat_logprobs
 from kvrelay.router.http.messages import ConversationFields, Message
 from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.array import ArrayParser
 from kvrelay.router.tools.calls import CallDelta, NamedParser, ToolParser
@@ -47,7 +47,7 @@ class ChatRequest(GenerateFields, ConversationFields):
     """Whether it may call several; default true."""
     logprobs: bool | None = None
     """The answer has the log-probability of each token."""
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """And those of this many likeliest ones; with logprobs."""
     include_reasoning: bool | None = None
     """Whether the answer has what the model thought; default true."""
@@ -74,16 +74,20 @@ class ChatRequest(GenerateFields, ConversationFields):
     def _check(self) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise PydanticCustomError("max_tokens", "max_tokens equal to max_completion_tokens")
+            raise misfit("max_tokens", self.max_tokens, "equal to max_completion_tokens, its new name")
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs with logprobs only")
+            raise misfit("top_logprobs", self.top_logprobs, "with logprobs only")
         if not self.tools and self.tool_choice not in (None, "none"):
-            raise PydanticCustomError("tool_choice", "tool_choice with tools only")
+            raise misfit("tool_choice", self._choice_name, "null or none, without tools")
         if self.forced and self._constraints():
-            raise PydanticCustomError("tool_choice", "tool_choice none or auto with a constraint of the text")
+            raise misfit("tool_choice", self._choice_name, "none or auto, with a constraint of the text")
         if self.named is not None and self.named not in self.names:
-            raise PydanticCustomError("tool_choice", "tool_choice with the name of one of the tools")
+            raise misfit("tool_choice.function.name", self.named, "the name of one of the tools")
         return self
+
+    @property
+    def _choice_name(self) -> str:
+        return self.named or str(self.tool_choice)
 
     @property
     def names(self) -> list[str]:
@@ -198,7 +202,9 @@ class ChatChoice:
     def counted(self) -> tuple[int, int]:
         return self._tokens, 0 if self._reasoning is None else self._reasoning.tokens
 
-    def add(self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]) -> str | dict[str, Any] | None:
+    async def add(
+        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)

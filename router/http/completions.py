@@ -6,9 +6,10 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral
+from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral, misfit
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse, TokenIds, TokenLogprobs
@@ -52,7 +53,7 @@ class CompletionRequest(GenerateFields):
     """Text, token ids, or a list of either. After the check, a list of prompts."""
     echo: bool | None = None
     """The text begins with the prompt; with max_tokens of 0, it is the prompt alone."""
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Log-probabilities of each token and of this many likeliest ones; with echo, of the prompt's too."""
 
     suffix: Annotated[Any, Neutral("")] = None
@@ -61,7 +62,7 @@ class CompletionRequest(GenerateFields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("max_tokens", "max_tokens of 0 with echo only")
+            raise misfit("max_tokens", 0, "1 or more, or 0 with echo")
         return self
 
     def requests(self, request_id: str) -> list[GenerateRequest]:
@@ -96,7 +97,9 @@ class TextChoice:
         self._end: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
-    def add(self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]) -> str | dict[str, Any] | None:
+    async def add(
+        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         alone = self._body.max_tokens == 0
@@ -105,7 +108,7 @@ class TextChoice:
             self._echoed = echoed = True
             text = self._tokenizer.text(self._prompt) + text
             if self._logprobs is not None:
-                self._logprobs.add(self._prompt, [None, *prompt_logprobs])
+                await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
         if self._logprobs is not None and not alone:
             self._logprobs.add(message.token_ids, message.logprobs)
         self._text.append(text)

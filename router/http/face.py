@@ -137,7 +137,7 @@ class HttpFace:
 
                 async def run(at: int) -> None:
                     async def write(message: GenerateResponse) -> None:
-                        made = plan.reply.add(at, message)
+                        made = await plan.reply.add(at, message)
                         if plan.stream and made:
                             await events.write(made)
 

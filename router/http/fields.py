@@ -18,21 +18,29 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from kvrelay.router.validation import (
-    MAX_COMPLETIONS,
-    MAX_REQUEST_ID_CHARACTERS,
+from kvrelay.router.sampling import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_CHOICES,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TEMPERATURE,
 )
+from kvrelay.router.validation import MAX_COMPLETIONS, MAX_REQUEST_ID_CHARACTERS
 from kvrelay.v1.inference_pb2 import Choice, Constraint, GenerateRequest, SamplingParams
 
 MAX_UINT32 = 2**32 - 1
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 64
-MAX_PENALTY = 2.0
-MAX_BIAS = 100.0
+
+
+def misfit(field: str, value: JsonValue, allowed: str) -> PydanticCustomError:
+    """The error of a field whose value doesn't fit to another field's."""
+    return PydanticCustomError("misfit", "{allowed}", {"field": field, "value": value, "allowed": allowed})
 
 
 class Neutral:
@@ -92,7 +100,7 @@ class ResponseFormat(Fields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("json_schema", "json_schema exactly with the type 'json_schema'")
+            raise misfit("response_format.json_schema", None, "an object exactly with the type 'json_schema'")
         return self
 
     def constraint(self) -> Constraint | None:
@@ -112,13 +120,13 @@ class StructuredOutputs(Fields):
     """A JSON Schema."""
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.model_fields_set) != 1:
-            raise PydanticCustomError("structured_outputs", "exactly one of json, json_object, regex, choice, grammar")
+            raise misfit("structured_outputs", {}, "exactly one of json, json_object, regex, choice and grammar")
         return self
 
     def constraint(self) -> Constraint:
@@ -175,7 +183,7 @@ class GenerateFields(Fields):
     """Keep the k likeliest tokens; 0 and -1 keep all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Drop tokens less likely than this times the likeliest one."""
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY)
     """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
     """Tokens before which nothing ends the text."""
@@ -183,7 +191,9 @@ class GenerateFields(Fields):
     """Continue after the model's end-of-sequence tokens."""
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_UINT32)]] | None = Field(None, max_length=MAX_STOP_IDS)
     """Token ids that end the text."""
-    bad_words: list[str] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
     """Strings that the completion never has."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be."""
@@ -191,7 +201,7 @@ class GenerateFields(Fields):
     """As structured_outputs.json."""
     guided_regex: str | None = None
     """As structured_outputs.regex."""
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     """As structured_outputs.choice."""
     guided_grammar: str | None = None
     """As structured_outputs.grammar."""
@@ -227,11 +237,9 @@ class GenerateFields(Fields):
     @model_validator(mode="after")
     def _check_common(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options with stream only")
+            raise misfit("stream_options", {}, "with stream only")
         if len(self._constraints()) > 1:
-            raise PydanticCustomError(
-                "constraint", "at most one of response_format, structured_outputs and guided_* with a constraint"
-            )
+            raise misfit("structured_outputs", {}, "one constraint, among response_format and guided_* too")
         return self
 
     @property

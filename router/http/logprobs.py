@@ -1,5 +1,6 @@
 """Log-probabilities of tokens in the forms of OpenAI's two APIs."""
 
+import asyncio
 import codecs
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import TokenLogprobs
 
+PART_TOKENS = 256
+"""Tokens of a prompt that are added at a time, in some milliseconds."""
 LEAST = -9999.0
 """In place of minus infinity, which JSON doesn't have."""
 
@@ -20,6 +23,13 @@ class TextLogprobs:
         self._offset = 0
         self._taken = 0
         self._all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    async def add_prompt(self, token_ids: Sequence[int], values: Sequence[TokenLogprobs]) -> None:
+        """Adds a prompt, whose first token has no probability, in parts, between which others have their turn."""
+        known = [None, *values]
+        for start in range(0, len(token_ids), PART_TOKENS):
+            self.add(token_ids[start : start + PART_TOKENS], known[start : start + PART_TOKENS])
+            await asyncio.sleep(0)
 
     def add(self, token_ids: Sequence[int], values: Sequence[TokenLogprobs | None]) -> None:
         """Adds tokens; None for the first token of a prompt, which has no probability."""

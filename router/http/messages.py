@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import Fields, Neutral
+from kvrelay.router.http.fields import Fields, Neutral, misfit
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
 MAX_TOOLS = 512
@@ -129,7 +129,7 @@ class ConversationFields(Fields):
     def _check_conversation(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise PydanticCustomError("tools", "tools with different names")
+            raise misfit("tools", [], "functions with different names")
         return self
 
     def conversation(self, tools: Sequence[Tool] | None) -> ChatMessages:

@@ -18,7 +18,9 @@ DONE = b"data: [DONE]\n\n"
 class Choice(Protocol):
     """One completion, as one of OpenAI's two APIs shows it."""
 
-    def add(self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]) -> str | dict[str, Any] | None:
+    async def add(
+        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> str | dict[str, Any] | None:
         """What a message adds to the choice: a chunk's part without its index, or only text, or nothing.
 
         Args:
@@ -61,7 +63,7 @@ class Reply:
         self._prompts[prompt] = request
         self._total.begin(prompt, len(request.prompt))
 
-    def add(self, prompt: int, message: GenerateResponse) -> bytes:
+    async def add(self, prompt: int, message: GenerateResponse) -> bytes:
         """Adds a message about a prompt; returns the events that it makes, if any."""
         index = prompt * (self._body.n or 1) + message.index
         choice = self._choices.get(index)
@@ -69,7 +71,7 @@ class Reply:
             choice = self._choices[index] = self._make(self._prompts[prompt])
         logprobs = self._prompt_logprobs.setdefault(prompt, [])
         logprobs.extend(message.prompt_logprobs)
-        part = choice.add(message, logprobs)
+        part = await choice.add(message, logprobs)
         if message.finish_reason:
             self._total.end(message.usage)
         if part is None:

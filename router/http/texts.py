@@ -3,11 +3,11 @@
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import to_json
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral
+from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit
 from kvrelay.router.http.messages import ConversationFields
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
@@ -28,7 +28,7 @@ class TokenizeRequest(ConversationFields):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "either prompt or messages")
+            raise misfit("prompt", None, "a text exactly if there are no messages")
         return self
 
     async def answer(self, model: ModelInfo, tokenizer: Tokenizer) -> bytes:

@@ -42,6 +42,7 @@ class ArrayParser:
             self._raw += character
             if character == "]" and (self._calls or before == "["):
                 self._ended = True
+                self._raw = "" if self._calls else self._raw
                 return text[position + 1 :]
             if not character.isspace() and (before or character != ("," if self._calls else "[")):
                 self._give_up(parsed)

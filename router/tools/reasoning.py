@@ -40,7 +40,7 @@ class Reasoning:
     def _push_lead(self, text: str) -> tuple[str, str]:
         lead = text.lstrip()
         if lead.startswith(OPEN):
-            self._begun = self._inside = True
+            self._begun, self._inside, self._lead = True, True, ""
             return self._push_inside(lead.removeprefix(OPEN))
         if OPEN.startswith(lead):
             self._lead = text

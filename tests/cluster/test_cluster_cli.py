@@ -111,7 +111,7 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         start = time.monotonic()
-        result = run("up", "--grpc-port", str(port))
+        result = run("up", "--grpc-port", str(port), "--http-port", "0")
         assert time.monotonic() - start < 10
     assert result.returncode == 2
     assert result.stderr == f"kvrelay: grpc_port {port}: already in use on 127.0.0.1\n".encode()
@@ -120,7 +120,7 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
 def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
     """Its record isn't written yet, so the second one's background process finds it, by its lock."""
     with owned():
-        result = run("up", "--detach", "--grpc-port", "0")
+        result = run("up", "--detach", "--grpc-port", "0", "--http-port", "0")
     assert result.returncode == 1
     assert result.stderr == b"kvrelay: a cluster is already running; `kvrelay down` ends it\n"
 

@@ -29,7 +29,9 @@ class ScriptedStream(WorkerStream):
         super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
+    def submit(
+        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
+    ) -> None:
         self.on_event, self.on_lost = on_event, on_lost
 
     def cancel(self, key: tuple[str, int]) -> None:
@@ -81,10 +83,10 @@ def test_every_index_comes_once_and_in_order(
             )
             (prefill if worker == "prefill" else decode).on_event(event)
             if data.draw(st.booleans()):
-                tokens, finish = attempt.take()
+                tokens, finish, *_ = attempt.take()
                 taken += tokens
                 assert not finish or len(taken) == total - generated
-        tokens, ended = attempt.take()
+        tokens, ended, *_ = attempt.take()
         taken += tokens
         assert taken == [100 + index for index in range(generated, total)]
         assert FINISH_REASON_LENGTH in (finish, ended)

@@ -191,9 +191,9 @@ def test_a_worker_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.Lo
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async def test() -> None:
         model = str(model_folder(tmp_path))
-        first = RouterServer(RouterConfig(model=model, grpc_port=0))
+        first = RouterServer(RouterConfig(model=model, grpc_port=0, http_port=None))
         port = await first.start()
-        second = RouterServer(RouterConfig(model=model, grpc_port=port))
+        second = RouterServer(RouterConfig(model=model, grpc_port=port, http_port=None))
         with pytest.raises(OSError, match=f"grpc_port {port}: .* 127.0.0.1"):
             await second.start()
         await second.stop(0)
@@ -223,7 +223,7 @@ def test_foreground_process(tmp_path: Path) -> None:
     config = tmp_path / "router.json"
 
     def start(**options: object) -> "subprocess.Popen[str]":
-        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, **options}))
+        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
         command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
