@@ -57,8 +57,8 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int | None
     """Until this many tokens, nothing but max_tokens ends the request; 0 by default."""
     temperature: float | None
-    """0 is greedy; 1 by default; at most 100. The model's generation_config.json may have another default, as for top_k,
-    top_p, min_p and repetition_penalty."""
+    """0 is greedy; 1 by default; at most 100. The model's generation_config.json may have another default, as for
+    top_k, top_p, min_p and repetition_penalty."""
     top_k: int | None
     """Keep the k likeliest tokens; 0, the default, keeps all."""
     top_p: float | None

@@ -150,11 +150,20 @@ def status(as_json: bool) -> None:
 )
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
+@click.option(
+    "--top-k", type=click.IntRange(0, 2**32 - 1), metavar="K", help="Keep the K likeliest tokens; 0 keeps all."
+)
+@click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this total probability.")
+@click.option("--repetition-penalty", type=float, metavar="R", help="Above 1, tokens that were there are less likely.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--logprobs", type=click.IntRange(0, 20), metavar="K", help="With --json: those of K tokens each.")
+@click.option("--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="JSON that obeys this schema.")
+@click.option("--regex", metavar="REGEX", help="A text that matches this regular expression.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **flags: Any) -> None:
+def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
     """Continues PROMPT; prints the text as it is generated.
 
     Other users of the machine can see a key on the command line; they can't see the variable.
@@ -169,7 +178,7 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **f
         raise click.BadParameter(
             f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
         ) from None
-    tls, ca, api_key = (flags.pop(name) for name in ("tls", "ca", "api_key"))
+    tls, ca, api_key = (sampling.pop(name) for name in ("tls", "ca", "api_key"))
     if target is None:
         from kvrelay.cluster import state
 
@@ -177,7 +186,11 @@ def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **f
         target = DEFAULT_TARGET
         if current is not None and current.router:
             target, tls = current.router, tls or current.router_tls
-    options = cast("GenerateOptions", flags)
+    if sampling["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json")
+    if sampling["json_schema"] is not None:
+        sampling["json_schema"] = sampling["json_schema"].read()
+    options = cast("GenerateOptions", sampling)
     router = generation.Router(target, tls or ca is not None, ca, api_key)
     generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 

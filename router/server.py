@@ -79,9 +79,7 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
-        self._tokenizer = Tokenizer(resolve(config.model, weights=False), template)
-        policy = LeastLoaded(config.backlog_share)
-@@@        folder = resolve(config.model)
+        folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()

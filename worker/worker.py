@@ -175,9 +175,9 @@ class Worker:
 
     async def stop(self) -> None:
         """Ends the engine thread."""
-        self._constraints.close()
         if not await asyncio.to_thread(self._thread.stop, 5.0):
             logger.error("the engine's step did not end within 5 s")
+        self._constraints.close()
 
     # For the role.
 
