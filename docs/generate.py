@@ -90,6 +90,8 @@ def _type(field: dict[str, Any]) -> str:
     """A type in words, with its limits as far as the schema has them."""
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        return " or ".join(map(_type, field["anyOf"]))
     if "properties" in field:
         return "keys of [`engine`](#engine) except `threads`"
     if field["type"] == "object":

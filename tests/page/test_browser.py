@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from support.browser import Tab, browser, chromium
 from support.page import KEYS, Steps, load
 from support.router_fakes import FakeCluster, fake_cluster, run, until
@@ -110,8 +111,7 @@ def test_workers_keys_themes_and_small_windows(tmp_path: Path) -> None:
             for width in (1400, 800, 390):
                 await tab.resize(width, 900)
                 assert await tab.value(OVERFLOW) == 0, f"wider than {width}"
-            del cluster.workers["decode-0"]
-            cluster.announce(prefill_0=3)
+            cluster.announce(prefill_0=MEMBER_STATE_DEAD, decode_0=MEMBER_STATE_DEAD)
             await tab.until("document.querySelector('#state').textContent !== 'serving'")
             assert tab.complaints == []
 

@@ -173,7 +173,7 @@ def test_with_api_keys_only_the_page_itself_is_open_and_tenants_see_their_own(tm
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ('{"text": ""}', 400, "text is ''; allowed: at least 1 character"),
+        ('{"text": ""}', 400, "is ''; allowed: at least 1 character"),
         ('{"text": "hello", "max_tokens": 999}', 400, "max_tokens"),
         ('{"text": "hello", "temperature": -1}', 400, "temperature is -1"),
         ('{"text": "hello", "stop": "x"}', 400, "stop is not a field"),
