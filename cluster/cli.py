@@ -310,9 +310,10 @@ def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
     console.print("[bold green]kvrelay is ready[/]")
     console.print(f"  router     {state.router}")
     if state.http:
-        scheme = "https" if state.router_tls else "http"
-        urls = "  ".join(f"{scheme}://{address}/v1" for address in state.http.split(","))
-        console.print(f"  http       {urls}", soft_wrap=True)
+        bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
+        console.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
+        if state.page:
+            console.print(f"  page       {bases[0]}/", soft_wrap=True)
     if state.dashboard:
         console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     console.print("  try        kvrelay generate 'def __init__(self, '")

@@ -140,18 +140,18 @@ function bar(made, span, top, x, life, age, tokens) {
 
 /** The figures below the chart. */
 export function figures(place, { life, age }) {
-  const rate = life.tpot ? [1 / life.tpot >= 100 ? Math.round(1 / life.tpot) : (1 / life.tpot).toFixed(1), "/s"] : ["–", ""];
-  const moved = life.retries || life.migrations ? [`${life.retries} + ${life.migrations}`, "moved"] : null;
+  const speed = life.tpot ? 1 / life.tpot : null;
   const shown = {
     TTFT: duration(life.ttft),
     TPOT: duration(life.tpot),
-    tokens: rate,
+    speed: speed === null ? ["–", ""] : [speed >= 100 ? Math.round(speed) : speed.toFixed(1), "tokens/s"],
     "hand-off": duration(life.handoff),
-    "KV sent": life.transfer_bytes ? size(life.transfer_bytes) : ["–", ""],
-    prompt: [life.prompt_tokens, life.cached_tokens ? `${life.cached_tokens} cached` : "tokens"],
-    completion: [life.completion_tokens, "tokens"],
     total: duration(age),
-    ...(moved ? { "retries + moves": moved } : {}),
+    prompt: [life.prompt_tokens.toLocaleString("en"), "tokens"],
+    cached: [life.cached_tokens.toLocaleString("en"), "tokens"],
+    completion: [life.completion_tokens.toLocaleString("en"), "tokens"],
+    "KV sent": life.transfer_bytes ? size(life.transfer_bytes) : ["–", ""],
+    "placed again": [life.retries + life.migrations, life.migrations ? `${life.migrations} moves` : ""],
   };
   place.replaceChildren(
     ...Object.entries(shown).map(([name, [value, unit]]) =>

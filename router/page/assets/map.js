@@ -3,9 +3,11 @@
 import { count, drawing, element, figure, size, words } from "./format.js";
 
 const ROLES = ["prefill", "decode", "colocated"];
+/** A transfer ends between two looks at the workers: its link goes on flowing for this long, to be seen. */
 const FLOW_MS = 900;
 const RATE_SECONDS = 2;
-/** A transfer ends between two looks at the workers: its link goes on flowing for this long, to be seen. */
+const LABELS = 2;
+const [ABOVE, BELOW] = [-6, 15];
 
 export class WorkerMap {
   constructor(place) {
@@ -83,8 +85,7 @@ export class WorkerMap {
     const name = `${link.prefill} ${link.decode}`;
     const path = this.paths.get(name) ?? makePath(this.links);
     this.paths.set(name, path);
-    path.root.classList.toggle("gone", !from || !to);
-    path.root.toggleAttribute("hidden", !from || !to);
+    path.root.setAttribute("visibility", from && to ? "visible" : "hidden");
     if (!from || !to) return;
     const [x1, y1] = [from.right - box.left, from.top + from.height / 2 - box.top];
     const [x2, y2] = [to.left - box.left, to.top + to.height / 2 - box.top];
@@ -98,11 +99,11 @@ export class WorkerMap {
     path.flow.classList.toggle("on", now < path.until);
     path.line.setAttribute("stroke-width", String(1 + Math.min(5, Math.log10(1 + link.nbytes / 1e6))));
     path.flow.setAttribute("stroke-width", String(2 + Math.min(3, link.sending)));
-    const alone = this.shown.length <= 4;
-    path.label.textContent = alone ? words(size(link.nbytes)) : "";
+    const siblings = this.shown.filter((other) => other.prefill === link.prefill);
+    path.label.textContent = siblings.length <= LABELS ? words(size(link.nbytes)) : "";
     path.title.textContent = `${link.prefill} → ${link.decode}: ${words(size(link.nbytes))} in ${count(link.transfers, "transfer", "transfers")}`;
-    path.label.setAttribute("x", String(x1 + 0.32 * (x2 - x1)));
-    path.label.setAttribute("y", String(y1 + 0.22 * (y2 - y1) - 6));
+    path.label.setAttribute("x", String(x1 + 8));
+    path.label.setAttribute("y", String(y1 + (siblings.indexOf(link) ? BELOW : ABOVE)));
   }
 }
 
@@ -124,7 +125,7 @@ function makePath(svg) {
   const made = {
     line: drawing("path"),
     flow: drawing("path", { class: "flow" }),
-    label: drawing("text", { "text-anchor": "middle", class: "halo" }),
+    label: drawing("text", { class: "halo" }),
     title: drawing("title"),
     nbytes: Infinity,
     until: 0,
