@@ -29,6 +29,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 )
 from kvrelay.router.attempt_outcome import AttemptFailure, Taken
 from kvrelay.router.prefixes import Expectation
+from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
@@ -49,6 +50,8 @@ class _Part:
     """Index of the next token that the worker has to send."""
     on_trial: bool
     """Whether the request may end the worker; False again when this part has proved harmless or is over."""
+    apart: bool
+    """Whether the worker takes it only while no other request is on trial there."""
     open: bool = True
     """Whether the worker may send more events."""
     delivered: bool = False
@@ -64,7 +67,7 @@ class _Part:
         self.stream.requests += 1
         if self.on_trial:
             self.stream.trials_begun += 1
-            self._trial = self.stream.trials_begun if not self.stream.trials else 0
+            self._trial = self.stream.trials_begun if self.apart and not self.stream.trials else 0
             self.stream.trials += 1
 
     @property
@@ -102,6 +105,7 @@ class Attempt:
         expected: Sequence[Expectation] = (),
         *,
         on_trial: bool = False,
+        apart: bool = False,
     ) -> None:
         """
         Args:
@@ -111,7 +115,8 @@ class Attempt:
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
             expected: what each of these streams' workers should have in its cache; ended with the attempt.
-            on_trial: whether each worker shall count the request as on trial, until it has sent enough.
+            on_trial: whether the request counts as on trial on each worker, until it has sent enough.
+            apart: whether no other request may be on trial there.
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
@@ -138,15 +143,15 @@ class Attempt:
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
         self._paused = False
-        trace.prefill_worker = prefill.worker.name
-        trace.decode_worker = "" if decode is None else decode.worker.name
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
         self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, on_trial)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial, apart)
+            second = self._base + 1
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, second, on_trial, apart)
 
     # Towards the workers.
 
@@ -203,6 +208,7 @@ class Attempt:
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
@@ -314,7 +320,9 @@ class Attempt:
     # From the workers' streams.
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
-        self._note_reports(event)
+        self._trace.note(event)
+        if event.HasField("prefill"):
+            self._note_cached(event.prefill.cached_tokens)
         if event.prompt_logprobs:
             self._merge_prompt(part, event)
         if event.token_ids:
@@ -353,6 +361,8 @@ class Attempt:
             blamed = blamed or sender
         elif failure.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED):
             blamed = blamed or self.workers - sender or sender
+        elif failure.cause == Failure.CAUSE_TRIAL:
+            blamed = frozenset()
         else:
             # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
             blamed = self.workers
@@ -368,18 +378,12 @@ class Attempt:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
-    def _note_reports(self, event: RequestEvent) -> None:
-        if event.HasField("prefill"):
-            self._trace.prefill = self._trace.prefill or event.prefill
-            for expectation, part in zip(self._expected, self._parts, strict=False):
-                # The KV is on its way to the decode worker, which will have as much of it.
-                cached = event.prefill.cached_tokens if part is self._prefill else expectation.tokens
-                expectation.reported(cached, part.stream.block_size)
-        if event.HasField("transfer"):
-            self._trace.transfer = event.transfer
-            self._trace.transfer_bytes += event.transfer.transfer_bytes
-        if event.HasField("decode"):
-            self._trace.decode = event.decode
+    def _note_cached(self, cached: int) -> None:
+        """The prefill worker had so many tokens of the prompt cached."""
+        for expectation, part in zip(self._expected, self._parts, strict=False):
+            # The KV is on its way to the decode worker, which will have as much of it.
+            tokens = cached if part is self._prefill else expectation.tokens
+            expectation.reported(tokens, part.stream.block_size)
 
     def _merge(self, part: _Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""

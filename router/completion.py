@@ -62,11 +62,13 @@ class Completion:
     def add(
         self, token_ids: Sequence[int], finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs] = ()
     ) -> Piece:
-        """Adds tokens, with their log-probabilities if they were asked for; `finish_reason` is the worker's if the last
-        of them ended the sequence, else unspecified.
+        """Adds tokens, with their log-probabilities if they were asked for.
 
         A stop string ends the completion with the token that completed it; later tokens are dropped. A token that ends
         the sequence by itself (a stop id, an end-of-sequence token) has no text.
+
+        Args:
+            finish_reason: the worker's if the last of the tokens ended the sequence, else unspecified.
         """
         shown: list[str] = []
         for at, token in enumerate(token_ids):

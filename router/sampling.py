@@ -58,10 +58,11 @@ class SamplingDefaults:
         given: dict[str, Any] = {name: config[name] for name in names if config.get(name) is not None}
         if config.get("do_sample") is False:
             given["temperature"] = 0.0
-        try:
-            check_choice(SamplingParams(**given))
-        except (TypeError, ValueError, InvalidRequest) as error:
-            raise ValueError(f"{path}: {error}") from error
+        for name, value in given.items():
+            try:
+                check_choice(SamplingParams(**{name: value}))
+            except (TypeError, ValueError, InvalidRequest) as error:
+                raise ValueError(f"{path}: {name} is {value!r}: {error}") from error
         return cls(**given)
 
 

@@ -30,17 +30,16 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.answer import Answer
 from kvrelay.router.attempt import Attempt
 from kvrelay.router.attempt_outcome import AttemptFailure
-from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.config import RouterConfig
-from kvrelay.router.detokenizer import TokenBytes
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -51,11 +50,10 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.health import FleetHealth, Trial
-from kvrelay.router.pacer import UNPACED_TOKENS, Pacer
-from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
-from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.health import Trial
+from kvrelay.router.pacer import UNPACED_TOKENS
+from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -79,22 +77,6 @@ APART_SECONDS = 5.0
 
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """The parts of a router that all of its sessions share."""
-
-    config: RouterConfig
-    registry: WorkerRegistry
-    queue: PlacementQueue
-    trials: PlacementQueue
-    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
-    policy: LeastWork
-    pacer: Pacer
-    health: FleetHealth
-    budget: RetryBudget
-    token_bytes: TokenBytes
 
 
 class Session:
@@ -196,7 +178,7 @@ class Session:
         prompt, chain, key = self._trace.prompt_tokens + have, self._request.chain, self._request.key
         return Demand(prompt, left - 1, self._avoid, on_trial=apart, chain=chain, key=key)
 
-    def _start(self, placement: Placement) -> Attempt:
+    def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
@@ -209,6 +191,7 @@ class Session:
             None if placement.decode is None else streams[-1],
             self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
+            apart=apart,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
@@ -318,6 +301,8 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        if failure.cause == Failure.CAUSE_TRIAL:
+            return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
             raise Superseded(failure.message)
@@ -333,7 +318,7 @@ class Session:
         if moves:
             self._trace.migrations += 1
             return await self._place_again(failure)
-        tries = failed.number - self._trace.migrations
+        tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
             # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
@@ -344,6 +329,15 @@ class Session:
         excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
+        return await self._place_again(failure)
+
+    async def _come_again(self, failure: AttemptFailure) -> Attempt:
+        """Places a request again that waits for the trial of another router's."""
+        self._end_trial()
+        self._trace.turned_away += 1
+        logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        await asyncio.sleep(BACKOFF_SECONDS)
+        self._check_deadline()
         return await self._place_again(failure)
 
     def _learn(self, failure: AttemptFailure) -> bool:
@@ -390,13 +384,13 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
-        def start(placement: Placement) -> Attempt:
+        def start(placement: Placement, *, apart: bool = False) -> Attempt:
             if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                 raise self._given_up(failure, "no other worker to try")
-            return self._start(placement)
+            return self._start(placement, apart=apart)
 
         while True:
-            attempt = await self._place_apart(limit, start)
+            attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
             if attempt is NoPlace.NO_CAPACITY:
@@ -420,7 +414,8 @@ class Session:
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
         workers, or if the request needs no trial."""
-        if not self._suspicion.needs_trial(self._trace.completion_tokens):
+        waited = BACKOFF_SECONDS * self._trace.turned_away >= APART_SECONDS
+        if waited or not self._suspicion.needs_trial(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         until = min(limit, time.monotonic() + APART_SECONDS)
         return await self._dispatch.trials.place(self._demand(apart=True), until, start)

@@ -1,6 +1,6 @@
 """Compiles constraints with llguidance (https://github.com/guidance-ai/llguidance), an optional dependency.
 
-    thread "compile"   tokenizer (once), grammar, limits on size and work      then cached by the constraint
+    thread "compile"   the tokenizer, with the first constraint; then grammars, with limits on size and work; cached
     thread "mask"      a token is taken, the mask of the next one computed     while the engine's step runs
 
 A grammar's lexer grows as it is used; requests with the same constraint share it.
@@ -8,13 +8,12 @@ A grammar's lexer grows as it is used; requests with the same constraint share i
 
 import asyncio
 import json
-import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,15 @@ from kvrelay.engine.constrain.grammar import Constraint, ConstraintError, Gramma
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-COMPILE_SECONDS = 10.0
-"""How long a request waits for its constraint; the first one waits for the tokenizer as well."""
+T = TypeVar("T")
+
+COMPILE_SECONDS = 5.0
+"""How long a request waits for its constraint, once the tokenizer has been read: several seconds for 128k tokens."""
 MAX_GRAMMARS = 64
 """Compiled constraints that are kept."""
 THREADS = 2
 """For compilation, and as many for masks."""
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -63,7 +64,7 @@ class ConstraintCompiler:
         self._compilers = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         self._masks = ThreadPoolExecutor(THREADS, thread_name_prefix="mask")
         self._grammars: OrderedDict[Constraint, asyncio.Future[Grammar]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._tokenizer: asyncio.Future[LLTokenizer] | None = None
 
     async def compile(self, constraint: Constraint) -> Grammar:
         """The compiled form of `constraint`, from the cache if it is there.
@@ -71,11 +72,13 @@ class ConstraintCompiler:
         Raises:
             ConstraintError: it is malformed, uses what isn't supported, or is too large; or the library isn't there.
         """
+        if self._tokenizer is None:
+            self._tokenizer = self._begin(self._read_tokenizer)
+        # A shared future: a request that is cancelled must not cancel it.
+        await asyncio.wait((self._tokenizer,))
         future = self._grammars.get(constraint)
         if future is None:
-            future = asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, constraint)
-            # Whoever waits gets the exception. After a time-out that is nobody.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            future = self._begin(partial(self._compile, self._tokenizer.result(), constraint))
             self._grammars[constraint] = future
             if len(self._grammars) > MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
@@ -90,24 +93,27 @@ class ConstraintCompiler:
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._masks.shutdown(wait=False, cancel_futures=True)
 
-    @cached_property
-    def _tokenizer(self) -> "LLTokenizer":
-        from llguidance import LLTokenizer
+    def _begin(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        future = asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        # Whoever waits gets the exception; after a time-out that is nobody.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
 
+    def _read_tokenizer(self) -> "LLTokenizer":
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            message = "a constraint needs llguidance on the workers: pip install 'kvrelay[structured]'"
+            raise ConstraintError(message) from None
         path = self._folder / "tokenizer.json"
         try:
             return LLTokenizer(path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
         except (OSError, ValueError) as error:
             raise ConstraintError(f"constraints can't be obeyed by this model: {path.name}: {error}") from error
 
-    def _compile(self, constraint: Constraint) -> Grammar:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            message = "a constraint needs llguidance on the workers: pip install 'kvrelay[structured]'"
-            raise ConstraintError(message) from None
-        with self._lock:
-            tokenizer = self._tokenizer
+    def _compile(self, tokenizer: "LLTokenizer", constraint: Constraint) -> Grammar:
+        from llguidance import LLMatcher, LLParserLimits
+
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         try:
             matcher = LLMatcher(tokenizer, _grammar_text(constraint), limits=limits, log_level=0)

@@ -132,7 +132,7 @@ class InputBuffers:
             host.keys[:count] = noise_keys(seeds, ends)
 
     def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        """Rows that have fewer than their min_tokens must not stop. Special rows need their logits as they are first."""
+        """Rows that have fewer than their min_tokens must not stop. Special rows are left out (`special.py`)."""
         short = [
             (index, plan.sampling[row].stop_token_ids)
             for index, row in enumerate(sampled.tolist())

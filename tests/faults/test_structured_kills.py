@@ -1,4 +1,4 @@
-"""Decode workers that die while completions obey schemas: each completion is valid, and equal to that without a death."""
+"""Decode workers die while completions obey schemas: each is valid, and equal to the one without a death."""
 
 import json
 import random
