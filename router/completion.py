@@ -35,7 +35,7 @@ class Completion:
         self.tokens: list[int] = []
         """The tokens that the client has."""
         self._min_tokens = request.sampling.min_tokens
-        self._text = Detokenizer(token_bytes)
+        self._text = Detokenizer(token_bytes, request.shown)
         self._stops = StopStrings(request.stop)
 
     async def restore(self, resumed: Resumed) -> FinishReason:

@@ -11,19 +11,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission, Ticket
 from kvrelay.router.answer import Answer, Write
-from kvrelay.router.callers import Callers, Identity
+from kvrelay.router.callers import Callers, Grant, Identity
+from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.limits import KeyLimits, Meter
+from kvrelay.router.requests import Requests
 from kvrelay.router.sampling import SamplingDefaults
-from kvrelay.router.session import Dispatch, Session
+from kvrelay.router.session import Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, completions
@@ -57,9 +61,11 @@ class Front:
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.requests = Requests()
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
+        self.limits = KeyLimits()
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
         self._draining = False
@@ -95,6 +101,14 @@ class Front:
         """The names that requests may give the model, the first of which is its name in answers."""
         return self.config.served_model_name or (self.model.name,)
 
+    def tenant(self, caller: Caller) -> str:
+        """The tenant of a caller that costs no more than an answer.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        return self._callers.grant(caller.identity).tenant
+
     def check_model(self, name: str) -> None:
         """Checks the model that a request names; empty is the served one.
 
@@ -105,6 +119,11 @@ class Front:
         if name and name not in self.served_names:
             known = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is to end."""
+        return self._draining
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
@@ -133,10 +152,10 @@ class Front:
         try:
             if self._draining:
                 raise self._shutting_down()
-            tenant = self._callers.tenant(caller.identity)
-            share = f"tenant {tenant}" if self._callers.authenticated else caller.host
+            grant = self._callers.grant(caller.identity)
+            share = f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
             with self._admission.admit(share, size) as ticket:
-                yield Call(self, tenant, ticket, deadline)
+                yield Call(self, grant, ticket, deadline)
         except RequestError:
             raise
         except asyncio.CancelledError:
@@ -166,7 +185,9 @@ class Front:
 
     def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
         """Notes in log and metrics how a completion ended."""
-        record = trace.record(outcome, time.monotonic())
+        now = time.monotonic()
+        self.requests.end(trace, outcome, now)
+        record = trace.record(outcome, now)
         fields: dict[str, object] = {
             "request": trace.wire_id,
             "outcome": outcome,
@@ -187,17 +208,21 @@ class Front:
 class Call:
     """One admitted call."""
 
-    def __init__(self, front: Front, tenant: str, ticket: Ticket, deadline: float) -> None:
+    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float) -> None:
         self.ticket = ticket
         self.noted = False
         """Whether the end of a completion was noted in log and metrics."""
         self._front = front
-        self._tenant = tenant
+        self._grant = grant
         self._deadline = deadline
         self._received = time.monotonic()
 
     async def generate(
-        self, request: GenerateRequest, write: Write, begin: Callable[[CheckedRequest], object] | None = None
+        self,
+        request: GenerateRequest,
+        write: Write,
+        begin: Callable[[CheckedRequest], object] | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """Runs one request to its end.
 
@@ -205,29 +230,37 @@ class Call:
             request: the caller should keep no reference to it.
             write: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
+            shown: special tokens whose names are part of the text.
 
         Raises:
             RequestError: it ended without all of its completions.
         """
         trace = RequestTrace(self._received, wire_id=request.request_id)
-        with self._noting_failure(trace):
-            front = self._front
-            front.check_model(request.model)
-            front._callers.check_claim(request.tenant, self._tenant)
-            checked = await check(request, self._tenant, front.model, front.tokenizer, front.defaults)
-            _describe(checked, trace)
-            if begin is not None:
-                begin(checked)
-        self.ticket.hold(checked.prompt.nbytes)
-        count = request.n or 1
-        del request  # it is several times as large as the packed prompt, and the session may wait long
-        if count == 1:
-            await self._complete(checked, trace, write)
-            return
-        with self.ticket.more_calls(count - 1):
-            await self._complete_all(completions(checked, count), trace, write)
+        front, grant = self._front, self._grant
+        with front.limits.request(grant.key, grant.limits) as meter:
+            with self._noting_failure(trace):
+                front.check_model(request.model)
+                front._callers.check_claim(request.tenant, grant.tenant)
+                claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
+                checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+                seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+                checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
+                _describe(checked, trace)
+                meter.prompt(len(checked.prompt))
+                if begin is not None:
+                    begin(checked)
+            self.ticket.hold(checked.prompt.nbytes)
+            count = request.n or 1
+            del request  # it is several times as large as the packed prompt, and the session may wait long
+            if count == 1:
+                await self._complete(checked, trace, write, meter)
+                return
+            with self.ticket.more_calls(count - 1):
+                await self._complete_all(completions(checked, count), trace, write, meter)
 
-    async def _complete_all(self, requests: list[CheckedRequest], trace: RequestTrace, write: Write) -> None:
+    async def _complete_all(
+        self, requests: list[CheckedRequest], trace: RequestTrace, write: Write, meter: Meter
+    ) -> None:
         """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
         KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
         cached = asyncio.Event()
@@ -238,28 +271,25 @@ class Call:
             await write(message)
 
         async def first() -> None:
-            await self._complete(requests[0], trace, first_write)
+            await self._complete(requests[0], trace, first_write, meter)
             cached.set()
 
         async def later(request: CheckedRequest) -> None:
             await cached.wait()
             trace = RequestTrace(self._received)
             _describe(request, trace)
-            await self._complete(request, trace, write)
+            await self._complete(request, trace, write, meter)
 
+        await together([first(), *map(later, requests[1:])])
+
+    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
+        self._front.requests.begin(trace)
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(first(), name=requests[0].wire_id)
-                for request in requests[1:]:
-                    group.create_task(later(request), name=request.wire_id)
-        except BaseExceptionGroup as errors:
-            failures = errors.subgroup(RequestError)
-            raise (failures or errors).exceptions[0] from None
-
-    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
-        with self._noting_failure(trace):
-            answer = Answer(request, trace, write)
-            finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+            with self._noting_failure(trace):
+                answer = Answer(request, trace, write)
+                finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+        finally:
+            meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         self._note_end(trace, cast(Outcome, outcome))
 
@@ -284,6 +314,20 @@ class Call:
         self._front.note_end(trace, outcome, failure)
 
 
+async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them to their ends; the first one that fails ends the others, and its exception is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work, name="completion")
+    except BaseExceptionGroup as errors:
+        failures = errors.subgroup(RequestError)
+        raise (failures or errors).exceptions[0] from None
+
+
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:
     trace.wire_id, trace.index = request.wire_id, request.index
-    trace.prompt_tokens, trace.resumes = len(request.prompt), request.resumes
+    trace.prompt_tokens, trace.resumes, trace.tenant = len(request.prompt), request.resumes, request.tenant

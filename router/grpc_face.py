@@ -16,15 +16,12 @@ from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.front import Caller, Front
 from kvrelay.router.prompt import PART_TOKENS
-from kvrelay.router.validation import checked_ids, text_tokens
+from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.router.writer import Writer
 from kvrelay.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
-
-TOKENIZE_BYTES = 512 * 1024
-"""Largest text of Tokenize, and most ids of Detokenize: what the event loop can send in some milliseconds."""
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -128,7 +125,7 @@ class GrpcFace:
 
     async def _tokenize(self, received: Received) -> pb.TokenizeResponse:
         request = received.take(pb.TokenizeRequest, self._front.config, 0)
-        tokens = await text_tokens(request, self._tokenizer, TOKENIZE_BYTES, "send a longer text in parts")
+        tokens = await text_tokens(request, self._tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
         response = pb.TokenizeResponse()
         for start in range(0, len(tokens), PART_TOKENS):
             response.token_ids.extend(tokens[start : start + PART_TOKENS])

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
@@ -20,8 +22,12 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
+from kvrelay.router.conversation import conversation
+from kvrelay.router.conversation import size as conversation_size
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
+from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
+from kvrelay.router.queue import NO_CLAIM, Claim
 from kvrelay.router.sampling import SamplingDefaults, check_ids, check_params, check_prompt_logprobs, sampling_of
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
@@ -39,6 +45,10 @@ from kvrelay.v1.inference_pb2 import (
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 MAX_COMPLETIONS = 128
+TOKENIZE_BYTES = 512 * 1024
+"""Largest text to be tokenized alone, and most ids to be detokenized: what the event loop can send in some
+milliseconds."""
+TOKENIZE_WHY = "send a longer text in parts"
 TAIL_TOKENS = 8
 """Last tokens of a prompt that are kept at hand."""
 
@@ -77,8 +87,20 @@ class CheckedRequest:
     """The caller's."""
     tail: tuple[int, ...] = ()
     """The last tokens of the prompt, at most TAIL_TOKENS."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens whose names are part of the text."""
     index: int = 0
     """Which of the request's completions this is."""
+    namespace: str = ""
+    """Of the prefix cache: of requests of this tenant with this salt."""
+    chain: Sequence[int] = ()
+    """Digests of the prompt's prefixes in that namespace (`router/prefixes.py`)."""
+    key: int = 0
+    """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
+    claim: Claim = NO_CLAIM
+    """By what its turn is decided while it waits."""
+    first_token_seconds: float = 0.0
+    """Limit on the time from receipt to the first token."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -104,6 +126,8 @@ async def check(
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
     _check_count(request)
+    for field in ("cache_salt", "session"):
+        _check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
     check_params(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
@@ -115,6 +139,9 @@ async def check(
     if request.resume.token_ids:
         # They came with the first of these tokens.
         sampling.ClearField("prompt_logprobs")
+    # No tenant has this character.
+    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
+    chain = await chain_of(tokens, namespace)
     return CheckedRequest(
         request_id,
         wire_id,
@@ -123,9 +150,11 @@ async def check(
         tuple(params.stop),
         tenant,
         tuple(tokens[-TAIL_TOKENS:]),
-        0,
-        client_call,
-        await _resumed(request.resume.token_ids, sampling, model),
+        namespace=namespace,
+        chain=chain,
+        key=_key(namespace, request.session, chain),
+        client_call=client_call,
+        resumed=await _resumed(request.resume.token_ids, sampling, model),
     )
 
 
@@ -146,7 +175,7 @@ def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
     sampling = Sampling()
     sampling.CopyFrom(checked.sampling)
     sampling.seed = completion_seed(sampling.seed, index)
-    sampling.ClearField("prompt_logprobs")
+    sampling.ClearField("prompt_logprobs")  # the first completion has them
     return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
 
 
@@ -200,13 +229,15 @@ async def text_tokens(
                 raise InvalidRequest("text", request.text, "at least 1 character")
             size = len(request.text.encode())
         case "messages":
-            size = sum(len(message.content.encode()) for message in request.messages.messages)
+            size = conversation_size(request.messages)
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
     if size > max_bytes:
         raise InvalidRequest(f"{given}: number of bytes", size, f"up to {max_bytes}, {why}")
     text = given == "text"
-    tokens = await (tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer))
+    tokens = await (
+        tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer, size, max_bytes)
+    )
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -228,27 +259,34 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> "array[int]":
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    if not messages:
-        raise InvalidRequest("messages: number of messages", 0, "at least 1")
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int) -> "array[int]":
+    count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(messages)
+        return await tokenizer.encode_chat(conversation(chat), size, max_bytes)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
     except TemplateFailed as error:
         limit = f"what the model's chat template renders ({shorten(str(error))})"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
+
+
+def _check_name(field: str, name: str) -> None:
+    if len(name) > MAX_REQUEST_ID_CHARACTERS or not (name.isascii() and name.isprintable()):
+        raise InvalidRequest(field, name, f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty")
+
+
+def _key(namespace: str, session: str, chain: Sequence[int]) -> int:
+    if session:
+        return xxh3_64_intdigest(f"{namespace}\0{session}".encode())
+    return chain[-1] if chain else 0
 
 
 def _names(request_id: str) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     if not request_id:
         return unique, unique
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
-        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
-        raise InvalidRequest("request_id", request_id, limit)
+    _check_name("request_id", request_id)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 

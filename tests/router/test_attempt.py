@@ -29,7 +29,9 @@ class ScriptedStream(WorkerStream):
         super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
+    def submit(
+        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
+    ) -> None:
         self.on_event, self.on_lost = on_event, on_lost
 
     def cancel(self, key: tuple[str, int]) -> None:

@@ -192,10 +192,10 @@ def test_a_stream_that_goes_on_waits_before_new_requests_and_is_not_refused(tmp_
             router._queue._decide = lambda demand: NoPlace.NO_CAPACITY
             waiting = asyncio.create_task(read(one(request(2, IDS[:5]))))
             await until(lambda: router.waiting == 1, "it waits")
-            with pytest.raises(grpc.aio.AioRpcError, match="wait for capacity"):
+            with pytest.raises(grpc.aio.AioRpcError, match="wait for workers with capacity"):
                 await read(one(request(key=b"of a new request")))
             router._queue._decide = decide
-            router._queue.wake_first()
+            router._queue.wake()
             assert tokens_of(await waiting) == IDS[5:]
             assert [record.ttft_seconds for record in cluster.records if record.resumed] == [None]
 

@@ -124,6 +124,23 @@ def test_without_free_blocks_in_time_the_hand_off_fails_at_both_ends() -> None:
     asyncio.run(test())
 
 
+def test_a_cancelled_offer_that_waited_lets_the_next_one_in() -> None:
+    """No block is freed: the next one needs fewer."""
+
+    async def test() -> None:
+        async with pair(CONFIG, blocks=4) as world:
+            waiting = world.receiver._waiting._waiting
+            for key, count in ((("big", 1), 5 * BLOCK), (("small", 1), 3)):
+                world.announce(key, prompt(count))
+                world.compute(key, blocks_of(count))
+                await world.ends.until(lambda key=key: key in waiting)
+            world.receiver.cancel(("big", 1))
+            await world.settled(("small", 1))
+            assert ("small", 1) in world.ends.imported
+
+    asyncio.run(test())
+
+
 def test_a_decode_worker_that_cannot_reserve_any_more_fails_the_hand_off_at_both_ends() -> None:
     async def test() -> None:
         async with pair(CONFIG) as world:

@@ -1,0 +1,22 @@
+"""Coverage-guided fuzzing of each reader of foreign bytes; the targets say what must hold."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+SECONDS = 20
+MEMORY_MIB = 2048
+
+pytest.importorskip("atheris", reason="atheris has no wheel for this platform or Python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["control", "outline", "public", "submit", "heartbeat"])
+def test_no_bytes_break_a_reader(target: str) -> None:
+    options = [f"-max_total_time={SECONDS}", f"-rss_limit_mb={MEMORY_MIB}", "-max_len=2048"]
+    command = [sys.executable, "-m", "guided.targets", target, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert re.search(r"cov: [1-9]\d", done.stderr), "nothing is instrumented"

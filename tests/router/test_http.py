@@ -1,0 +1,425 @@
+"""The HTTP face over scripted workers: what OpenAI's clients send and get."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
+from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.validation import completion_seed
+from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
+from support.http_calls import CHAT, HELLO, serving, text_of, token_at, usage_of, writer_of
+from support.router_fakes import (
+    FakeWorker,
+    Job,
+    colocated_of,
+    pair,
+    run,
+    silent,
+    until,
+)
+
+
+def test_both_apis_give_the_tokens_of_grpc_whole_and_streamed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as (cluster, http), AsyncClient(cluster.router.address) as client:
+            expected = (await client.complete("hello", max_tokens=4)).text
+            status, whole = await http.post("/v1/completions", {**HELLO, "return_token_ids": True})
+            assert status == 200
+            assert whole["object"] == "text_completion"
+            assert whole["model"] == "fake"
+            assert whole["choices"] == [
+                {
+                    "index": 0,
+                    "text": expected,
+                    "logprobs": None,
+                    "finish_reason": "length",
+                    "token_ids": [40, 41, 42, 43],
+                }
+            ]
+            assert whole["usage"] == usage_of(4, 4, 1)
+            chunks = await http.stream("/v1/completions", HELLO)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            status, chat = await http.post("/v1/chat/completions", CHAT)
+            assert status == 200
+            message = {"role": "assistant", "content": expected, "refusal": None}
+            assert chat["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
+            chunks = await http.stream("/v1/chat/completions", CHAT)
+            assert chunks[0]["object"] == "chat.completion.chunk"
+            assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
+            assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
+
+    run(test)
+
+
+def test_every_form_of_a_prompt_is_served_in_order(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as (cluster, http):
+            for prompt, prompts in (
+                ("hello", 1),
+                ([5, 6, 7], 1),
+                (["hello", "def"], 2),
+                ([[5, 6, 7], [8]], 2),
+            ):
+                status, answer = await http.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "n": 2})
+                assert status == 200, answer
+                assert [choice["index"] for choice in answer["choices"]] == list(range(2 * prompts))
+                assert answer["usage"]["completion_tokens"] == 4 * prompts
+            echoed = {"prompt": ["hello", [40, 41]], "max_tokens": 1, "echo": True, "n": 2}
+            _, answer = await http.post("/v1/completions", echoed)
+            assert [choice["text"] for choice in answer["choices"]] == ["helloG"] * 2 + ["GHG"] * 2
+            assert cluster.router._front.running == 0
+
+    run(test)
+
+
+def test_usage_comes_at_the_end_of_a_stream_or_in_every_chunk_or_not_at_all(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, FakeWorker("colocated-0", "colocated", writer_of("def name"))) as (_, http):
+            for path, body in (("/v1/completions", HELLO), ("/v1/chat/completions", CHAT)):
+                _, whole = await http.post(path, body)
+                chunks = await http.stream(path, body)
+                assert all("usage" not in chunk for chunk in chunks)
+                options: dict[str, Any] = {"include_usage": True}
+                *chunks, last = await http.stream(path, {**body, "stream_options": options})
+                assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+                assert (last["choices"], last["usage"]) == ([], whole["usage"])
+                options["continuous_usage_stats"] = True
+                *chunks, last = await http.stream(path, {**body, "stream_options": options})
+                counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+                assert counts == sorted(counts)
+                assert chunks[-1]["usage"] == last["usage"] == whole["usage"]
+
+    run(test)
+
+
+def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_seeds_of_their_own(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, *pair(token_at, pause=0.02)) as (cluster, http):
+            prefill = cluster.workers["prefill-0"]
+            task = asyncio.create_task(http.post("/v1/completions", {**HELLO, "n": 3, "seed": 11, "max_tokens": 5}))
+            first = await cluster.job("decode-0")
+            assert [job.submit.sampling.seed for job in prefill.jobs] == [11]
+            status, answer = await task
+            assert status == 200
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+            assert [job.submit.sampling.seed for job in prefill.jobs] == [
+                completion_seed(11, index) for index in range(3)
+            ]
+            assert len({job.submit.request_id for job in prefill.jobs}) == 3
+            assert first.submit.sampling.seed == 11
+            # The prompt counts once, and what later completions found in the caches isn't a part of the answer.
+            assert answer["usage"] == usage_of(4, 15, 1)
+            await until(lambda: len(cluster.records) == 3, "each completion is noted")
+            assert sum(record.prompt_tokens for record in cluster.records) == 4
+
+    run(test)
+
+
+def test_a_failed_completion_ends_the_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        async def script(job: Job) -> None:
+            if job.submit.sampling.seed == completion_seed(5, 1):
+                job.fail(Failure.CODE_INTERNAL)
+            else:
+                job.send(job.base, (40, 41))
+
+        worker = FakeWorker("colocated-0", "colocated", script)
+        async with serving(tmp_path, worker) as (cluster, http):
+            status, answer = await http.post("/v1/completions", {**HELLO, "n": 3, "seed": 5, "max_tokens": 30})
+            assert status == 500
+            assert answer["error"]["type"] == "server_error"
+            for job in worker.jobs:
+                if job.submit.sampling.seed != completion_seed(5, 1):
+                    await asyncio.wait_for(job.cancelled.wait(), 5)
+            assert cluster.router._front.running == 0
+
+    run(test)
+
+
+REFUSED = [
+    ("/v1/completions", {"temperature": "x"}, "temperature is 'x'; allowed: number", "temperature"),
+    (
+        "/v1/completions",
+        {"temperature": 1000},
+        "temperature is 1000; allowed: less than or equal to 100",
+        "temperature",
+    ),
+    ("/v1/completions", {"best_of": 3}, "best_of is 3; allowed: null or 1; not served otherwise", "best_of"),
+    ("/v1/completions", {"suffix": "x"}, "suffix is 'x'; allowed: null or \"\"; not served otherwise", "suffix"),
+    ("/v1/completions", {"foo": 1}, "foo is not a field that this server knows", "foo"),
+    ("/v1/completions", {"n": 129}, "n is 129; allowed: less than or equal to 128", "n"),
+    ("/v1/completions", {"stop": ["a", 1]}, "stop[1] is 1; allowed: string", "stop[1]"),
+    ("/v1/completions", {"prompt": []}, "prompt is an array; allowed: a string, a list of token ids, or", "prompt"),
+    ("/v1/completions", {"prompt": [5, 4000]}, "prompt[1] is 4000; allowed: 0 to 399, the model's", "prompt[1]"),
+    ("/v1/completions", {"prompt": [1.5]}, "prompt is an array; allowed: a string, a list of token ids", "prompt"),
+    ("/v1/completions", {"max_tokens": 0}, "max_tokens is 0; allowed: 1 or more, or 0 with echo", "max_tokens"),
+    ("/v1/completions", {"max_tokens": 61}, "max_tokens is 61; allowed: up to 60: the prompt has 4", "max_tokens"),
+    ("/v1/completions", {"min_tokens": 9}, "min_tokens is 9; allowed: 0 to max_tokens, 4 here", "min_tokens"),
+    ("/v1/completions", {"stream_options": {}}, "stream_options is an object; allowed: with stream", "stream_options"),
+    ("/v1/completions", {"logit_bias": {"1": 101}}, "logit_bias.1 is 101; allowed: less than or", "logit_bias.1"),
+    (
+        "/v1/completions",
+        {"guided_regex": "a", "response_format": {"type": "json_object"}},
+        "structured_outputs is an object; allowed: one constraint",
+        "structured_outputs",
+    ),
+    ("/v1/chat/completions", {"messages": []}, "messages is an array; allowed: at least 1 item", "messages"),
+    ("/v1/chat/completions", {"messages": "secret"}, "messages is a string; allowed: array", "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "secret"}}]}]},
+        "messages[0].content[0] is an object; allowed: a part of the type 'text': this server takes text only",
+        "messages[0].content[0]",
+    ),
+    ("/v1/chat/completions", {"functions": []}, "functions is an array; allowed: null; not served", "functions"),
+    ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities is an array; allowed: null or", "modalities"),
+    ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs is 2; allowed: with logprobs only", "top_logprobs"),
+    ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice is 'required'; allowed: null or", "tool_choice"),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tool_choice is 'auto'; allowed: none, required or a named function: this model has no format",
+        "tool_choice",
+    ),
+    ("/tokenize", {"prompt": None}, "prompt is null; allowed: a text exactly if there are no messages", "prompt"),
+    ("/detokenize", {"tokens": [400]}, "tokens[0] is 400; allowed: 0 to 399", "tokens[0]"),
+]
+
+
+def test_an_error_names_field_value_and_what_is_allowed_and_nothing_of_a_prompt(tmp_path: Path) -> None:
+    defaults: dict[str, dict[str, Any]] = {"/v1/completions": HELLO, "/v1/chat/completions": CHAT}
+
+    async def test() -> None:
+        async with serving(tmp_path) as (cluster, http):
+            for path, change, message, param in REFUSED:
+                status, answer = await http.post(path, {**defaults.get(path, {}), **change})
+                error = answer["error"]
+                assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), answer
+                assert error["message"].startswith(message), error["message"]
+                assert "secret" not in error["message"]
+            status, answer = await http.post("/v1/completions", {**HELLO, "prompt": [5] * 64})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            for body, text in (
+                (b"{secret", "not valid JSON"),
+                (b'{"prompt": "\xff"}', "not valid JSON"),
+                (b"[1]", "body"),
+            ):
+                async with http.session.post(
+                    http.base + "/v1/completions", data=body, headers={"Content-Type": "application/json"}
+                ) as response:
+                    error = (await response.json())["error"]
+                    assert response.status == 400
+                    assert text in error["message"]
+                    assert "secret" not in error["message"]
+            status, answer = await http.post("/v1/completions", HELLO, headers={"Content-Encoding": "gzip"})
+            assert status == 400
+            async with http.session.post(http.base + "/v1/completions", data=b"{}") as response:
+                assert "Content-Type" in (await response.json())["error"]["message"]
+            assert (await http.get("/v1/nothing"))[0] == 404
+            status, answer = await http.get("/v1/completions")
+            assert (status, answer["error"]["message"]) == (
+                405,
+                "GET /v1/completions: Method Not Allowed; allowed: POST",
+            )
+            assert cluster.router._front.running == 0
+
+    run(test)
+
+
+def test_a_request_names_the_model_or_an_alias(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, served_model_name=("gpt-4o", "org/model")) as (_, http):
+            _, models = await http.get("/v1/models")
+            assert [model["id"] for model in models["data"]] == ["gpt-4o", "org/model"]
+            assert (await http.get("/v1/models/org/model"))[1]["root"] == "fake"
+            status, answer = await http.post("/v1/completions", {**HELLO, "model": "org/model"})
+            assert (status, answer["model"]) == (200, "gpt-4o")
+            for path, body in (
+                ("/v1/completions", HELLO),
+                ("/v1/chat/completions", CHAT),
+                ("/tokenize", {"prompt": "a"}),
+            ):
+                status, answer = await http.post(path, {**body, "model": "fake"})
+                assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+            assert (await http.get("/v1/models/fake"))[0] == 404
+
+    run(test)
+
+
+def test_a_client_that_closes_its_connection_frees_both_workers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async def endless(job: Job) -> None:
+            job.send(job.base, (40,)) if job.submit.HasField("peer") and job.worker.role == "prefill" else None
+
+        workers = [FakeWorker("prefill-0", "prefill", endless), FakeWorker("decode-0", "decode", endless)]
+        async with serving(tmp_path, *workers) as (cluster, http):
+            for at, stream in enumerate((True, False)):
+                body = {**HELLO, "stream": stream}
+                task = asyncio.create_task(http.session.post(http.base + "/v1/completions", json=body).__aenter__())
+                jobs = [await cluster.job(name, at) for name in ("prefill-0", "decode-0")]
+                if stream:
+                    (await task).close()
+                else:
+                    task.cancel()
+                start = time.monotonic()
+                for job in jobs:
+                    await asyncio.wait_for(job.cancelled.wait(), 5)
+                assert time.monotonic() - start < 0.5
+                await until(lambda: cluster.router._front.running == 0, "nothing runs")
+            assert [record.outcome for record in cluster.records] == ["cancelled"] * 2
+
+    run(test)
+
+
+def test_limits_and_states_have_their_status(tmp_path: Path) -> None:
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", silent)
+        limits = {"max_requests": 1, "max_message_bytes": 2000, "worker_wait_seconds": 0.0, "idle_timeout_seconds": 1.0}
+        async with serving(tmp_path, worker, **limits) as (cluster, http):
+            url = http.base + "/v1/completions"
+            running = asyncio.create_task(http.post("/v1/completions", HELLO))
+            job = await cluster.job("colocated-0")
+            async with http.session.post(url, json=HELLO) as response:
+                assert response.status == 429
+                assert response.headers["Retry-After"] == "1"
+                assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
+            # A busy router can still be watched.
+            for path in ("/health", "/ready", "/v1/models"):
+                assert (await http.get(path))[0] == 200
+            async with http.session.get(http.base + "/metrics") as response:
+                assert (
+                    'kvrelay_router_requests_total{outcome="exhausted",router="router-0"} 1.0' in await response.text()
+                )
+            await colocated_of(token_at)(job)
+            assert (await running)[0] == 200
+            status, _ = await http.post("/v1/completions", {**HELLO, "prompt": "x" * 2000})
+            assert status == 413
+            status, answer = await http.post("/v1/completions", HELLO, headers={"X-Request-Timeout": "0.2"})
+            assert (status, answer["error"]["message"]) == (504, "the client's deadline has passed")
+            status, _ = await http.post("/v1/completions", HELLO, headers={"X-Request-Timeout": "never"})
+            assert status == 400
+
+            async def slow_body() -> AsyncIterator[bytes]:
+                yield b"{"
+                await asyncio.sleep(60)
+
+            headers = {"Content-Type": "application/json"}
+            async with http.session.post(url, data=slow_body(), headers=headers) as response:
+                assert response.status == 408
+            cluster.announce(colocated_0=MEMBER_STATE_DEAD)
+            await until(lambda: not cluster.router.registry.complete, "the worker is lost")
+            assert (await http.get("/ready"))[0] == 503
+            assert (await http.get("/health"))[0] == 200
+            assert (await http.post("/v1/completions", HELLO))[0] == 503
+            assert cluster.router._front.running == 0
+
+    run(test)
+
+
+def test_a_drain_ends_streams_with_an_error_after_the_grace_and_takes_no_new_ones(tmp_path: Path) -> None:
+    async def test() -> None:
+        async def some(job: Job) -> None:
+            job.send(job.base, (40, 41))
+
+        async with (
+            serving(tmp_path, FakeWorker("colocated-0", "colocated", some)) as (cluster, http),
+            http.session.post(http.base + "/v1/completions", json={**HELLO, "stream": True}) as response,
+        ):
+            await response.content.readuntil(b"\n\n")
+            stopping = asyncio.create_task(cluster.router._front.stop(0.3))
+            await asyncio.sleep(0)
+            status, answer = await http.post("/v1/completions", HELLO)
+            assert (status, answer["error"]["message"]) == (503, "router-0 is shutting down")
+            assert (await http.get("/ready"))[0] == 503
+            rest = (await response.text()).strip().removeprefix("data: ")
+            assert json.loads(rest)["error"]["message"] == "router-0 is shutting down"
+            await stopping
+
+    run(test)
+
+
+def test_an_api_key_is_asked_for_as_openai_asks(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"acme {sha256(b'right').hexdigest()}\n")
+
+    async def test() -> None:
+        async with serving(tmp_path / "model", api_keys=str(keys)) as (cluster, http):
+            for path in ("/v1/models", "/metrics"):
+                assert (await http.get(path))[0] == 401
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic right"}):
+                status, answer = await http.post("/v1/completions", HELLO, headers=headers)
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+                assert "wrong" not in answer["error"]["message"]
+            right = {"Authorization": "Bearer right"}
+            assert (await http.post("/v1/completions", HELLO, headers=right))[0] == 200
+            assert (await cluster.job("prefill-0")).submit.tenant == "acme"
+            assert (await http.get("/v1/models", headers=right))[0] == 200
+            for path in ("/health", "/ready", "/version", "/openapi.json"):
+                assert (await http.get(path))[0] == 200
+
+    run(test)
+
+
+def test_tokenize_and_detokenize(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as (_, http):
+            text = "def name größer 🙂"
+            _, answer = await http.post("/tokenize", {"prompt": text, "return_token_strs": True})
+            assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+            assert answer["max_model_len"] == 64
+            assert await http.post("/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": text})
+            _, chat = await http.post("/tokenize", {"messages": CHAT["messages"]})
+            _, completion = await http.post("/v1/chat/completions", CHAT)
+            assert chat["count"] == completion["usage"]["prompt_tokens"]
+
+    run(test)
+
+
+def test_logprobs_have_the_forms_of_both_apis(tmp_path: Path) -> None:
+    def values(tokens: tuple[int, ...]) -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(logprob=-0.5, top_ids=[token + 1, token], top_logprobs=[-0.25, -0.5], rank=2)
+            for token in tokens
+        ]
+
+    async def script(job: Job) -> None:
+        sampling = job.submit.sampling
+        prompt = job.submit.token_ids[: job.submit.prompt_tokens]
+        asked = values(tuple(prompt[1:])) if sampling.HasField("prompt_logprobs") else []
+        first = values((70,)) if sampling.HasField("logprobs") else []
+        job.send(0, (70,), logprobs=first, prompt_logprobs=asked, prompt_logprobs_first=1)
+        job.send(1, (71,), FINISH_REASON_STOP, logprobs=values((71,)) if first else [])
+
+    async def test() -> None:
+        async with serving(tmp_path, FakeWorker("colocated-0", "colocated", script)) as (_, http):
+            body = {"prompt": [72, 73], "max_tokens": 2, "logprobs": 2, "echo": True}
+            _, whole = await http.post("/v1/completions", body)
+            assert "choices" in whole, whole
+            logprobs = whole["choices"][0]["logprobs"]
+            names = [text_of([token]) for token in (72, 73, 70, 71)]
+            assert logprobs["tokens"] == names
+            assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+            assert logprobs["top_logprobs"][0] is None
+            assert logprobs["top_logprobs"][1] == {text_of([74]): -0.25, names[1]: -0.5}
+            assert logprobs["text_offset"] == [sum(map(len, names[:at])) for at in range(4)]
+            chunks = await http.stream("/v1/completions", body)
+            parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+            assert [name for part in parts if part for name in part["tokens"]] == names
+            _, alone = await http.post("/v1/completions", {**body, "max_tokens": 0})
+            assert alone["choices"][0]["logprobs"]["tokens"] == names[:2]
+            assert alone["usage"]["completion_tokens"] == 0
+            _, chat = await http.post("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2})
+            content = chat["choices"][0]["logprobs"]["content"]
+            assert [entry["token"] for entry in content] == names[2:]
+            assert content[0]["bytes"] == list(names[2].encode())
+            assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.25, -0.5]
+
+    run(test)
