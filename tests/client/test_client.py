@@ -192,15 +192,30 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "stop": "end",
         "stop_token_ids": [3],
         "ignore_eos": True,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "logit_bias": {4: -2.0},
+        "bad_words": ["bad"],
+        "logprobs": 2,
+        "prompt_logprobs": 0,
         "tenant": "t",
         "request_id": "r",
+        "model": "m",
+        "priority": -1,
+        "slo_class": "batch",
+        "cache_salt": "salt",
+        "session": "s",
         "timeout": 1.0,
     }
-    assert full.keys() == GenerateOptions.__annotations__.keys()
+    constraints = {field.name for field in pb.Constraint.DESCRIPTOR.fields}
+    assert full.keys() | constraints == GenerateOptions.__annotations__.keys()
     request = generate_request([], full)
+    named = {"tenant", "request_id", "model", "priority", "slo_class", "cache_salt", "session"}
+    assert {name: getattr(request, name) for name in named} == {name: full[name] for name in named}  # type: ignore[literal-required]
     assert request.WhichOneof("input") == "token_ids"
     assert list(request.sampling.stop) == ["end"]
-    assert {field.name for field, _ in request.sampling.ListFields()} == set(full) - {"tenant", "request_id", "timeout"}
+    assert {field.name for field, _ in request.sampling.ListFields()} == set(full) - named - {"timeout"}
     assert math.isnan(generate_request("x", {"temperature": math.nan}).sampling.temperature)
     with pytest.raises(TypeError, match=r"max_token$"):
         generate_request("x", {"max_token": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
