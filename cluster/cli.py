@@ -61,7 +61,7 @@ config_option = click.option(
 
 @main.command()
 @config_option
-@click.option("--model", help="Folder of a Hugging Face checkpoint, or a bundled model's name (default pico).")
+@click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
@@ -145,6 +145,9 @@ def status(as_json: bool) -> None:
 )
 @click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
+@click.option(
+    "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
+)
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option(
@@ -160,12 +163,10 @@ def status(as_json: bool) -> None:
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(
-    prompt: str, target: str | None, tls: bool, ca: Path | None, as_json: bool, timeline: bool, **sampling: Any
-) -> None:
+def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
     """Continues PROMPT; prints the text as it is generated.
 
-    The variable KVRELAY_API_KEY has the key for a router that asks for one.
+    Other users of the machine can see a key on the command line; they can't see the variable.
     """
     from kvrelay.cluster import generate as generation
 
@@ -177,6 +178,7 @@ def generate(
         raise click.BadParameter(
             f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
         ) from None
+    tls, ca, api_key = (sampling.pop(name) for name in ("tls", "ca", "api_key"))
     if target is None:
         from kvrelay.cluster import state
 
@@ -189,7 +191,7 @@ def generate(
     if sampling["json_schema"] is not None:
         sampling["json_schema"] = sampling["json_schema"].read()
     options = cast("GenerateOptions", sampling)
-    router = generation.Router(target, tls or ca is not None, ca, os.environ.get("KVRELAY_API_KEY") or None)
+    router = generation.Router(target, tls or ca is not None, ca, api_key)
     generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 
 
@@ -308,9 +310,10 @@ def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
     console.print("[bold green]kvrelay is ready[/]")
     console.print(f"  router     {state.router}")
     if state.http:
-        scheme = "https" if state.router_tls else "http"
-        urls = "  ".join(f"{scheme}://{address}/v1" for address in state.http.split(","))
-        console.print(f"  http       {urls}", soft_wrap=True)
+        bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
+        console.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
+        if state.page:
+            console.print(f"  page       {bases[0]}/", soft_wrap=True)
     if state.dashboard:
         console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     console.print("  try        kvrelay generate 'def __init__(self, '")

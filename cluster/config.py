@@ -62,7 +62,8 @@ class ModelSection(Section):
     """The checkpoint that is served."""
 
     path: str = "pico"
-    """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
+    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
+    (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
     """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""

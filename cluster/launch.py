@@ -105,7 +105,7 @@ class Cluster:
         secured = secrets.prepare(self._config)
         self._config, self._token = secured.config, secured.token
         self._update(join_token_path=secured.token_path, certificates=secured.config.security.certificates)
-        self._update(router_tls=bool(self._config.router.tls_certificate))
+        self._update(router_tls=bool(self._config.router.tls_certificate), page=self._config.router.page)
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()

@@ -35,6 +35,8 @@ class ClusterState:
     """host:port of the public gRPC of each router, with commas between."""
     http: str = ""
     """host:port of the HTTP of each router, with commas between; empty without it."""
+    page: bool = False
+    """Whether HTTP has the page at `/`."""
     dashboard: str = ""
     """URL of Ray's dashboard."""
     join_token_path: str = ""

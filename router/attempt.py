@@ -143,8 +143,7 @@ class Attempt:
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
         self._paused = False
-        trace.prefill_worker = prefill.worker.name
-        trace.decode_worker = "" if decode is None else decode.worker.name
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
         self._expected = tuple(expected)
         if decode is prefill:
             self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
@@ -318,7 +317,9 @@ class Attempt:
     # From the workers' streams.
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
-        self._note_reports(event)
+        self._trace.note(event)
+        if event.HasField("prefill"):
+            self._note_cached(event.prefill.cached_tokens)
         if event.prompt_logprobs:
             self._merge_prompt(part, event)
         if event.token_ids:
@@ -374,18 +375,12 @@ class Attempt:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
-    def _note_reports(self, event: RequestEvent) -> None:
-        if event.HasField("prefill"):
-            self._trace.prefill = self._trace.prefill or event.prefill
-            for expectation, part in zip(self._expected, self._parts, strict=False):
-                # The KV is on its way to the decode worker, which will have as much of it.
-                cached = event.prefill.cached_tokens if part is self._prefill else expectation.tokens
-                expectation.reported(cached, part.stream.block_size)
-        if event.HasField("transfer"):
-            self._trace.transfer = event.transfer
-            self._trace.transfer_bytes += event.transfer.transfer_bytes
-        if event.HasField("decode"):
-            self._trace.decode = event.decode
+    def _note_cached(self, cached: int) -> None:
+        """The prefill worker had so many tokens of the prompt cached."""
+        for expectation, part in zip(self._expected, self._parts, strict=False):
+            # The KV is on its way to the decode worker, which will have as much of it.
+            tokens = cached if part is self._prefill else expectation.tokens
+            expectation.reported(tokens, part.stream.block_size)
 
     def _merge(self, part: _Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""

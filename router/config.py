@@ -42,6 +42,10 @@ class RouterOptions:
     """Port of the OpenAI-compatible HTTP; 0 takes a free one, and another one when the router is replaced. null: no
     HTTP."""
 
+    page: bool = True
+    """Whether HTTP has the page at `/`: a playground, the stages of each request, the map of the workers. It shows no
+    text of anybody's requests. Whoever opens it needs an API key where calls need one."""
+
     served_model_name: tuple[str, ...] = ()
     """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
 
@@ -164,7 +168,7 @@ class RouterConfig(RouterOptions):
     """Unique in the cluster."""
 
     model: str = "pico"
-    """Folder of the checkpoint (the router reads its tokenizer and chat template), or a bundled model's name."""
+    """The model as the workers have it: the router reads its tokenizer and chat template."""
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""

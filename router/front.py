@@ -24,6 +24,7 @@ from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
 from kvrelay.router.limits import KeyLimits, Meter
+from kvrelay.router.requests import Requests
 from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Dispatch, Session
 from kvrelay.router.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ class Front:
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.requests = Requests()
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -116,6 +118,11 @@ class Front:
         if name and name not in self.served_names:
             known = ", ".join(map(repr, self.served_names))
             raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is to end."""
+        return self._draining
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
@@ -177,7 +184,9 @@ class Front:
 
     def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
         """Notes in log and metrics how a completion ended."""
-        record = trace.record(outcome, time.monotonic())
+        now = time.monotonic()
+        self.requests.end(trace, outcome, now)
+        record = trace.record(outcome, now)
         fields: dict[str, object] = {
             "request": trace.wire_id,
             "outcome": outcome,
@@ -273,6 +282,7 @@ class Call:
         await together([first(), *map(later, requests[1:])])
 
     async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
+        self._front.requests.begin(trace)
         try:
             with self._noting_failure(trace):
                 answer = Answer(request, trace, write)
@@ -319,4 +329,4 @@ async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 def _describe(request: CheckedRequest, trace: RequestTrace) -> None:
     trace.wire_id, trace.index = request.wire_id, request.index
-    trace.prompt_tokens, trace.resumes = len(request.prompt), request.resumes
+    trace.prompt_tokens, trace.resumes, trace.tenant = len(request.prompt), request.resumes, request.tenant

@@ -10,7 +10,6 @@ from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -22,6 +21,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
+from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
@@ -32,6 +32,7 @@ from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
 from kvrelay.router.pacer import Pacer
+from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
@@ -81,7 +82,7 @@ class RouterServer:
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
-        folder = resolve(config.model)
+        folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
         policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
@@ -114,6 +115,8 @@ class RouterServer:
             source = self._tokenizer.template_source
             format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
             self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
+            if config.page:
+                self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -155,7 +158,7 @@ class RouterServer:
         )
         server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)
         clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)

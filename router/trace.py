@@ -1,10 +1,11 @@
 """The figures of one request, for the client's last message, the metrics and the log."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, TransferReport
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
@@ -41,6 +42,14 @@ class RequestRecord:
 Observer = Callable[[RequestRecord], None]
 
 
+class Handoff(NamedTuple):
+    """KV that one worker has sent to another."""
+
+    prefill: str
+    decode: str
+    nbytes: int
+
+
 @dataclass(slots=True)
 class RequestTrace:
     """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
@@ -75,6 +84,17 @@ class RequestTrace:
     transfer_bytes: int = 0
     """Of all attempts."""
     decode: DecodeReport | None = None
+    tenant: str = ""
+    placed: list[float] = field(default_factory=list)
+    """When each attempt began."""
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
+    prefill_at: float | None = None
+    """When the router got `prefill`, as `transfer_at` and `decode_at`; the latter of the first of an attempt."""
+    transfer_at: float | None = None
+    decode_at: float | None = None
+    handoffs: list[Handoff] = field(default_factory=list)
+    """Of all attempts."""
 
     @property
     def generated_tokens(self) -> int:
@@ -85,6 +105,27 @@ class RequestTrace:
     def retries(self) -> int:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
+
+    def placed_on(self, prefill: str, decode: str) -> None:
+        """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
+        self.prefill_worker, self.decode_worker = prefill, decode
+        self.placed.append(time.monotonic())
+        self.chunks.clear()
+        self.transfer_at = self.decode_at = None
+
+    def note(self, event: RequestEvent) -> None:
+        """Takes what an event of the latest attempt reports."""
+        now = time.monotonic()
+        if event.computed_tokens and self.prefill is None:
+            self.chunks.append((now, event.computed_tokens))
+        if event.HasField("prefill") and self.prefill is None:
+            self.prefill, self.prefill_at = event.prefill, now
+        if event.HasField("transfer"):
+            self.transfer, self.transfer_at = event.transfer, now
+            self.transfer_bytes += event.transfer.transfer_bytes
+            self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
+        if event.HasField("decode"):
+            self.decode, self.decode_at = event.decode, self.decode_at or now
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""

@@ -8,11 +8,6 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, PrefillReport, RequestEvent
 
 
-def is_news(progress: Progress) -> bool:
-    """Whether there is something that the router must know."""
-    return progress.token is not None or progress.error is not None or bool(progress.prompt_logprobs)
-
-
 def event_of(progress: Progress) -> RequestEvent:
     """The event of one sequence's step: its token, its finish reason or failure, its times, and log-probabilities."""
     sequence = progress.sequence
@@ -27,7 +22,9 @@ def event_of(progress: Progress) -> RequestEvent:
         event.prompt_logprobs_first = progress.prompt_first
         for scores in progress.prompt_logprobs:
             _add_logprobs(event.prompt_logprobs, scores)
-    if progress.token is not None:
+    if progress.token is None:
+        event.computed_tokens = progress.computed
+    else:
         event.first_index = sequence.generated - 1
         event.token_ids.append(progress.token)
         if progress.logprobs is not None:

@@ -41,7 +41,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
-from kvrelay.worker.events import event_of, is_news
+from kvrelay.worker.events import event_of
 from kvrelay.worker.fences import Fences
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
@@ -441,7 +441,7 @@ class Worker:
     # Engine thread.
 
     def _on_step(self, progress: Sequence[Progress]) -> None:
-        events = [event_of(step) for step in progress if is_news(step)]
+        events = [event_of(step) for step in progress]
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
         self.post_to_loop(self._deliver, events, self._loads.read())
         self.role.on_step(progress)

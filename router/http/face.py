@@ -15,30 +15,27 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from kvrelay.router.callers import Identity
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
-from kvrelay.router.front import Call, Caller, Front, together
+from kvrelay.router.front import Call, Front, together
 from kvrelay.router.http import openapi
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.chat import ChatRequest, Chats
 from kvrelay.router.http.completions import CompletionRequest, TextChoice
 from kvrelay.router.http.errors import body_of, error_json, headers_of, status_of
+from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.metrics import CONTENT_TYPE, PrometheusMetrics
 from kvrelay.router.validation import TOKENIZE_BYTES
-from kvrelay.router.writer import Writer
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
 
-JSON = "application/json"
 REQUEST_ID = "X-Request-Id"
 SESSION = "X-Session-Id"
 """Header with `GenerateRequest.session`."""
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's deadline, in seconds from receipt."""
-GONE = (ConnectionError,)
 MAX_TIMEOUT_SECONDS = 86400.0
 
 
@@ -135,11 +132,11 @@ class HttpFace:
         request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
         config = self._front.config
         deadline = _deadline(request)
-        _check_type(request)
+        check_type(request)
         size = declared_size(request, config.max_message_bytes)
-        events = _Events(request, request_id, config.idle_timeout_seconds)
+        events = Events(request, config.idle_timeout_seconds, {REQUEST_ID: request_id})
         try:
-            with self._front.generation(_caller(request), size, deadline) as call:
+            with self._front.generation(caller_of(request), size, deadline) as call:
                 plan = await make_plan(await self._read(request, call), request_id)
                 count = len(plan.requests)
                 _set_session(request, plan.requests)
@@ -177,17 +174,17 @@ class HttpFace:
     # Text and tokens.
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        _check_type(request)
+        check_type(request)
         size = declared_size(request, self._front.config.max_message_bytes)
-        with self._front.call(_caller(request), size) as call:
+        with self._front.call(caller_of(request), size) as call:
             body = await parse(TokenizeRequest, await self._read(request, call), 0)
             self._front.check_model(body.model or "")
             return _json(await body.answer(self._front.model, self._front.tokenizer))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        _check_type(request)
+        check_type(request)
         size = declared_size(request, self._front.config.max_message_bytes)
-        with self._front.call(_caller(request), size) as call:
+        with self._front.call(caller_of(request), size) as call:
             body = await parse(DetokenizeRequest, await self._read(request, call), TOKENIZE_BYTES)
             self._front.check_model(body.model or "")
             return _json(await body.answer(self._front.model, self._front.tokenizer))
@@ -196,11 +193,11 @@ class HttpFace:
 
     async def _models(self, request: web.Request) -> web.Response:
         front = self._front
-        front.tenant(_caller(request))
+        front.tenant(caller_of(request))
         return _json(to_json({"object": "list", "data": [self._model(name) for name in front.served_names]}))
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        self._front.tenant(_caller(request))
+        self._front.tenant(caller_of(request))
         name = request.match_info["name"]
         self._front.check_model(name)
         return _json(to_json(self._model(name)))
@@ -227,7 +224,7 @@ class HttpFace:
         return _json(to_json({"version": version("kvrelay")}))
 
     async def _expose_metrics(self, request: web.Request) -> web.Response:
-        self._front.tenant(_caller(request))
+        self._front.tenant(caller_of(request))
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _openapi(self, _: web.Request) -> web.Response:
@@ -248,45 +245,6 @@ class HttpFace:
             return _json(error_json(error.status, text), {"Allow": allow} if allow else {}, error.status)
 
 
-class _Events:
-    """A stream of server-sent events, which begins with its first write."""
-
-    def __init__(self, request: web.Request, request_id: str, limit: float) -> None:
-        """`limit`: seconds that one write may take."""
-        self._request = request
-        self._request_id = request_id
-        self._response: web.StreamResponse | None = None
-        self._writer: Writer[bytes] = Writer(self._send, limit, GONE)
-
-    @property
-    def begun(self) -> bool:
-        return self._response is not None
-
-    async def write(self, events: bytes) -> None:
-        """As `Writer.write`."""
-        await self._writer.write(events)
-
-    async def end(self, events: bytes) -> web.StreamResponse:
-        """Writes the last events."""
-        await self._writer.write(events)
-        response = self._response
-        if response is None:
-            raise RuntimeError("a stream ended before its first event")
-        await response.write_eof()
-        return response
-
-    def close(self) -> None:
-        self._writer.close()
-
-    async def _send(self, events: bytes) -> None:
-        if self._response is None:
-            headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", REQUEST_ID: self._request_id}
-            response = web.StreamResponse(headers=headers)
-            await response.prepare(self._request)
-            self._response = response
-        await self._response.write(events)
-
-
 def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type=JSON)
 
@@ -296,22 +254,6 @@ def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> N
     if SESSION in request.headers:
         for each in requests:
             each.session = request.headers[SESSION]
-
-
-def _caller(request: web.Request) -> Caller:
-    transport = request.transport
-    shown = transport.get_extra_info("peercert") if transport is not None else None
-    names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]
-    return Caller(Identity(request.headers.getall("Authorization", []), names), request.remote or "")
-
-
-def _check_type(request: web.Request) -> None:
-    """Also keeps a foreign web page from calling: a browser asks before it sends JSON to another site."""
-    if request.content_type != JSON:
-        raise InvalidRequest("header Content-Type", request.content_type, JSON)
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding != "identity":
-        raise InvalidRequest("header Content-Encoding", encoding, "identity")
 
 
 def _deadline(request: web.Request) -> float:

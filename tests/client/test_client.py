@@ -7,8 +7,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +28,17 @@ from kvrelay.client import (
 )
 from kvrelay.client.messages import GenerateOptions, generate_request
 from kvrelay.v1 import inference_pb2 as pb
-from support.router_fakes import FakeCluster, Job, decode_of, fake_cluster, pair, run, silent, until
+from support.background import Background
+from support.router_fakes import Job, decode_of, fake_cluster, pair, run, silent, until
 
 
 def token_at(index: int) -> int:
     return 40 + index
 
 
-class Background:
-    """A fake cluster whose event loop runs in a thread, for the blocking client."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stop = asyncio.Event()
-        self._ready: Future[FakeCluster] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-
-    def __enter__(self) -> "Background":
-        self._thread.start()
-        self.cluster = self._ready.result(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with fake_cluster(self._folder, *pair(token_at)) as cluster:
-            self._ready.set_result(cluster)
-            await self._stop.wait()
-
-    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
-        asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
-
-
 @pytest.fixture(scope="module")
 def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    with Background(tmp_path_factory.mktemp("router")) as background:
+    with Background(tmp_path_factory.mktemp("router"), token_at) as background:
         yield background
 
 

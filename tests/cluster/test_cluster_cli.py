@@ -1,6 +1,7 @@
 """The command line: the output of each command, and the exit code and one line for each mistake."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -33,6 +34,8 @@ from kvrelay.v1.inference_pb2 import (
     Usage,
 )
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from support.background import Background
+from support.secrets import self_signed
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
 SECONDS = 30.0
@@ -294,6 +297,25 @@ def test_generate_shows_where_the_time_went(target: str) -> None:
 def test_generate_distinguishes_a_refusal_from_a_failure(target: str) -> None:
     fails(2, r"text is ''; allowed: at least 1 character", "generate", "", "--target", target)
     fails(1, r"1024 requests are in flight", "generate", "full", "--target", target)
+
+
+def test_generate_reaches_a_router_with_tls_and_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = self_signed(tmp_path)
+    keys = tmp_path / "api_keys"
+    keys.write_text(f"team-a {hashlib.sha256(b'secret').hexdigest()}\n")
+    options = {"tls_certificate": str(certificate), "tls_key": str(key), "api_keys": str(keys)}
+    with Background(tmp_path, lambda index: 40 + index, **options) as background:
+        target = background.cluster.router.address
+        asked = ("generate", "hello", "--target", target, "--max-tokens", "2", "--json")
+        trusted = (*asked, "--ca", str(certificate))
+        assert json.loads(call(*trusted, "--api-key", "secret").stdout)["token_ids"] == [40, 41]
+        monkeypatch.setenv("KVRELAY_API_KEY", "secret")
+        assert json.loads(call(*trusted).stdout)["token_ids"] == [40, 41]
+        fails(1, "the API key is not known", *trusted, "--api-key", "wrong")
+        monkeypatch.delenv("KVRELAY_API_KEY")
+        fails(1, "no API key; this router asks for one", *trusted)
+        fails(1, "CERTIFICATE_VERIFY_FAILED|certificate", *asked, "--tls", "--api-key", "secret")
+    fails(2, r"--ca nowhere: No such file", *asked, "--ca", "nowhere")
 
 
 def test_ctrl_c_cancels_the_request(router: FakeRouter, target: str) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 from kvrelay.client import AsyncClient, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_STARTING, ROLE_ROUTER
@@ -82,16 +83,35 @@ def test_the_supervisor_gets_the_routers_heartbeats(tmp_path: Path) -> None:
     run(test)
 
 
-def test_reflection_describes_the_service(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_every_service(tmp_path: Path, version: str) -> None:
+    reflection = f"grpc.reflection.{version}.ServerReflection"
+
+    async def ask(channel: grpc.aio.Channel, **request: str) -> ServerReflectionResponse:
+        method = channel.stream_stream(
+            f"/{reflection}/ServerReflectionInfo",
+            request_serializer=ServerReflectionRequest.SerializeToString,
+            response_deserializer=ServerReflectionResponse.FromString,
+        )
+        (answer,) = [answer async for answer in method(iter([ServerReflectionRequest(**request)]), timeout=TIMEOUT)]
+        return answer
+
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
-
-            def ask() -> None:
-                with grpc.insecure_channel(cluster.router.address) as channel:
-                    services = ProtoReflectionDescriptorDatabase(channel).get_services()
-                assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
-
-            await asyncio.to_thread(ask)
+        async with (
+            fake_cluster(tmp_path, *pair(token_at)) as cluster,
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            listed = (await ask(channel, list_services="")).list_services_response.service
+            names = {service.name for service in listed}
+            assert {SERVICE, "grpc.health.v1.Health", reflection} <= names
+            for name in names:
+                files = (await ask(channel, file_containing_symbol=name)).file_descriptor_response
+                services = {
+                    f"{file.package}.{service.name}"
+                    for file in map(FileDescriptorProto.FromString, files.file_descriptor_proto)
+                    for service in file.service
+                }
+                assert name in services
 
     run(test)
 
