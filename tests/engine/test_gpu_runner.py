@@ -170,7 +170,9 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     likely, plain = serve_scored(runner, scored)
     true_likely, true_plain = serve_scored(build_cpu_runner(llama, "float32", OPTIONS), scored)
     assert (likely[0], plain) == (true_likely[0], true_plain)
-    assert [score.logprob for score in likely[1]] == pytest.approx([score.logprob for score in true_likely[1]], abs=1e-4)
+    assert [score.logprob for score in likely[1]] == pytest.approx(
+        [score.logprob for score in true_likely[1]], abs=1e-4
+    )
 
 
 @interpreted
