@@ -179,6 +179,8 @@ class Chunk:
     """One for each token, if they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first, with the first token, if they were asked for."""
+    seed: int | None = None
+    """In the first chunk of a call: the seed of the completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,8 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """As in `Chunk`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    seed: int | None = None
+    """With it and otherwise the same options, the prompt gets the same tokens again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +270,12 @@ def chunk(response: pb.GenerateResponse) -> Chunk:
     """One message of a stream."""
     text, token_ids = response.text, tuple(response.token_ids)
     logprobs, prompt_logprobs = _logprobs(response.logprobs), _logprobs(response.prompt_logprobs)
+    seed = response.seed if response.HasField("seed") else None
     if not response.finish_reason:
-        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed)
     name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
-    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs)
+    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs, seed)
 
 
 def _logprobs(found: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -294,6 +299,7 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         last.timeline,
         tuple(one for part in chunks for one in part.logprobs),
         tuple(one for part in chunks for one in part.prompt_logprobs),
+        next((part.seed for part in chunks if part.seed is not None), None),
     )
 
 

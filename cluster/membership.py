@@ -339,13 +339,14 @@ class Membership:
 
 
 def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
-    """host:port of the public gRPC of each router that is ready, in the order of their names."""
-    return tuple(member.address for member in _ready_routers(members))
+    """host:port of the public gRPC of each router that is ready, in the order of their names; each address once, which
+    several of them may share."""
+    return tuple(dict.fromkeys(member.address for member in _ready_routers(members)))
 
 
 def ready_http(members: Iterable[Member]) -> tuple[str, ...]:
-    """host:port of the HTTP of each router that is ready and has one, in the order of their names."""
-    return tuple(member.http_address for member in _ready_routers(members) if member.http_address)
+    """host:port of the HTTP of each router that is ready and has one, as `ready_routers`."""
+    return tuple(dict.fromkeys(member.http_address for member in _ready_routers(members) if member.http_address))
 
 
 def _ready_routers(members: Iterable[Member]) -> list[Member]:

@@ -21,7 +21,6 @@ def build_plan(
     """
     tokens: list[int] = []
     starts, sample, generated, feeds = [], [], [], []
-    shaped = False
     parts: list[PromptPart] = []
     for row, (sequence, length) in enumerate(rows):
         known, expected = len(sequence.tokens), sequence.expected
@@ -35,9 +34,9 @@ def build_plan(
         sequence.scheduled += length
         sequence.yields += end == expected
         sequence.row = row
-        shaped = shaped or sequence.shaping is not None
-        if not sequence.scored:
+        if sequence.unscored:
             parts += _prompt_part(row, sequence, start, end)
+    shapings = [sequence.shaping for sequence, _ in rows]
     return StepPlan(
         step=step,
         handles=tuple([sequence.handle for sequence, _ in rows]),
@@ -49,7 +48,7 @@ def build_plan(
         sampling=tuple([sequence.request.sampling for sequence, _ in rows]),
         generated=np.array(generated, np.int32),
         feeds=np.array(feeds, np.int32) if behind else None,
-        shapings=tuple([sequence.shaping for sequence, _ in rows]) if shaped else None,
+        shapings=tuple(shapings) if any(shapings) else None,
         prompt_parts=tuple(parts),
     )
 
@@ -61,7 +60,7 @@ def _prompt_part(row: int, sequence: Sequence, start: int, end: int) -> list[Pro
     first, last = sequence.unscored, min(end + 1, sequence.request.prompt_tokens)
     if first >= last:
         return []
-    sequence.unscored = last
+    sequence.unscored = last if last < sequence.request.prompt_tokens else 0
     targets = np.array(sequence.tokens[first:last], np.int32)
     return [PromptPart(row, first - 1 - start, targets, sequence.request.sampling.prompt_logprobs or 0, first)]
 

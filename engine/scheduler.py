@@ -131,7 +131,7 @@ class Scheduler:
         hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
-        sequence.unscored = request.prompt_tokens
+        sequence.unscored = 0
         sequence.chain = hold.chain
         sequence.num_computed = sequence.furthest = length
         sequence.lifetime.committed = now()
@@ -386,7 +386,7 @@ class Scheduler:
         """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
         # The logits of a token that comes from the prefix cache are not computed.
         length = len(sequence.tokens)
-        limit = length - 1 if sequence.scored else sequence.unscored - 1
+        limit = (sequence.unscored or length) - 1
         hold = self._allocate(sequence.request, sequence.tokens, sequence.chain, length, limit)
         if hold is None:
             return False
@@ -426,7 +426,7 @@ class Scheduler:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
     def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
-        unscored = request.prompt_tokens if request.sampling.prompt_logprobs is None else 1
+        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
         shaping = Shaping.of(request, tokens)
         sequence = Sequence(
             request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored

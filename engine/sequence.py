@@ -70,13 +70,8 @@ class Sequence:
     shaping: Shaping | None = None
     """What changes its logits before its next token is chosen."""
     unscored: int = 0
-    """The first token of the prompt whose log-probabilities were asked for and are in no plan yet."""
+    """The first token of the prompt whose log-probabilities were asked for and are in no plan yet; 0 if none is left."""
     lifetime: Lifetime = field(default_factory=Lifetime)
-
-    @property
-    def scored(self) -> bool:
-        """Whether no more log-probabilities of the prompt are to be computed."""
-        return self.unscored >= self.request.prompt_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -28,7 +27,9 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.attempt_outcome import AttemptFailure, Taken
 from kvrelay.router.prefixes import Expectation
+from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
@@ -37,40 +38,6 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECI
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailure:
-    """Why an attempt failed."""
-
-    code: Failure.Code
-    message: str
-    blamed: frozenset[WorkerId]
-    """Workers that the next attempt should avoid."""
-    lost: bool = False
-    """Whether a worker was lost; False where a worker returned the request."""
-    silent: bool = False
-    """Whether workers sent nothing for too long."""
-    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
-    reporters: frozenset[WorkerId] = frozenset()
-    """The worker that returned the request; those that were silent; none for a lost worker."""
-
-    @property
-    def handoff(self) -> bool:
-        """Whether the hand-off between the two workers failed."""
-        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
-
-
-class Taken(NamedTuple):
-    """What an attempt has that was not taken before."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason
-    """Unspecified unless the tokens are the last."""
-    logprobs: list[TokenLogprobs]
-    """One for each token if they were asked for, else none."""
-    prompt_logprobs: list[TokenLogprobs]
-    """All of them, with the first tokens, if they were asked for."""
 
 
 @dataclass(slots=True)
@@ -83,6 +50,8 @@ class _Part:
     """Index of the next token that the worker has to send."""
     on_trial: bool
     """Whether the request may end the worker; False again when this part has proved harmless or is over."""
+    apart: bool
+    """Whether the worker takes it only while no other request is on trial there."""
     open: bool = True
     """Whether the worker may send more events."""
     delivered: bool = False
@@ -98,7 +67,7 @@ class _Part:
         self.stream.requests += 1
         if self.on_trial:
             self.stream.trials_begun += 1
-            self._trial = self.stream.trials_begun if not self.stream.trials else 0
+            self._trial = self.stream.trials_begun if self.apart and not self.stream.trials else 0
             self.stream.trials += 1
 
     @property
@@ -136,6 +105,7 @@ class Attempt:
         expected: Sequence[Expectation] = (),
         *,
         on_trial: bool = False,
+        apart: bool = False,
     ) -> None:
         """
         Args:
@@ -145,7 +115,8 @@ class Attempt:
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
             expected: what each of these streams' workers should have in its cache; ended with the attempt.
-            on_trial: whether each worker shall count the request as on trial, until it has sent enough.
+            on_trial: whether the request counts as on trial on each worker, until it has sent enough.
+            apart: whether no other request may be on trial there.
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
@@ -171,14 +142,16 @@ class Attempt:
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
+        self._paused = False
         trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
         self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, on_trial)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial, apart)
+            second = self._base + 1
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, second, on_trial, apart)
 
     # Towards the workers.
 
@@ -235,6 +208,7 @@ class Attempt:
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
@@ -287,12 +261,23 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
+    def pause(self) -> None:
+        """Tokens gather until `resume`: they wake nobody, and `take` keeps them, unless no more will come."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._taken < len(self._seen):
+            self._wake.set()
+
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them."""
         finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
-        first, self._taken = self._taken, len(self._seen)
+        gathers = self._paused and not self._complete and self.failure is None
+        first, self._taken = self._taken, self._taken if gathers else len(self._seen)
+        new = slice(first, self._taken)
         prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
-        return Taken(self._seen[first:], finish_reason, self._logprobs[first:], prompt_logprobs)
+        return Taken(self._seen[new], finish_reason, self._logprobs[new], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -353,7 +338,8 @@ class Attempt:
             part.open, part.returned = False, True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
-        self._wake.set()
+        if not self._paused or self._complete or event.HasField("transfer"):
+            self._wake.set()
 
     def _on_lost(self, part: _Part) -> None:
         was_open, part.open = part.open, False
@@ -372,6 +358,8 @@ class Attempt:
             blamed = blamed or sender
         elif failure.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED):
             blamed = blamed or self.workers - sender or sender
+        elif failure.cause == Failure.CAUSE_TRIAL:
+            blamed = frozenset()
         else:
             # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
             blamed = self.workers

@@ -83,7 +83,7 @@ class RouterOptions:
 
     prefix_index_tokens: int = 8 * 2**20
     """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
-    about 6 bytes each. 0: placement by load only."""
+    about 5 bytes each. 0: placement by load only."""
 
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
@@ -94,6 +94,10 @@ class RouterOptions:
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
     """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
     the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
+
+    coalesce_ms: float = 10.0
+    """Longest time that tokens gather for one message to their client while the router has many streams: 0.16 ms for
+    each stream, up to this. The first tokens of a stream never wait. 0: a message for each token."""
 
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
@@ -142,6 +146,7 @@ class RouterOptions:
             ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
+            ("coalesce_ms", 0.0, 1000.0),
             ("worker_wait_seconds", 0.0, 86400),
             ("idle_timeout_seconds", 0.1, 86400),
             ("max_attempts", 1, 100),
@@ -171,6 +176,9 @@ class RouterConfig(RouterOptions):
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """What the router proves itself with to the supervisor and the workers."""
 
+    share_port: bool = False
+    """Whether other routers on this machine have the same ports. Each connection is one router's."""
+
     advertised_host: str = ""
     """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
 
@@ -180,5 +188,7 @@ class RouterConfig(RouterOptions):
 
     def __post_init__(self) -> None:
         RouterOptions.__post_init__(self)
+        if self.share_port and not self.grpc_port:
+            raise ValueError("grpc_port is 0; allowed: 1 to 65535 with share_port")
         if not 0 <= self.drain_seconds <= 3600:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

@@ -288,7 +288,7 @@ class Call:
                 answer = Answer(request, trace, write)
                 finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
         finally:
-            meter.generated(trace.completion_tokens - trace.resumed_tokens)
+            meter.generated(trace.generated_tokens)
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         self._note_end(trace, cast(Outcome, outcome))
 

@@ -123,7 +123,7 @@ class Expectation:
 
 
 class PrefixIndex:
-    """The caches of all workers. Memory is bounded: some 180 bytes for each UNIT tokens, up to `max_tokens`."""
+    """The caches of all workers. Memory is bounded: some 150 bytes for each UNIT tokens, up to `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         """

@@ -25,7 +25,7 @@ from kvrelay.router.shares import Shares
 T = TypeVar("T")
 
 OVERTAKEN = 4
-LOOK_AHEAD = 16
+LOOK_AHEAD = 8
 """Requests that are tried in search of one that has a place."""
 
 

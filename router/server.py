@@ -31,6 +31,7 @@ from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
 from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.pacer import Pacer
 from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.prefixes import PrefixIndex
@@ -49,6 +50,8 @@ from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
+WAKE_SECONDS = 0.005
+"""Between two looks of the queues at the workers, each of which takes up to some milliseconds."""
 CALLS_SECONDS = 0.5
 """For calls without a stream to end when the router is to end."""
 
@@ -87,13 +90,17 @@ class RouterServer:
         def decide(demand: Demand) -> Placement | NoPlace:
             return policy.place(demand, self.registry.view())
 
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken = 0.0
+        """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
-        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, fleet, budget, token_bytes)
+        pacer = Pacer(config.coalesce_ms / 1000)
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes)
         self._metrics = PrometheusMetrics(config.name)
 
         def observe(record: RequestRecord) -> None:
@@ -101,8 +108,7 @@ class RouterServer:
             if observer is not None:
                 observer(record)
 
-        defaults = SamplingDefaults.read(folder)
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, SamplingDefaults.read(folder))
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
@@ -147,7 +153,9 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
+        self._server = server = grpc.aio.server(
+            options=public_server_options(self.config.max_message_bytes, share_port=self.config.share_port)
+        )
         server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
@@ -158,7 +166,9 @@ class RouterServer:
             tls = None
             if self._certificates is not None:
                 tls = server_context(self._certificates, clients_required=clients == "required")
-            self._http_port = await self._http.start(self.config.host, self.config.http_port, tls)
+            self._http_port = await self._http.start(
+                self.config.host, self.config.http_port, tls, share_port=self.config.share_port
+            )
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
@@ -209,6 +219,13 @@ class RouterServer:
         return member, load
 
     def _wake_queues(self) -> None:
+        """Workers report with every step; the queues look at most once in WAKE_SECONDS."""
+        if self._waking is None and self.waiting:
+            loop = asyncio.get_running_loop()
+            self._waking = loop.call_at(max(loop.time(), self._woken + WAKE_SECONDS), self._look_again)
+
+    def _look_again(self) -> None:
+        self._waking, self._woken = None, asyncio.get_running_loop().time()
         self._trials.wake()
         self._queue.wake()
 

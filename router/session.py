@@ -31,11 +31,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.answer import Answer
-from kvrelay.router.attempt import Attempt, AttemptFailure
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.attempt_outcome import AttemptFailure
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
 from kvrelay.router.config import RouterConfig
@@ -51,6 +53,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.health import FleetHealth, Trial
+from kvrelay.router.pacer import Pacer
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
 from kvrelay.router.queue import PlacementQueue, QueueFull
 from kvrelay.router.registry import WorkerRegistry
@@ -72,6 +75,9 @@ SUSPECT_SECONDS = 1.0
 """How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
 will be declared dead a while later."""
 
+UNPACED_TOKENS = 8
+"""First tokens of a completion, which go out when they come."""
+
 APART_SECONDS = 5.0
 """How long a request on trial waits for workers without another one on trial."""
 
@@ -89,6 +95,7 @@ class Dispatch:
     trials: PlacementQueue
     """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
     policy: LeastWork
+    pacer: Pacer
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
@@ -105,10 +112,8 @@ class Session:
             trace: has the request's ids and prompt length; written while the request runs.
             deadline: the client's, on the monotonic clock; infinite for none.
         """
-        self._request = request
-        self._dispatch = dispatch
-        self._trace = trace
-        self._deadline = deadline
+        self._request, self._dispatch, self._trace = request, dispatch, trace
+        self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried: frozenset[WorkerId] = frozenset()
@@ -117,7 +122,6 @@ class Session:
         """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
-        self._answer = answer
 
     async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -130,16 +134,17 @@ class Session:
             await self._answer.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
+        self._dispatch.pacer.streams += 1
         try:
             while not (finish_reason := await self._follow(attempt)):
                 attempt = await self._retry(attempt)
             return finish_reason
         finally:
+            self._dispatch.pacer.streams -= 1
             self._alarm.close()
             attempt.close()
             self._end_trial()
-            generated = self._trace.completion_tokens - self._trace.resumed_tokens
-            self._dispatch.queue.used(self._request.claim, generated)
+            self._dispatch.queue.used(self._request.claim, self._trace.generated_tokens)
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -171,9 +176,10 @@ class Session:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
-            attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
-            while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
+            while True:
                 attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
+                if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
+                    break
         except QueueFull:
             raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
         finally:
@@ -192,10 +198,10 @@ class Session:
         """What the next attempt needs; with `apart`, workers without another request on trial."""
         have = self._trace.completion_tokens
         left = self._request.sampling.max_tokens - have
-        request, tokens = self._request, self._trace.prompt_tokens + have
-        return Demand(tokens, left - 1, self._avoid, on_trial=apart, chain=request.chain, key=request.key)
+        prompt, chain, key = self._trace.prompt_tokens + have, self._request.chain, self._request.key
+        return Demand(prompt, left - 1, self._avoid, on_trial=apart, chain=chain, key=key)
 
-    def _start(self, placement: Placement) -> Attempt:
+    def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
@@ -208,12 +214,12 @@ class Session:
             None if placement.decode is None else streams[-1],
             self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
+            apart=apart,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
-        now = time.monotonic()
+        self._answer.progress = now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
-        self._answer.progress = now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -232,6 +238,9 @@ class Session:
                     await self._end(attempt, piece)
                     return piece.finish_reason
                 await self._answer.send(piece)
+                if self._trace.completion_tokens >= UNPACED_TOKENS:
+                    attempt.pause()
+                    self._dispatch.pacer.pause(attempt.resume)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
@@ -313,6 +322,8 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        if failure.cause == Failure.CAUSE_TRIAL:
+            return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
             raise Superseded(failure.message)
@@ -328,7 +339,7 @@ class Session:
         if moves:
             self._trace.migrations += 1
             return await self._place_again(failure)
-        tries = failed.number - self._trace.migrations
+        tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
             # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
@@ -339,6 +350,15 @@ class Session:
         excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
+        return await self._place_again(failure)
+
+    async def _come_again(self, failure: AttemptFailure) -> Attempt:
+        """Places a request again that waits for the trial of another router's."""
+        self._end_trial()
+        self._trace.turned_away += 1
+        logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        await asyncio.sleep(BACKOFF_SECONDS)
+        self._check_deadline()
         return await self._place_again(failure)
 
     def _learn(self, failure: AttemptFailure) -> bool:
@@ -368,11 +388,11 @@ class Session:
         tried = failed.lost_while_computing()
         if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
-        sampling = self._request.sampling
+        given = self._request.sampling.ListFields()
         shape = {
             "prompt_tokens": self._trace.prompt_tokens,
             "completion_tokens": self._trace.completion_tokens,
-            "sampling": {field.name: value for field, value in sampling.ListFields() if field.name != "stop_token_ids"},
+            "sampling": {field.name: value for field, value in given if field.name != "stop_token_ids"},
             "losses": self._suspicion.losses,
         }
         logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
@@ -385,18 +405,18 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
-        def start(placement: Placement) -> Attempt:
+        def start(placement: Placement, *, apart: bool = False) -> Attempt:
             if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                 raise self._given_up(failure, "no other worker to try")
-            return self._start(placement)
+            return self._start(placement, apart=apart)
 
         while True:
-            attempt = await self._place_apart(limit, start)
+            attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
-                raise self._given_up(failure, "no capacity on a decode worker")
+                raise self._given_up(failure, "no worker with capacity")
             if attempt is not NoPlace.NO_WORKERS:
                 return attempt
             if not await self._workers_change(limit):
@@ -404,7 +424,7 @@ class Session:
                 raise self._given_up(failure, "no worker replaced the lost one")
 
     async def _workers_change(self, limit: float) -> bool:
-        """Waits for a change of the workers; False if there is none until `limit`, on the monotonic clock."""
+        """Waits for a change of the workers; False if there is none until `limit`."""
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 await self._dispatch.registry.changed()
@@ -415,7 +435,8 @@ class Session:
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
         workers, or if the request needs no trial."""
-        if not self._suspicion.needs_trial(self._trace.completion_tokens):
+        waited = BACKOFF_SECONDS * self._trace.turned_away >= APART_SECONDS
+        if waited or not self._suspicion.needs_trial(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         until = min(limit, time.monotonic() + APART_SECONDS)
         return await self._dispatch.trials.place(self._demand(apart=True), until, start)

@@ -32,9 +32,8 @@ class Tokenizer:
             ValueError: a file is missing or can't be used; the text names the file.
         """
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        self._template: ChatTemplate | None = load_chat_template(
-            folder, read_object(folder / "tokenizer_config.json"), chat_template
-        )
+        settings = read_object(folder / "tokenizer_config.json")
+        self._template: ChatTemplate | None = load_chat_template(folder, settings, chat_template)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self.token_bytes = TokenBytes(self._tokenizer)
         self.longest_token_bytes = self.token_bytes.longest

@@ -71,6 +71,8 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
+    turned_away: int = 0
+    """Attempts that a worker refused because another request was on trial there."""
     """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
@@ -95,9 +97,14 @@ class RequestTrace:
     """Of all attempts."""
 
     @property
+    def generated_tokens(self) -> int:
+        """Of this call."""
+        return self.completion_tokens - self.resumed_tokens
+
+    @property
     def retries(self) -> int:
         """Attempts after a failed one."""
-        return max(0, self.attempts - 1 - self.migrations)
+        return max(0, self.attempts - 1 - self.migrations - self.turned_away)
 
     def placed_on(self, prefill: str, decode: str) -> None:
         """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
@@ -159,7 +166,7 @@ class RequestTrace:
         """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
         usage = self.usage()
-        sent = self.completion_tokens - self.resumed_tokens
+        sent = self.generated_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
         begun = self.first_sent is not None
         return RequestRecord(

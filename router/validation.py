@@ -134,14 +134,14 @@ async def check(
     max_tokens = _max_tokens(params, len(tokens), model)
     if params.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
-    # No tenant has this character.
-    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
-    chain = await chain_of(tokens, namespace)
     check_prompt_logprobs(params, len(tokens))
     sampling = await sampling_of(params, max_tokens, defaults, tokenizer)
     if request.resume.token_ids:
         # They came with the first of these tokens.
         sampling.ClearField("prompt_logprobs")
+    # No tenant has this character.
+    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
+    chain = await chain_of(tokens, namespace)
     return CheckedRequest(
         request_id,
         wire_id,
@@ -176,7 +176,6 @@ def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
     sampling.CopyFrom(checked.sampling)
     sampling.seed = completion_seed(sampling.seed, index)
     sampling.ClearField("prompt_logprobs")  # the first completion has them
-    sampling.ClearField("prompt_logprobs")
     return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
 
 

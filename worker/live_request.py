@@ -19,3 +19,5 @@ class LiveRequest:
     expiry: asyncio.TimerHandle | None
     """Ends the request if it has no token by then."""
     client_call: ClientCall
+    trial_tokens: int
+    """Tokens until its trial ends (`Submit.trial_tokens`)."""

@@ -275,6 +275,7 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
+        live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
         if event.token_ids and live.expiry is not None:
             live.expiry.cancel()
             live.expiry = None
@@ -326,7 +327,7 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call)
+        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:
@@ -382,6 +383,9 @@ class Worker:
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
+        if submit.trial_tokens and any(live.trial_tokens for live in self._live.values()):
+            message = f"another request is on trial on {name}"
+            return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=message)
         return None
 
     def _expire(self, key: Key) -> None:

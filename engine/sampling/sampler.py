@@ -8,6 +8,7 @@ with probability p_i. The noise of a row depends on its seed and position alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.shaping import Shaping
 
+T = TypeVar("T")
 FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 2**17
@@ -78,9 +80,9 @@ def choose(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
 
 def draws_of(plan: StepPlan, rows: NDArray[np.int64]) -> list[Draw]:
     """How the tokens of a plan's `rows` are chosen."""
-    ends = plan.starts + plan.lengths
+    ends, generated = (plan.starts + plan.lengths).tolist(), plan.generated.tolist()
     shapings = plan.shapings or (None,) * plan.num_rows
-    return [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row]), shapings[row]) for row in rows]
+    return [Draw(plan.sampling[row], ends[row], generated[row], shapings[row]) for row in rows.tolist()]
 
 
 def step_output(
@@ -90,18 +92,21 @@ def step_output(
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = (),
 ) -> StepOutput:
     """What a step yields whose `rows` have these tokens."""
-    tokens: list[int | None] = [None] * plan.num_rows
-    logprobs: list[TokenLogprobs | None] = [None] * plan.num_rows
-    for index, row in enumerate(rows):
-        tokens[row] = choice.tokens[index]
-        logprobs[row] = None if choice.logprobs is None else choice.logprobs[index]
     return StepOutput(
-        tuple(tokens),
+        _by_row(plan, rows, choice.tokens),
         tuple([int(rows[index]) for index in choice.nonfinite]),
         tuple([(int(rows[index]), why) for index, why in choice.refused.items()]),
-        None if choice.logprobs is None else tuple(logprobs),
+        None if choice.logprobs is None else _by_row(plan, rows, choice.logprobs),
         prompt_logprobs,
     )
+
+
+def _by_row(plan: StepPlan, rows: NDArray[np.int64], values: Sequence[T]) -> tuple[T | None, ...]:
+    """[R] the values of the plan's `rows`; None for each other row."""
+    found: list[T | None] = [None] * plan.num_rows
+    for row, value in zip(rows.tolist(), values, strict=True):
+        found[row] = value
+    return tuple(found)
 
 
 def early_stops(draws: Sequence[Draw], vocab_size: int) -> list[tuple[int, int]]:

@@ -16,11 +16,11 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 SMALL_BYTES = 64 * 1024
 """A body up to this size is parsed in about a millisecond, whatever is in it."""
 MAX_STRINGS = 32768
+MAX_QUOTES = 2**18
 MAX_VALUES = 65536
-"""Strings and other values of a larger body, beside the numbers that a prompt may have."""
+"""Strings, quotation marks and other values of a larger body, beside the numbers that a prompt may have."""
 # Fields whose texts no error and no log contains.
 _SECRET = re.compile(r"(body|prompt|messages|stop|bad_words)\b")
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 def declared_size(request: web.Request, most: int) -> int:
@@ -50,6 +50,8 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
             return await request.read()
     except TimeoutError:
         raise SlowBody(f"the body did not come within {seconds:g} s") from None
+    except web.RequestPayloadError:
+        raise InvalidArgument("body: its transfer encoding is malformed") from None
     except web.HTTPRequestEntityTooLarge:
         raise TooLarge(f"body: number of bytes is above {most}; allowed: up to {most}") from None
 
@@ -64,7 +66,7 @@ async def parse(kind: type[BodyT], data: bytes, max_numbers: int) -> BodyT:
         InvalidArgument: it is no valid JSON, or not such a request. The text has nothing of a prompt.
     """
     if len(data) > SMALL_BYTES:
-        # In a thread: the loop over the strings takes up to some 10 ms, during which others have their turns.
+        # In a thread: the loop over the strings takes up to a tenth of a second, during which others have their turns.
         await asyncio.get_running_loop().run_in_executor(None, _check_outline, data, MAX_VALUES + max_numbers)
     try:
         return kind.model_validate_json(data)
@@ -75,17 +77,35 @@ async def parse(kind: type[BodyT], data: bytes, max_numbers: int) -> BodyT:
 def _check_outline(data: bytes, max_values: int) -> None:
     """Checks that a body has so few values that it is parsed in some milliseconds.
 
-    Each value but the first of its list or object comes behind a comma.
+    Each value but the first of its list or object comes behind a comma outside of a string.
+
+    Raises:
+        InvalidRequest: it has more.
     """
-    commas = data.count(b",")
-    if commas <= max_values:
+    if data.count(b",") <= max_values and data.count(b'"') <= 2 * MAX_STRINGS:
         return
-    for count, match in enumerate(_STRING.finditer(data)):
-        commas -= data.count(b",", *match.span())
-        if count == MAX_STRINGS:
-            raise InvalidArgument(f"body: number of strings is above {MAX_STRINGS}; allowed: up to {MAX_STRINGS}")
-    if commas > max_values:
-        raise InvalidRequest("body: number of values", commas, f"up to {max_values}")
+    values = strings = quotes = start = 0
+    inside = False
+    while (quote := data.find(b'"', start)) >= 0:
+        quotes += 1
+        if not inside:
+            values += data.count(b",", start, quote)
+            strings += 1
+            inside = True
+        elif _even_backslashes(data[start:quote]):
+            inside = False
+        for name, count, most in (("strings", strings, MAX_STRINGS), ("quotation marks", quotes, MAX_QUOTES)):
+            if count > most:
+                raise InvalidArgument(f"body: number of {name} is above {most}; allowed: up to {most}")
+        start = quote + 1
+    values += 0 if inside else data.count(b",", start)
+    if values > max_values:
+        raise InvalidRequest("body: number of values", values, f"up to {max_values}")
+
+
+def _even_backslashes(text: bytes) -> bool:
+    """Whether a quotation mark behind `text` ends a string: it does unless a backslash escapes it."""
+    return (len(text) - len(text.rstrip(b"\\"))) % 2 == 0
 
 
 def _refusal(problems: list[ErrorDetails]) -> InvalidArgument:

@@ -6,7 +6,7 @@ import math
 import ssl
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -32,6 +32,8 @@ from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
+SESSION = "X-Session-Id"
+"""Header with `GenerateRequest.session`."""
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's deadline, in seconds from receipt."""
 MAX_TIMEOUT_SECONDS = 86400.0
@@ -74,18 +76,21 @@ class HttpFace:
         )
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, share_port: bool = False) -> int:
         """Binds and serves; returns the port.
+
+        Args:
+            share_port: whether other processes serve the same port.
 
         Raises:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
-        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await runner.setup()
         self._runner = runner
         try:
-            await web.TCPSite(runner, host, port, ssl_context=tls, reuse_port=False).start()
+            await web.TCPSite(runner, host, port, ssl_context=tls, reuse_port=share_port).start()
         except OSError as error:
             raise OSError(f"http_port {port}: already in use, or not to be bound, on {host}") from error
         return int(runner.addresses[0][1])
@@ -134,6 +139,7 @@ class HttpFace:
             with self._front.generation(caller_of(request), size, deadline) as call:
                 plan = await make_plan(await self._read(request, call), request_id)
                 count = len(plan.requests)
+                _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
                     async def write(message: GenerateResponse) -> None:
@@ -241,6 +247,13 @@ class HttpFace:
 
 def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type=JSON)
+
+
+def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> None:
+    """The header wins over the body."""
+    if SESSION in request.headers:
+        for each in requests:
+            each.session = request.headers[SESSION]
 
 
 def _deadline(request: web.Request) -> float:

@@ -4,6 +4,7 @@ Fields of OpenAI's API that mean nothing here are accepted at the value that has
 other. What other servers of open models have added to the API (vLLM's names) is taken as they take it.
 """
 
+import hashlib
 import json
 from typing import Annotated, Any, Literal, Self
 
@@ -177,7 +178,7 @@ class GenerateFields(Fields):
     response_format: ResponseFormat | None = None
     """What the text must be."""
     user: str | None = None
-    """Has no effect here."""
+    """Requests of one user prefer the same workers, unless prompt_cache_key or the header X-Session-Id is given."""
 
     top_k: int | None = Field(None, ge=-1, le=MAX_UINT32)
     """Keep the k likeliest tokens; 0 and -1 keep all."""
@@ -295,8 +296,13 @@ class GenerateFields(Fields):
             priority=self.priority or 0,
             slo_class=self.slo_class or "",
             cache_salt=self.cache_salt or "",
-            session=self.prompt_cache_key or "",
+            session=self.prompt_cache_key or _digest(self.user or ""),
         )
+
+
+def _digest(user: str) -> str:
+    """A session's name for any user's name."""
+    return hashlib.blake2b(user.encode(), digest_size=16).hexdigest() if user else ""
 
 
 def _schema_text(schema: Schema) -> str:

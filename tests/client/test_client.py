@@ -192,13 +192,14 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "stop": "end",
         "stop_token_ids": [3],
         "ignore_eos": True,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
         "repetition_penalty": 1.5,
-        "logit_bias": {4: -2.0},
-        "bad_words": ["bad"],
-        "logprobs": 2,
-        "prompt_logprobs": 0,
+        "logit_bias": {7: 1.0},
+        "bad_words": ["x"],
+        "logprobs": 0,
+        "prompt_logprobs": 2,
+        "regex": "a+",
         "tenant": "t",
         "request_id": "r",
         "model": "m",
@@ -208,20 +209,41 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "session": "s",
         "timeout": 1.0,
     }
-    constraints = {field.name for field in pb.Constraint.DESCRIPTOR.fields}
-    assert full.keys() | constraints == GenerateOptions.__annotations__.keys()
+    other_constraints = {"json_schema", "json_object", "choice", "grammar"}
+    assert full.keys() == GenerateOptions.__annotations__.keys() - other_constraints
     request = generate_request([], full)
     named = {"tenant", "request_id", "model", "priority", "slo_class", "cache_salt", "session"}
     assert {name: getattr(request, name) for name in named} == {name: full[name] for name in named}  # type: ignore[literal-required]
     assert request.WhichOneof("input") == "token_ids"
     assert list(request.sampling.stop) == ["end"]
-    assert {field.name for field, _ in request.sampling.ListFields()} == set(full) - named - {"timeout"}
+    sampled = set(full) - named - {"timeout", "regex"} | {"constraint"}
+    assert {field.name for field, _ in request.sampling.ListFields()} == sampled
     assert math.isnan(generate_request("x", {"temperature": math.nan}).sampling.temperature)
     with pytest.raises(TypeError, match=r"max_token$"):
         generate_request("x", {"max_token": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
 
 
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"json_schema": {"type": "integer"}}, pb.Constraint(json_schema='{"type": "integer"}')),
+        ({"json_schema": "{}"}, pb.Constraint(json_schema="{}")),
+        ({"json_object": True}, pb.Constraint(json_object=True)),
+        ({"regex": "a|b"}, pb.Constraint(regex="a|b")),
+        ({"choice": ["a", "b"]}, pb.Constraint(choice=pb.Choice(texts=["a", "b"]))),
+        ({"grammar": "start: A"}, pb.Constraint(grammar="start: A")),
+        ({"json_object": False, "regex": None}, None),
+    ],
+)
+def test_each_kind_of_constraint_is_sent(options: Any, constraint: pb.Constraint | None) -> None:
+    assert generate_request("x", options).sampling == pb.SamplingParams(constraint=constraint)
+    with pytest.raises(InvalidRequest, match="are given; allowed: one of them"):
+        generate_request("x", {"regex": "a", "choice": ["b"]})
+
+
 def test_values_mirror_the_contract() -> None:
+    scores = {field.name for field in pb.TokenLogprobs.DESCRIPTOR.fields}
+    assert {field.name for field in dataclasses.fields(package.TokenLogprobs)} == scores
     assert {f.name for f in dataclasses.fields(Timeline)} == {field.name for field in pb.Timeline.DESCRIPTOR.fields}
     assert {f.name for f in dataclasses.fields(package.Usage)} == {f.name for f in pb.Usage.DESCRIPTOR.fields}
     info = {field.name for field in pb.GetModelInfoResponse.DESCRIPTOR.fields}

@@ -278,7 +278,8 @@ def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: 
 def test_generate_as_json(target: str) -> None:
     result = call("generate", "abc", "--target", target, "--json")
     answer = json.loads(result.stdout)
-    assert answer.keys() == {"text", "token_ids", "finish_reason", "usage", "timeline"}
+    figures = {"finish_reason", "usage", "timeline", "logprobs", "prompt_logprobs", "seed"}
+    assert answer.keys() == {"text", "token_ids", *figures}
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ABC", [97, 98, 99], "length")
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
     assert answer["timeline"]["queue_seconds"] == 0.001

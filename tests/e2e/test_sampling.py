@@ -144,6 +144,12 @@ def test_penalties_and_bad_words_follow_the_tokens(client: Client, oracle: PreTr
     assert without.token_ids[:4] == plain.token_ids[:4]
 
 
+def test_the_seed_of_a_completion_gives_it_again(client: Client) -> None:
+    done = client.complete(prompt_of(10), max_tokens=8, ignore_eos=True)
+    assert done.seed is not None
+    assert client.complete(prompt_of(10), max_tokens=8, ignore_eos=True, seed=done.seed).token_ids == done.token_ids
+
+
 def test_max_tokens_is_what_the_context_leaves(client: Client) -> None:
     context = client.model_info().max_context
     prompt = prompt_of(context - 9)

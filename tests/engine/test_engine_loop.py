@@ -1,14 +1,18 @@
 """The engine's loop on the hash model: right tokens, alone or handed over, whatever the runner does."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -68,7 +72,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 3.0), (4, 3.5)), prompt_logprobs=2),
     SamplingParams(seed=2, bad_words=((7,), (8, 9), (1, 2, 3)), logit_bias=tuple((token, 4.0) for token in range(10))),
 )
-asked_of = st.tuples(prompts, st.integers(1, 30), st.sampled_from(SAMPLINGS))
+asked_of = st.tuples(prompts, st.integers(1, 20), st.sampled_from(SAMPLINGS))
 Asked = tuple[tuple[int, ...], int, SamplingParams]
 
 
@@ -92,8 +96,8 @@ class Scored:
             assert self._next.get(asked.request_id, 1) == asked.prompt_tokens
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=st.lists(asked_of, max_size=12), prefix_cache=st.booleans(), ahead=st.booleans())
+@settings(max_examples=25, deadline=None)
+@given(batch=st.lists(asked_of, max_size=8), prefix_cache=st.booleans(), ahead=st.booleans())
 def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, ahead: bool) -> None:
     """Also preempted ones, whose tokens follow from those before them by more than the model."""
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
@@ -105,8 +109,61 @@ def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, a
     worker.check_idle()
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=st.lists(asked_of, min_size=1, max_size=6), ahead=st.booleans())
+class Ascending:
+    """A grammar, and its matcher: each token is up to 9 above the one before, and none is left at the top."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def matcher(self, tokens: Sequence[int]) -> "Ascending":
+        return Ascending(tokens[-1] if tokens else 0)
+
+    def push(self, token: int) -> None:
+        assert self.last < token <= self.last + 9
+        self.last = token
+
+    def mask(self) -> NDArray[np.int32]:
+        bits = np.zeros(256, np.uint8)
+        bits[self.last + 1 : self.last + 10] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[int]) -> None:
+    constrained = SamplingParams(max_tokens=30, seed=4, constraint=Constraint("regex", "ascending"))
+    found = []
+    for blocks, ahead in ((100, False), (14, False), (14, True)):
+        worker = Worker(blocks, ahead=ahead)
+        for number, length in enumerate(lengths):
+            tokens = tuple(range(length))
+            worker.scheduler.add(Request(str(number), 1, tokens, length, constrained, grammar=Ascending()))
+            worker.scheduler.add(request(f"plain {number}", tokens, 20))
+        found.append(worker.run())
+        worker.check_idle()
+    assert found[0] == found[1] == found[2]
+    for number, length in enumerate(lengths):
+        assert found[0][f"plain {number}"] == expected_tokens(range(length), 20)
+        assert all(0 < after - before < 10 for before, after in itertools.pairwise([0, *found[0][str(number)]]))
+
+
+def test_a_request_that_leaves_no_token_fails_alone() -> None:
+    worker = Worker(40, ahead=True)
+    narrow = SamplingParams(max_tokens=200, temperature=0.0, constraint=Constraint("regex", "ascending"))
+    bad = worker.scheduler.add(Request("bad", 1, (1, 2), 2, narrow, grammar=Ascending(235)))
+    good = worker.scheduler.add(request("good", (1, 2), 60))
+    reports: list[Progress] = []
+    while worker.engine.has_work:
+        reports += worker.engine.step()
+    (error,) = [report for report in reports if report.error is not None]
+    assert (error.sequence, error.refused) == (bad, True)
+    assert "no token is left" in str(error.error)
+    assert good.tokens[2:] == expected_tokens((1, 2), 60)
+    worker.check_idle()
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
 def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
     """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
     prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)

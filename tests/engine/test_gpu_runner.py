@@ -166,6 +166,13 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
     assert serve(runner, [*asked, asked[0]])[:2] == expected
     assert set(recorder.replayed) == {3, 1}
+    scored = [(9, SamplingParams(max_tokens=4, seed=2, logprobs=2, repetition_penalty=1.5)), asked[1]]
+    likely, plain = serve_scored(runner, scored)
+    true_likely, true_plain = serve_scored(build_cpu_runner(llama, "float32", OPTIONS), scored)
+    assert (likely[0], plain) == (true_likely[0], true_plain)
+    assert [score.logprob for score in likely[1]] == pytest.approx(
+        [score.logprob for score in true_likely[1]], abs=1e-4
+    )
 
 
 @interpreted

@@ -3,105 +3,27 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
-from kvrelay.internal.v1.worker_pb2 import Failure, PrefillReport
+from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.validation import completion_seed
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
+from support.http_calls import CHAT, HELLO, serving, text_of, token_at, usage_of, writer_of
 from support.router_fakes import (
-    FakeCluster,
     FakeWorker,
     Job,
-    byte_level_tokenizer,
     colocated_of,
-    fake_cluster,
-    pair,
+    decode_of,
+    prefill_of,
     run,
     silent,
     until,
 )
-
-HELLO = {"prompt": "hello", "max_tokens": 4}
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-
-
-def token_at(index: int) -> int:
-    return 40 + index
-
-
-class Http:
-    """Calls a router."""
-
-    def __init__(self, session: aiohttp.ClientSession, address: str, scheme: str = "http") -> None:
-        self.session = session
-        self.base = f"{scheme}://{address}"
-
-    async def get(self, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.session.get(self.base + path, **more) as response:
-            return response.status, await response.json()
-
-    async def post(self, path: str, body: Any, **more: Any) -> tuple[int, Any]:
-        async with self.session.post(self.base + path, json=body, **more) as response:
-            return response.status, await response.json()
-
-    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The chunks, after a check of the frames around them."""
-        async with self.session.post(self.base + path, json={**body, "stream": True}) as response:
-            assert response.status == 200
-            assert response.headers["Content-Type"] == "text/event-stream"
-            text = await response.text()
-        events = text.split("\n\n")
-        assert events.pop() == ""
-        assert all(event.startswith("data: ") for event in events)
-        assert events.pop() == "data: [DONE]"
-        return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-@asynccontextmanager
-async def serving(
-    folder: Path, *workers: FakeWorker, headers: dict[str, str] | None = None, **config: Any
-) -> AsyncIterator[tuple[FakeCluster, Http]]:
-    async with (
-        fake_cluster(folder, *(workers or pair(token_at)), http_port=0, **config) as cluster,
-        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(30)) as session,
-    ):
-        assert cluster.router.http_address
-        yield cluster, Http(session, cluster.router.http_address)
-
-
-def text_of(tokens: list[int]) -> str:
-    return str(byte_level_tokenizer().decode(tokens))
-
-
-def writer_of(text: str, sizes: int = 1) -> Callable[[Job], Any]:
-    """A co-located worker that writes a text, `sizes` tokens at a time, and stops."""
-
-    async def script(job: Job) -> None:
-        tokens = byte_level_tokenizer().encode(text).ids
-        job.send(prefill=PrefillReport(cached_tokens=2))
-        for at in range(0, len(tokens), sizes):
-            job.send(at, tuple(tokens[at : at + sizes]))
-        job.send(len(tokens), (1,), FINISH_REASON_STOP)
-
-    return script
-
-
-def usage_of(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
-    }
 
 
 def test_both_apis_give_the_tokens_of_grpc_whole_and_streamed(tmp_path: Path) -> None:
@@ -181,11 +103,19 @@ def test_usage_comes_at_the_end_of_a_stream_or_in_every_chunk_or_not_at_all(tmp_
 
 def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_seeds_of_their_own(tmp_path: Path) -> None:
     async def test() -> None:
-        async with serving(tmp_path, *pair(token_at, pause=0.02)) as (cluster, http):
-            prefill = cluster.workers["prefill-0"]
+        begin = asyncio.Event()
+
+        async def decode(job: Job) -> None:
+            await begin.wait()
+            await decode_of(token_at)(job)
+
+        prefill = FakeWorker("prefill-0", "prefill", prefill_of(token_at))
+        async with serving(tmp_path, prefill, FakeWorker("decode-0", "decode", decode)) as (cluster, http):
             task = asyncio.create_task(http.post("/v1/completions", {**HELLO, "n": 3, "seed": 11, "max_tokens": 5}))
             first = await cluster.job("decode-0")
+            assert (await http.get("/health"))[0] == 200
             assert [job.submit.sampling.seed for job in prefill.jobs] == [11]
+            begin.set()
             status, answer = await task
             assert status == 200
             assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -474,13 +404,14 @@ def test_logprobs_have_the_forms_of_both_apis(tmp_path: Path) -> None:
         prompt = job.submit.token_ids[: job.submit.prompt_tokens]
         asked = values(tuple(prompt[1:])) if sampling.HasField("prompt_logprobs") else []
         first = values((70,)) if sampling.HasField("logprobs") else []
-        job.send(0, (70,), logprobs=first, prompt_logprobs=asked)
+        job.send(0, (70,), logprobs=first, prompt_logprobs=asked, prompt_logprobs_first=1)
         job.send(1, (71,), FINISH_REASON_STOP, logprobs=values((71,)) if first else [])
 
     async def test() -> None:
         async with serving(tmp_path, FakeWorker("colocated-0", "colocated", script)) as (_, http):
             body = {"prompt": [72, 73], "max_tokens": 2, "logprobs": 2, "echo": True}
             _, whole = await http.post("/v1/completions", body)
+            assert "choices" in whole, whole
             logprobs = whole["choices"][0]["logprobs"]
             names = [text_of([token]) for token in (72, 73, 70, 71)]
             assert logprobs["tokens"] == names

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from kvrelay.router.errors import LimitReached
 from kvrelay.router.limits import KeyLimits, Limits
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
-from support.router_fakes import Job, fake_cluster, pair, run, silent
+from support.router_fakes import FakeWorker, Job, colocated_of, fake_cluster, pair, run, silent
 
 PROMPT = [5] * 20
 KEY = "a key"
@@ -125,6 +126,60 @@ def test_classes_of_service(tmp_path: Path) -> None:
             prefill.script = silent
             said = await ask(f"{KEY} 1", "chat")
             assert said == "DEADLINE_EXCEEDED: no token within the router's first_token_timeout_seconds, 0.3"
+
+    run(test)
+
+
+def test_limits_and_classes_over_http(tmp_path: Path) -> None:
+    path = keys(tmp_path, "classes=default requests_per_minute=2")
+    body, classes = {"prompt": "hello", "max_tokens": 2}, {"batch": ServiceClass()}
+
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path / "m", *pair(token_at), api_keys=path, http_port=0, classes=classes) as cluster,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session,
+        ):
+            url = f"http://{cluster.router.http_address}/v1/completions"
+            for slo_class, status, said in (
+                ("", 200, ""),
+                ("batch", 403, "slo_class"),
+                ("", 429, "requests_per_minute"),
+            ):
+                async with session.post(url, json={**body, "slo_class": slo_class}) as response:
+                    assert response.status == status
+                    if status == 200:
+                        continue
+                    error = (await response.json())["error"]
+                    assert said in error["message"]
+                    assert ("Retry-After" in response.headers) == (status == 429)
+
+    run(test)
+
+
+def test_a_session_is_named_by_header_cache_key_or_user(tmp_path: Path) -> None:
+    """And the workers of its requests are the same, of several that are equally good."""
+    workers = [FakeWorker(f"colocated-{at}", "colocated", colocated_of(token_at)) for at in range(8)]
+
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path / "m", *workers, http_port=0) as cluster,
+            aiohttp.ClientSession() as session,
+        ):
+            url = f"http://{cluster.router.http_address}/v1/completions"
+
+            async def places(body: dict[str, str], headers: dict[str, str]) -> int:
+                """How many workers serve six such requests."""
+                before = [len(worker.jobs) for worker in workers]
+                for number in range(6):
+                    given = {"prompt": f"hello {number}", "max_tokens": 2, **body}
+                    async with session.post(url, json=given, headers=headers) as response:
+                        assert response.status == 200
+                return sum(len(worker.jobs) > count for worker, count in zip(workers, before, strict=True))
+
+            assert await places({}, {}) > 1
+            assert await places({"user": "somebody"}, {}) == 1
+            assert await places({"prompt_cache_key": "a conversation"}, {}) == 1
+            assert await places({}, {"X-Session-Id": "a conversation"}) == 1
 
     run(test)
 
