@@ -18,7 +18,8 @@ from support.router_fakes import (
     FakeWorker,
     Job,
     colocated_of,
-    pair,
+    decode_of,
+    prefill_of,
     run,
     silent,
     until,
@@ -102,11 +103,19 @@ def test_usage_comes_at_the_end_of_a_stream_or_in_every_chunk_or_not_at_all(tmp_
 
 def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_seeds_of_their_own(tmp_path: Path) -> None:
     async def test() -> None:
-        async with serving(tmp_path, *pair(token_at, pause=0.02)) as (cluster, http):
-            prefill = cluster.workers["prefill-0"]
+        begin = asyncio.Event()
+
+        async def decode(job: Job) -> None:
+            await begin.wait()
+            await decode_of(token_at)(job)
+
+        prefill = FakeWorker("prefill-0", "prefill", prefill_of(token_at))
+        async with serving(tmp_path, prefill, FakeWorker("decode-0", "decode", decode)) as (cluster, http):
             task = asyncio.create_task(http.post("/v1/completions", {**HELLO, "n": 3, "seed": 11, "max_tokens": 5}))
             first = await cluster.job("decode-0")
+            assert (await http.get("/health"))[0] == 200
             assert [job.submit.sampling.seed for job in prefill.jobs] == [11]
+            begin.set()
             status, answer = await task
             assert status == 200
             assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
