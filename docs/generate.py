@@ -40,8 +40,8 @@ descriptions there.
 
 A router's HTTP has its own metrics at `/metrics`, under the names below (`_total` behind counters). Every node of the
 Ray cluster exports those of all of its processes as Prometheus text. Ray adds the prefix `ray_` to the names, the
-suffix `_total` to counters, and labels of node and process. The unit is the last word of the name. Histograms have `_bucket`,
-`_sum` and `_count`. The labels `router` and `worker` hold the process's name, `router-0` for example.
+suffix `_total` to counters, and labels of node and process. The unit is the last word of the name. Histograms have
+`_bucket`, `_sum` and `_count`. The labels `router` and `worker` hold the process's name, `router-0` for example.
 
 `outcome` is `stop`, `length`, `cancelled`, `invalid`, `exhausted`, `unavailable`, `deadline` or `internal`. The routers
 record the metrics of a request when it has ended, also those whose time was spent on workers; a part that a request

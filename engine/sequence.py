@@ -70,7 +70,7 @@ class Sequence:
     shaping: Shaping | None = None
     """What changes its logits before its next token is chosen."""
     unscored: int = 0
-    """The first token of the prompt whose log-probabilities were asked for and are in no plan yet; 0 if none is left."""
+    """The first token of the prompt whose log-probabilities are asked for and in no plan yet; 0 if none is left."""
     lifetime: Lifetime = field(default_factory=Lifetime)
 
     @property

@@ -22,11 +22,12 @@ from kvrelay.router.answer import Answer, Write
 from kvrelay.router.callers import Callers, Grant, Identity
 from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
 from kvrelay.router.limits import KeyLimits, Meter
 from kvrelay.router.requests import Requests
 from kvrelay.router.sampling import SamplingDefaults
-from kvrelay.router.session import Dispatch, Session
+from kvrelay.router.session import Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, completions

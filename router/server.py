@@ -25,6 +25,7 @@ from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.front import Front
 from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
@@ -38,7 +39,6 @@ from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.sampling import SamplingDefaults
-from kvrelay.router.session import Dispatch
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer, RequestRecord

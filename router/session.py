@@ -30,7 +30,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
@@ -38,10 +38,8 @@ from kvrelay.router.alarm import Alarm
 from kvrelay.router.answer import Answer
 from kvrelay.router.attempt import Attempt
 from kvrelay.router.attempt_outcome import AttemptFailure
-from kvrelay.router.budget import RetryBudget
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.config import RouterConfig
-from kvrelay.router.detokenizer import TokenBytes
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -52,11 +50,9 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.health import FleetHealth, Trial
-from kvrelay.router.pacer import Pacer
-from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
-from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.health import Trial
+from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -83,22 +79,6 @@ APART_SECONDS = 5.0
 
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """The parts of a router that all of its sessions share."""
-
-    config: RouterConfig
-    registry: WorkerRegistry
-    queue: PlacementQueue
-    trials: PlacementQueue
-    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
-    policy: LeastWork
-    pacer: Pacer
-    health: FleetHealth
-    budget: RetryBudget
-    token_bytes: TokenBytes
 
 
 class Session:
