@@ -272,8 +272,9 @@ class Attempt:
 
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them."""
-        finish_reason = self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
-        gathers = self._paused and not self._complete and self.failure is None
+        complete = self._complete
+        finish_reason = self._finish_reason if complete else FINISH_REASON_UNSPECIFIED
+        gathers = self._paused and not complete and self.failure is None
         first, self._taken = self._taken, self._taken if gathers else len(self._seen)
         new = slice(first, self._taken)
         prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
@@ -288,6 +289,8 @@ class Attempt:
     @property
     def suspects(self) -> frozenset[WorkerId]:
         """The suspected workers of which the attempt still needs something."""
+        if not (self._prefill.stream.suspected or (self._decode is not None and self._decode.stream.suspected)):
+            return frozenset()
         return frozenset(
             part.stream.worker
             for part in self._parts

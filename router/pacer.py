@@ -9,6 +9,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+UNPACED_TOKENS = 8
+"""First tokens of a completion, which go out when they come."""
 STREAM_SECONDS = 160e-6
 """Time between two messages for each stream that runs: twice what a message costs."""
 TOGETHER_SECONDS = 0.0005

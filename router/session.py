@@ -51,6 +51,7 @@ from kvrelay.router.errors import (
     Unavailable,
 )
 from kvrelay.router.health import Trial
+from kvrelay.router.pacer import UNPACED_TOKENS
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion
@@ -70,9 +71,6 @@ BACKOFF_SECONDS = 0.05
 SUSPECT_SECONDS = 1.0
 """How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
 will be declared dead a while later."""
-
-UNPACED_TOKENS = 8
-"""First tokens of a completion, which go out when they come."""
 
 APART_SECONDS = 5.0
 """How long a request on trial waits for workers without another one on trial."""
@@ -96,12 +94,14 @@ class Session:
         self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._avoid: frozenset[WorkerId] = frozenset()
-        self._tried: frozenset[WorkerId] = frozenset()
+        self._tried = self._avoid
         self._suspicion = Suspicion()
         self._trial: Trial | None = None
         """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
+        self._proven: Attempt | None = None
+        """The attempt whose workers are known to work, and which is not on trial."""
 
     async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -164,15 +164,12 @@ class Session:
             raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
+        if not isinstance(attempt, NoPlace):
+            return attempt
+        self._check_deadline()
         if attempt is NoPlace.NO_CAPACITY:
-            self._check_deadline()
             raise self._no_first_token("; it waited for workers with capacity")
-        if attempt is NoPlace.NO_WORKERS:
-            self._check_deadline()
-            raise Unavailable(
-                "no worker can take the request now: it needs a prefill and a decode worker that are ready"
-            )
-        return attempt
+        raise Unavailable("no worker can take the request now: none is ready that decodes")
 
     def _demand(self, *, apart: bool = False) -> Demand:
         """What the next attempt needs; with `apart`, workers without another request on trial."""
@@ -227,12 +224,15 @@ class Session:
                 await self._wait(attempt)
 
     def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
+        if attempt is self._proven and not finished:
+            return
         if self._trial is not None and attempt.delivered:
             self._trial.delivered()
             if finished:
                 self._trial.finished()
         if finished or not self._suspicion.needs_trial(self._trace.completion_tokens):
             attempt.clear()
+            self._proven = attempt if attempt.delivered else None
 
     def _end_trial(self) -> None:
         if self._trial is not None:
@@ -260,10 +260,9 @@ class Session:
 
     def _token_limit(self) -> float:
         """Monotonic time by which the next token must be here."""
-        config = self._dispatch.config
         if not self._answer.begun:
             return self._trace.received + self._request.first_token_seconds
-        return self._answer.progress + config.idle_timeout_seconds
+        return self._answer.progress + self._dispatch.config.idle_timeout_seconds
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""

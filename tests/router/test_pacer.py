@@ -8,8 +8,7 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
-from kvrelay.router.pacer import STREAM_SECONDS, Pacer
-from kvrelay.router.session import UNPACED_TOKENS
+from kvrelay.router.pacer import STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
 PROMPT = [5, 6, 7]

@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RouterHello, Sampling, Submit
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.router.placement import (
     TRANSFER_SHARE,
@@ -19,7 +20,9 @@ from kvrelay.router.placement import (
     complete,
 )
 from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
+from support.access import credentials
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
@@ -163,6 +166,25 @@ def test_a_single_token_needs_no_capacity_on_decode() -> None:
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers) is NoPlace.NO_CAPACITY
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers[:1]) is NoPlace.NO_WORKERS
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers[1:]) is NoPlace.NO_CAPACITY, "decode computes it"
+
+
+def test_load_is_what_runs_and_what_is_to_compute_not_what_may_be_generated() -> None:
+    def load(*submits: Submit) -> int:
+        stream = WorkerStream(WorkerId("w", "i"), "", credentials("router"), RouterHello(), lambda: None)
+        for submit in submits:
+            stream.submit(submit, lambda event: None, lambda: None, lambda: None, cached_tokens=30)
+        view = WorkerView(
+            stream.worker, "decode", True, stream.outstanding_tokens, stream.pending_tokens, stream.running
+        )
+        return view.load
+
+    def decode(number: int, max_tokens: int) -> Submit:
+        sampling = Sampling(max_tokens=max_tokens)
+        return Submit(request_id=str(number), phase=PHASE_DECODE, token_ids=[1] * 50, sampling=sampling)
+
+    assert load(decode(1, 10)) == load(decode(1, 100_000)) < load(decode(1, 2), decode(2, 2))
+    prefill = Submit(request_id="p", phase=PHASE_PREFILL, token_ids=[1] * 50)
+    assert load(prefill) == load(decode(1, 1)) + 20, "of the prompt, what is not in the worker's cache"
 
 
 @settings(max_examples=200, deadline=None)
