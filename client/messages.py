@@ -46,6 +46,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 FinishReason = Literal["stop", "length"]
 """The names of `kvrelay.v1.FinishReason`, without their prefix."""
 
+REQUEST_FIELDS = ("request_id", "tenant", "model", "priority", "slo_class", "cache_salt", "session")
+"""The options that are fields of the request itself; the others are its sampling parameters."""
+
 ValueT = TypeVar("ValueT")
 
 
@@ -97,6 +100,16 @@ class GenerateOptions(TypedDict, total=False):
     """The completion is one of these texts."""
     grammar: str
     """The completion follows this context-free grammar in Lark's form."""
+    model: str
+    """A name that the model is served under; the model by default."""
+    priority: int
+    """Of the requests of one tenant that wait, the one with the smallest value goes first; 0 by default."""
+    slo_class: str
+    """Name of a class of service that the router's configuration has."""
+    cache_salt: str
+    """Requests with different salts never share prefix-cache blocks."""
+    session: str
+    """Requests with the same key go to the same workers where that costs nothing, e.g. the turns of a conversation."""
     tenant: str
     """Fails the call unless the router knows its caller as this tenant, by the API key or the client's certificate."""
     request_id: str
@@ -214,8 +227,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
-    _set(request, "request_id", options.get("request_id", ""))
-    _set(request, "tenant", options.get("tenant", ""))
+    for name in REQUEST_FIELDS:
+        if (value := options.get(name)) is not None:
+            _set(request, name, value)
     for name in pb.SamplingParams.DESCRIPTOR.fields_by_name:
         value = options.get(name)
         if value is not None:

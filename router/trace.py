@@ -114,18 +114,17 @@ class RequestTrace:
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports."""
-        now = time.monotonic()
+        """Takes what an event of the latest attempt reports. Most events report nothing."""
         if event.computed_tokens and self.prefill is None:
-            self.chunks.append((now, event.computed_tokens))
+            self.chunks.append((time.monotonic(), event.computed_tokens))
         if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = event.prefill, now
+            self.prefill, self.prefill_at = event.prefill, time.monotonic()
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, now
+            self.transfer, self.transfer_at = event.transfer, time.monotonic()
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or now
+            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""

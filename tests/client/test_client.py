@@ -202,15 +202,22 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "regex": "a+",
         "tenant": "t",
         "request_id": "r",
+        "model": "m",
+        "priority": -1,
+        "slo_class": "batch",
+        "cache_salt": "salt",
+        "session": "s",
         "timeout": 1.0,
     }
     other_constraints = {"json_schema", "json_object", "choice", "grammar"}
     assert full.keys() == GenerateOptions.__annotations__.keys() - other_constraints
     request = generate_request([], full)
+    named = {"tenant", "request_id", "model", "priority", "slo_class", "cache_salt", "session"}
+    assert {name: getattr(request, name) for name in named} == {name: full[name] for name in named}  # type: ignore[literal-required]
     assert request.WhichOneof("input") == "token_ids"
     assert list(request.sampling.stop) == ["end"]
-    named = set(full) - {"tenant", "request_id", "timeout", "regex"} | {"constraint"}
-    assert {field.name for field, _ in request.sampling.ListFields()} == named
+    sampled = set(full) - named - {"timeout", "regex"} | {"constraint"}
+    assert {field.name for field, _ in request.sampling.ListFields()} == sampled
     assert math.isnan(generate_request("x", {"temperature": math.nan}).sampling.temperature)
     with pytest.raises(TypeError, match=r"max_token$"):
         generate_request("x", {"max_token": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
