@@ -17,8 +17,10 @@ SMALL_BYTES = 64 * 1024
 """A body up to this size is parsed in about a millisecond, whatever is in it."""
 MAX_STRINGS = 32768
 MAX_QUOTES = 2**18
+MAX_ESCAPES = 2**19
 MAX_VALUES = 65536
-"""Strings, quotation marks and other values of a larger body, beside the numbers that a prompt may have."""
+"""Strings, quotation marks, escapes of characters by \\u, and other values of a larger body, beside the numbers that a
+prompt may have."""
 # Fields whose texts no error and no log contains.
 _SECRET = re.compile(r"(body|prompt|messages|stop|bad_words)\b")
 
@@ -82,6 +84,8 @@ def _check_outline(data: bytes, max_values: int) -> None:
     Raises:
         InvalidRequest: it has more.
     """
+    if data.count(b"\\u") > MAX_ESCAPES:
+        raise InvalidArgument(f"body: number of \\u escapes is above {MAX_ESCAPES}; allowed: up to {MAX_ESCAPES}")
     if data.count(b",") <= max_values and data.count(b'"') <= 2 * MAX_STRINGS:
         return
     values = strings = quotes = start = 0

@@ -37,6 +37,8 @@ SESSION = "X-Session-Id"
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's deadline, in seconds from receipt."""
 MAX_TIMEOUT_SECONDS = 86400.0
+CLOSE_SECONDS = 0.5
+"""For answers that are no completions to end when the router is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,13 @@ class HttpFace:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
-        runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        runner = web.AppRunner(
+            self.app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            shutdown_timeout=CLOSE_SECONDS,
+        )
         await runner.setup()
         self._runner = runner
         try:

@@ -8,11 +8,21 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
+
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.validation import completion_seed
-from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
+from kvrelay.v1.inference_pb2 import (
+    FINISH_REASON_STOP,
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+    TokenLogprobs,
+)
+from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.http_calls import CHAT, HELLO, serving, text_of, token_at, usage_of, writer_of
 from support.router_fakes import (
     FakeWorker,
@@ -128,6 +138,35 @@ def test_completions_of_one_prompt_begin_when_its_kv_is_cached_and_have_seeds_of
             assert answer["usage"] == usage_of(4, 15, 1)
             await until(lambda: len(cluster.records) == 3, "each completion is noted")
             assert sum(record.prompt_tokens for record in cluster.records) == 4
+
+    run(test)
+
+
+def test_grpc_has_several_completions_and_names_of_the_model(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            serving(tmp_path, served_model_name=("main", "other")) as (cluster, _),
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            generate = InferenceServiceStub(channel).Generate
+            request = GenerateRequest(text="hello", model="other", n=3, sampling=SamplingParams(max_tokens=4, seed=7))
+            found: dict[int, list[GenerateResponse]] = {}
+            async for message in generate(request, timeout=20):
+                found.setdefault(message.index, []).append(message)
+            assert sorted(found) == [0, 1, 2]
+            for index, messages in found.items():
+                assert [message.seed for message in messages if message.HasField("seed")] == [completion_seed(7, index)]
+                assert [token for message in messages for token in message.token_ids] == [40, 41, 42, 43]
+                assert messages[-1].usage.prompt_tokens == (0 if index else 4)
+                assert messages[-1].usage.completion_tokens == 4
+            request.model = "fake"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(generate(request, timeout=20)))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert caught.value.details() == "model is 'fake'; allowed: 'main', 'other', or empty"
+            request.model, request.n = "", 129
+            with pytest.raises(grpc.aio.AioRpcError, match="n is 129; allowed: 1 to 128"):
+                await anext(aiter(generate(request, timeout=20)))
 
     run(test)
 

@@ -124,7 +124,8 @@ COSTLY = {
     "strings": b'{"prompt": [' + b'"",' * 1_300_000 + b'""]}',
     "nesting": b'{"prompt": ' + b"[" * 4_000_000,
     "text with commas": b'{"prompt": "' + b"1," * 2_000_000 + b'"}',
-    "escapes": b'{"prompt": "' + b"\\u0041" * 600_000 + b'"}',
+    "too many escapes": b'{"prompt": "' + b"\\u0041" * 600_000 + b'"}',
+    "escapes": b'{"prompt": "' + b"\\u0041" * 400_000 + b'"}',
 }
 
 
