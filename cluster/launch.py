@@ -208,7 +208,7 @@ class Cluster:
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
-    def _until_ready(self) -> Startup:
+    def _until_ready(self) -> "Startup":
         """The cluster with its routers' addresses."""
         last: Startup | None = None
         changed = time.monotonic()
