@@ -80,6 +80,7 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
         await self.call("Page.navigate", url=url)
+        await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def resize(self, width: int, height: int) -> None:
         await self.call(
