@@ -130,9 +130,9 @@ def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
 
     members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
     with pytest.raises(UsageError) as caught:
-        launch._check_failures(Startup(False, "", "", members))
+        launch._check_failures(Startup(False, (), (), members))
     assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
-    launch._check_failures(Startup(False, "", [Progress("prefill-0", failures=2, reason="killed")]))
+    launch._check_failures(Startup(False, (), (), [Progress("prefill-0", failures=2, reason="killed")]))
 
 
 def run(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
