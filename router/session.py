@@ -371,7 +371,10 @@ class Session:
         shape = {
             "prompt_tokens": self._trace.prompt_tokens,
             "completion_tokens": self._trace.completion_tokens,
-            "sampling": {field.name: value for field, value in given if field.name != "stop_token_ids"},
+            # Lists, biases and constraints may tell what the text is about.
+            "sampling": {
+                field.name: value for field, value in given if field.message_type is None and not field.is_repeated
+            },
             "losses": self._suspicion.losses,
         }
         logger.error("request suspected of ending workers", extra=self._log_fields() | shape)

@@ -166,6 +166,48 @@ class CallObject:
         return [CallDelta(self._index, new)] if new else []
 
 
+class CallSequence:
+    """Reads call after call, until something is read that can be none: from there on the text is content."""
+
+    def __init__(self) -> None:
+        self._call: CallObject | None = None
+        """The one that is being read."""
+        self._calls = 0
+        self._raw = ""
+        """What was read since the last call, and may be the beginning of one."""
+        self._ended = False
+
+    def push(self, text: str) -> Parsed:
+        parsed = Parsed()
+        while text:
+            if self._ended:
+                parsed.content += text
+                break
+            text = self._seek(text, parsed) if self._call is None else self._push_call(self._call, text, parsed)
+        return parsed
+
+    def _seek(self, text: str, parsed: Parsed) -> str:
+        """Reads up to the next call, and returns what is to be read next."""
+        raise NotImplementedError
+
+    def _push_call(self, call: CallObject, text: str, parsed: Parsed) -> str:
+        deltas, rest = call.push(text)
+        parsed.calls += deltas
+        self._raw += text[: len(text) - len(rest)]
+        if call.failed and not call.begun:
+            self._give_up(parsed)
+        elif call.ended or call.failed:
+            self._call, self._raw = None, ""
+            self._calls += 1
+        return rest
+
+    def _give_up(self, parsed: Parsed) -> None:
+        """What was held back is content, and all that follows."""
+        self._call, self._ended = None, True
+        parsed.content += self._raw
+        self._raw = ""
+
+
 class JsonValue:
     """The text of one JSON value, and where it ends."""
 
