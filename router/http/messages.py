@@ -35,6 +35,8 @@ class FunctionCall(Fields):
     name: str = Field(min_length=1)
     arguments: str = ""
     """The JSON of an object."""
+    parsed_arguments: JsonValue = None
+    """Has no effect here; a message of the openai client's helpers has it."""
 
 
 class MessageToolCall(Fields):
@@ -64,6 +66,8 @@ class Message(Fields):
     """Of an assistant: what it thought, if the template uses it."""
     reasoning: str | None = None
     """As reasoning_content."""
+    parsed: JsonValue = None
+    """Has no effect here; a message of the openai client's helpers has it."""
     refusal: Annotated[Any, Neutral("")] = None
     audio: Annotated[Any, Neutral()] = None
     function_call: Annotated[Any, Neutral()] = None

@@ -28,6 +28,7 @@ PAGES = {
     "/metrics": "Metrics in Prometheus' text format",
     "/openapi.json": "This document",
 }
+SERVED = ", ".join([*(f"POST {path}" for path in BODIES), *(f"GET {path}" for path in PAGES)])
 ERRORS = {
     "400": "A field is not served as it is, or there is no such field",
     "401": "The API key is missing or not known",
