@@ -333,7 +333,7 @@ def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
         return left
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
-        raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
+        raise PromptTooLong("sampling.max_tokens", params.max_tokens, limit)
     return params.max_tokens
 
 
