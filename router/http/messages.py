@@ -36,7 +36,9 @@ class FunctionCall(Fields):
     arguments: str = ""
     """The JSON of an object."""
     parsed_arguments: JsonValue = None
-    """Has no effect here; a message of the openai client's helpers has it."""
+    """Has no effect here; as the next one, added by client libraries to the messages that they got."""
+    provider_specific_fields: JsonValue = None
+    """Has no effect here."""
 
 
 class MessageToolCall(Fields):
@@ -46,6 +48,8 @@ class MessageToolCall(Fields):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
+    """Has no effect here."""
+    provider_specific_fields: JsonValue = None
     """Has no effect here."""
 
 
@@ -67,7 +71,9 @@ class Message(Fields):
     reasoning: str | None = None
     """As reasoning_content."""
     parsed: JsonValue = None
-    """Has no effect here; a message of the openai client's helpers has it."""
+    """Has no effect here; as the next one, added by client libraries to the messages that they got."""
+    provider_specific_fields: JsonValue = None
+    """Has no effect here."""
     refusal: Annotated[Any, Neutral("")] = None
     audio: Annotated[Any, Neutral()] = None
     function_call: Annotated[Any, Neutral()] = None
