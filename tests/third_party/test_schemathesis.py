@@ -31,7 +31,9 @@ the vocabulary and of the context, and that an integer is written without a frac
 async def answer(job: Job) -> None:
     """Tokens up to the limit, with the log-probabilities that were asked for."""
     sampling, end = job.submit.sampling, job.submit.sampling.max_tokens
-    value = TokenLogprobs(logprob=-0.5, top_ids=[7] * sampling.logprobs, top_logprobs=[-0.5] * sampling.logprobs, rank=1)
+    value = TokenLogprobs(
+        logprob=-0.5, top_ids=[7] * sampling.logprobs, top_logprobs=[-0.5] * sampling.logprobs, rank=1
+    )
     for index in range(job.base, end):
         more = {"logprobs": [value]} if sampling.HasField("logprobs") else {}
         if index == 0 and sampling.HasField("prompt_logprobs"):
