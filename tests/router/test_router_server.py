@@ -21,6 +21,7 @@ from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_R
 from kvrelay.internal.v1.worker_pb2 import RelayRequest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
+from support.processes import Process
 from support.router_fakes import (
     FakeWorker,
     Script,
@@ -271,26 +272,28 @@ def test_a_drain_lets_running_streams_end(tmp_path: Path) -> None:
     run(test)
 
 
-def test_foreground_process(tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "model")
-    config = tmp_path / "router.json"
-
-    def start(**options: object) -> "subprocess.Popen[str]":
-        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
-        command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
+def test_a_router_that_can_not_start_says_why_in_a_line(tmp_path: Path) -> None:
+    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
     for options, problem in (
         ({"grpc_prt": 1}, "grpc_prt"),
         ({"max_attempts": 0}, "max_attempts is 0; allowed: 1 to 100"),
         ({"model": str(tmp_path / "nowhere")}, "nowhere"),
     ):
-        process = start(**options)
-        out, err = process.communicate(timeout=TIMEOUT)
-        assert (process.returncode, out) == (2, "")
-        assert problem in err
-        assert len(err.strip().splitlines()) == 1
-    process = start()
+        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
+        process = Process("kvrelay.router", ["--config", str(config)], tmp_path / "log", forked=True)
+        assert process.popen.wait(TIMEOUT) == 2
+        (line,) = process.log.read_text().strip().splitlines()
+        assert problem in line
+        assert process.popen.stdout is not None
+        assert process.popen.stdout.read() == b""
+        process.stop()
+
+
+def test_foreground_process(tmp_path: Path) -> None:
+    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
+    config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None}))
+    command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address = json.loads(process.stdout.readline())["address"]
     with grpc.insecure_channel(address) as channel:
