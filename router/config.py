@@ -182,6 +182,10 @@ class RouterConfig(RouterOptions):
     advertised_host: str = ""
     """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
 
+    metrics_port: int | None = None
+    """Port of a second place for `/metrics`, without a key, beside that of `http_port`; 0 takes a free one. None: no
+    such port."""
+
     drain_seconds: float = 30.0
     """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
     left end with UNAVAILABLE, and their clients may continue them at another router."""
@@ -190,5 +194,7 @@ class RouterConfig(RouterOptions):
         RouterOptions.__post_init__(self)
         if self.share_port and not self.grpc_port:
             raise ValueError("grpc_port is 0; allowed: 1 to 65535 with share_port")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port is {self.metrics_port}; allowed: 0 to 65535, or null")
         if not 0 <= self.drain_seconds <= 3600:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

@@ -189,7 +189,11 @@ class Front:
         self.requests.end(trace, outcome, now)
         record = trace.record(outcome, now)
         fields: dict[str, object] = {
+            "trace_id": trace.context.trace_id,
             "request": trace.wire_id,
+            "attempt": trace.attempts,
+            "prefill": trace.prefill_worker,
+            "decode": trace.decode_worker,
             "outcome": outcome,
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
@@ -198,6 +202,7 @@ class Front:
         if failure is not None:
             fields["reason"] = str(failure)
         logger.info("request ended", extra=fields)
+        self._dispatch.metrics.ended(record)
         if self._observer is not None:
             self._observer(record)
 
@@ -238,11 +243,13 @@ class Call:
         trace = RequestTrace(self._received, wire_id=request.request_id)
         front, grant = self._front, self._grant
         with front.limits.request(grant.key, grant.limits) as meter:
+            trace.tenant = grant.tenant
             with self._noting_failure(trace):
                 front.check_model(request.model)
                 front._callers.check_claim(request.tenant, grant.tenant)
                 claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
                 checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+                trace.service = claim.service_class
                 seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
                 checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
                 _describe(checked, trace)
@@ -276,7 +283,7 @@ class Call:
 
         async def later(request: CheckedRequest) -> None:
             await cached.wait()
-            trace = RequestTrace(self._received)
+            trace = RequestTrace(self._received, service=request.claim.service_class)
             _describe(request, trace)
             await self._complete(request, trace, write, meter)
 
@@ -286,7 +293,7 @@ class Call:
         self._front.requests.begin(trace)
         try:
             with self._noting_failure(trace):
-                answer = Answer(request, trace, write)
+                answer = Answer(request, trace, write, self._front._dispatch.metrics.gap)
                 finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
         finally:
             meter.generated(trace.generated_tokens)
