@@ -4,12 +4,30 @@ from collections import Counter
 from typing import Any
 
 from kvrelay.cluster.membership import Membership
-from kvrelay.internal.v1.supervisor_pb2 import ROLE_ROUTER, MemberState, Role
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    MEMBER_STATE_SUSPECT,
+    ROLE_COLOCATED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    MemberState,
+    Role,
+)
 from kvrelay.rpc.metrics import families
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
-ROLES = [Role.Value(name) for name in Role.keys() if Role.Value(name)]
-STATES = [MemberState.Value(name) for name in MemberState.keys() if MemberState.Value(name)]
+ROLES = (ROLE_PREFILL, ROLE_DECODE, ROLE_COLOCATED, ROLE_ROUTER)
+STATES = (
+    MEMBER_STATE_STARTING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_SUSPECT,
+    MEMBER_STATE_DEAD,
+)
 
 
 class SupervisorMetrics:
@@ -54,9 +72,7 @@ class SupervisorMetrics:
         self._fences.set(membership.counts.fences.total())
         metrics.gauge(families.READY).set(membership.ready)
         statuses = membership.statuses()
-        held: Counter[tuple[Role, MemberState]] = Counter(
-            (status.member.role, status.member.state) for status in statuses
-        )
+        held = Counter((status.member.role, status.member.state) for status in statuses)
         for role in ROLES:
             for state in STATES:
                 metrics.gauge(families.MEMBERS, role_name(role), state_name(state)).set(held[role, state])

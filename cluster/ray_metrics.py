@@ -1,5 +1,5 @@
-"""Shows a process's metrics on Ray: its agents export them for Prometheus, with the prefix `ray_` and labels of node and
-process.
+"""Shows a process's metrics on Ray, whose agents export them for Prometheus: with the prefix `ray_`, and with labels of
+node and process.
 
 Each sample becomes a gauge of its own name (`..._total`, `..._bucket`, `..._sum`, `..._count`): Ray's own counters and
 histograms would have to be recorded one event at a time, and its histograms keep only buckets. So queries are those of
