@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.config import ClusterConfig, schema
+from kvrelay.cluster.grafana.dashboards import write
 from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
 from kvrelay.rpc.metrics.family import COMMON, Family, Label
 
 FOLDER = Path(__file__).parent
+DASHBOARDS = FOLDER.parent / "helm" / "kvrelay" / "dashboards"
 CONFIGURATION = """# Configuration
 
 This page is generated from the configuration classes by `python docs/generate.py`; edit the docstrings there.
@@ -142,3 +144,4 @@ def _label(label: Label) -> str:
 if __name__ == "__main__":
     for page, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
         (FOLDER / page).write_text(text)
+    write(DASHBOARDS)
