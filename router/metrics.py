@@ -1,7 +1,8 @@
 """What a router records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kvrelay.router.classes import DEFAULT
 from kvrelay.router.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.metrics import families
@@ -15,9 +16,16 @@ ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
 class RouterMetrics:
     """A router's metrics. Used on the event loop only."""
 
-    def __init__(self, router: str) -> None:
-        """`router`: its name, a label of each metric."""
+    def __init__(self, router: str, classes: Iterable[str] = ()) -> None:
+        """
+        Args:
+            router: its name, a label of each metric.
+            classes: of service, beside the default one.
+        """
         self.metrics = metrics = MetricSet("router", router=router)
+        for service in (DEFAULT, NO_CLASS, *classes):
+            for outcome in families.OUTCOMES:
+                metrics.counter(families.REQUESTS, outcome, service)
         self._tenants: set[str] = set()
         self._attempts = metrics.counter(families.ATTEMPTS)
         self._itl = metrics.histogram(families.ITL)

@@ -97,7 +97,7 @@ class RouterServer:
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
-        metrics = RouterMetrics(config.name)
+        metrics = RouterMetrics(config.name, config.classes)
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
         )

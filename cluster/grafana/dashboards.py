@@ -143,6 +143,7 @@ def _overview(make: Panels) -> Dashboard:
                 [
                     make.gauge(table.MEMBERS, "Members by state", "state", stacked=True),
                     make.rate(table.DEATHS, "Lost", "role"),
+                    make.rate(table.REPLACEMENTS, "Replaced", "role"),
                     make.rate(table.DRAINS, "Drains", "role"),
                     make.rate(table.ROLE_CHANGES, "Role changes", "role"),
                     make.gauge(table.HEARTBEAT_AGE, "Heartbeat age", "member"),

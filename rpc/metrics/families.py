@@ -12,6 +12,7 @@ ATTEMPT_REASON = Label(
 HANDOFF_REASON = Label(
     "reason",
     (
+        "cancelled",
         "closed",
         "corrupt",
         "draining",
