@@ -221,6 +221,7 @@ class Attempt:
                 self.wake,
                 cached_tokens=self._expected[0].tokens if self._expected else 0,
             )
+        self._trace.tries[-1].submitted = time.monotonic()
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""

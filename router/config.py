@@ -109,6 +109,14 @@ class RouterOptions:
     max_attempts: int = 4
     """Placements of one request, the first one included."""
 
+    otlp_endpoint: str = ""
+    """URL of an OpenTelemetry collector's gRPC, e.g. `http://collector:4317`, that gets a trace of each request. Needs
+    the extra `otel`. Empty: none."""
+
+    trace_share: float = 1.0
+    """Share (0 to 1) of the traces which begin at a router that are sent. Those that a caller has begun (`traceparent`)
+    are sent if the caller records them."""
+
     api_keys: str = ""
     """File with a line for each API key: the tenant, the SHA-256 of the key in hexadecimal, and options (`classes`,
     `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`); read again when it changes. Calls must then
@@ -134,6 +142,10 @@ class RouterOptions:
             raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; allowed: http://HOST:PORT, https://..., or empty"
+            )
         if not all(self.served_model_name):
             raise ValueError("served_model_name has an empty name; allowed: names of at least 1 character")
         for name, low, high in (
@@ -142,6 +154,7 @@ class RouterOptions:
             ("max_queue", 0, 1_000_000),
             ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
+            ("trace_share", 0.0, 1.0),
             ("prefill_ahead_tokens", 1, 2**40),
             ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),

@@ -38,6 +38,7 @@ from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.sampling import SamplingDefaults
+from kvrelay.router.spans import SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
@@ -101,7 +102,11 @@ class RouterServer:
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
         )
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, SamplingDefaults.read(folder))
+        self._spans = (
+            SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
+        )
+        defaults = SamplingDefaults.read(folder)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, self._spans)
         metrics.watch(lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view)
         self.metrics = metrics.metrics
         """The router's metrics."""
@@ -200,6 +205,8 @@ class RouterServer:
         if self._setting_health is not None:
             await self._setting_health
         self._tokenizer.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     async def failed(self) -> BaseException:
         """Returns when the router can't continue, with the reason."""

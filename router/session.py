@@ -196,8 +196,7 @@ class Session:
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
-        if trace.submitted is None:
-            trace.submitted = now
+        trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt

@@ -70,6 +70,8 @@ class AttemptTrace:
     """Empty if the first token is the last."""
     expected_tokens: int
     """Tokens of the prompt that the prefill worker was expected to have in its cache."""
+    submitted: float | None = None
+    """When its workers were told."""
     ended: float | None = None
     failure: str = ""
     """Why it failed (`AttemptFailure.reason`)."""

@@ -51,6 +51,7 @@ class Plan:
     stream: bool
     shown: frozenset[int] = frozenset()
     """Special tokens whose names are part of the text."""
+    chat: bool = False
 
 
 class HttpFace:
@@ -119,7 +120,7 @@ class HttpFace:
             request_id = body.request_id or request_id
             head = {"id": f"chatcmpl-{request_id}", "model": self._front.served_names[0]}
             reply = Reply(body, "chat.completion", head, chat.choice)
-            return Plan([chat.request(request_id)], reply, bool(body.stream), chat.shown)
+            return Plan([chat.request(request_id)], reply, bool(body.stream), chat.shown, chat=True)
 
         return await self._generate(request, plan)
 
@@ -147,7 +148,7 @@ class HttpFace:
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
                 plan = await make_plan(await self._read(request, call), request_id)
-                count = len(plan.requests)
+                count, call.chat = len(plan.requests), plan.chat
                 _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
