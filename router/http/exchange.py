@@ -6,6 +6,7 @@ from kvrelay.router.callers import Identity
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.front import Caller
 from kvrelay.router.writer import Writer
+from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 
 JSON = "application/json"
 GONE = (ConnectionError,)
@@ -57,7 +58,9 @@ def caller_of(request: web.Request) -> Caller:
     transport = request.transport
     shown = transport.get_extra_info("peercert") if transport is not None else None
     names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]
-    return Caller(Identity(request.headers.getall("Authorization", []), names), request.remote or "")
+    identity = Identity(request.headers.getall("Authorization", []), names)
+    context = TraceContext.read(request.headers.get(HEADER), request.headers.get(STATE_HEADER))
+    return Caller(identity, request.remote or "", context)
 
 
 def check_type(request: web.Request) -> None:

@@ -14,6 +14,8 @@ from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.aiohttp import make_aiohttp_handler
 from pydantic_core import to_json
 
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
@@ -26,7 +28,6 @@ from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers
 from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
-from kvrelay.router.metrics import CONTENT_TYPE, PrometheusMetrics
 from kvrelay.router.validation import TOKENIZE_BYTES, check_name, is_name
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
@@ -53,14 +54,15 @@ class Plan:
     stream: bool
     shown: frozenset[int] = frozenset()
     """Special tokens whose names are part of the text."""
+    chat: bool = False
 
 
 class HttpFace:
     """Answers HTTP. A client's mistake becomes an error in OpenAI's form; a closed connection cancels its requests."""
 
-    def __init__(self, front: Front, metrics: PrometheusMetrics, chats: Chats) -> None:
+    def __init__(self, front: Front, metrics: CollectorRegistry, chats: Chats) -> None:
         self._front = front
-        self._metrics = metrics
+        self._metrics = make_aiohttp_handler(metrics)
         self._chats = chats
         self._created = int(time.time())
         self.app = web.Application(client_max_size=front.config.max_message_bytes, middlewares=[self._answer_errors])
@@ -123,7 +125,7 @@ class HttpFace:
             chat = self._chats.plan(body)
             name = _name(request, body.request_id)
             reply = Reply(body, "chat.completion", self._head(f"chatcmpl-{name}"), chat.choice)
-            return Plan([chat.request(name)], reply, bool(body.stream), chat.shown)
+            return Plan([chat.request(name)], reply, bool(body.stream), chat.shown, chat=True)
 
         return await self._generate(request, plan)
 
@@ -150,7 +152,7 @@ class HttpFace:
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
                 plan = await make_plan(await self._read(request, call))
-                count = len(plan.requests)
+                count, call.chat = len(plan.requests), plan.chat
                 _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
@@ -241,9 +243,9 @@ class HttpFace:
     async def _version(self, _: web.Request) -> web.Response:
         return _json(to_json({"version": version("kvrelay")}))
 
-    async def _expose_metrics(self, request: web.Request) -> web.Response:
+    async def _expose_metrics(self, request: web.Request) -> web.StreamResponse:
         self._front.tenant(caller_of(request))
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return await self._metrics(request)
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return _json(openapi.document())
