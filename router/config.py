@@ -1,5 +1,6 @@
 """The options of a router, and those of one router process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -7,6 +8,7 @@ from typing import ClassVar
 from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 @dataclass(frozen=True, slots=True)
 class ServiceClass:
@@ -45,6 +47,10 @@ class RouterOptions:
     page: bool = True
     """Whether HTTP has the page at `/`: a playground, the stages of each request, the map of the workers. It shows no
     text of anybody's requests. Whoever opens it needs an API key where calls need one."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://chat.example.org`) whose web pages may call the HTTP API from a browser; `*` allows every one.
+    Empty: none but the router's own page."""
 
     served_model_name: tuple[str, ...] = ()
     """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
@@ -142,6 +148,11 @@ class RouterOptions:
             raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}; allowed: '*', or scheme://host or scheme://host:port, without a path"
+                )
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(
                 f"otlp_endpoint is {self.otlp_endpoint!r}; allowed: http://HOST:PORT, https://..., or empty"

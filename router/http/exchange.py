@@ -10,19 +10,18 @@ from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 
 JSON = "application/json"
 GONE = (ConnectionError,)
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Events:
     """A stream of server-sent events, which begins with its first write."""
 
-    def __init__(self, request: web.Request, limit: float, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, request: web.Request, limit: float) -> None:
         """
         Args:
             limit: seconds that one write may take.
-            headers: further ones of the answer.
         """
         self._request = request
-        self._headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | (headers or {})
         self._response: web.StreamResponse | None = None
         self._writer: Writer[bytes] = Writer(self._send, limit, GONE)
 
@@ -48,7 +47,7 @@ class Events:
 
     async def _send(self, events: bytes) -> None:
         if self._response is None:
-            response = web.StreamResponse(headers=self._headers)
+            response = web.StreamResponse(headers=HEADERS)
             await response.prepare(self._request)
             self._response = response
         await self._response.write(events)
