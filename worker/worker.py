@@ -41,7 +41,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
-from kvrelay.worker.events import event_of
+from kvrelay.worker.events import PlainToken, event_of
 from kvrelay.worker.fences import Fences
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
@@ -275,10 +275,7 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
-        live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
-        if event.token_ids and live.expiry is not None:
-            live.expiry.cancel()
-            live.expiry = None
+        live.sent(len(event.token_ids))
         if last:
             self._forget(key)
 
@@ -327,7 +324,9 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
+        self._live[key] = LiveRequest(
+            request, submit.peer, stream, submit.slot, expiry, client_call, submit.trial_tokens
+        )
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:
@@ -433,10 +432,14 @@ class Worker:
         if self._loads.update(reading, tell=tell):
             self._hooks.load_changed()
 
-    def _deliver(self, events: Sequence[RequestEvent], reading: Reading) -> None:
+    def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: Reading) -> None:
         self._set_load(reading)
         for event in events:
-            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            if isinstance(event, RequestEvent):
+                self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            elif (live := self._live.get(event.key)) is not None:
+                live.stream.push_token(live.slot, event)
+                live.sent(1)
 
     # Engine thread.
 
