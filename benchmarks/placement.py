@@ -1,10 +1,13 @@
 """Replays a trace of conversations against the router's placement: how much of the prompts is found in workers' caches.
 
-    python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1]
+    python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1 2]
+        [--out FILE]
 
 The policy, the prefix index and its corrections are the router's own. The workers are simulated: prefill workers
 compute their prompts in order, `rate` tokens a second, and each keeps the blocks of `cache` tokens, the least recently
-used is evicted first. The best possible is one cache without a limit that knows every prompt as soon as it has arrived.
+used is evicted first. Two bounds of the hit share, both of one cache as large as all workers' together that has every
+prompt as soon as it arrives: the best possible, which knows the future and evicts what is used latest again, and one
+that evicts as workers do.
 Time is the trace's, slowed or hastened so that the workers would be busy for `busy` of it if nothing were cached.
 
 The trace is Mooncake's (`conversation_trace.jsonl`): arrival, lengths, and the ids of the prompt's 512-token blocks,
@@ -15,12 +18,15 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import statistics
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from turns import own_setting, save
 
 from kvrelay.router.placement import Demand, LeastWork, Placement, WorkerView
 from kvrelay.router.prefixes import UNIT, Expectation, PrefixIndex
@@ -35,6 +41,15 @@ class Prompt:
     arrival: float
     tokens: int
     blocks: tuple[int, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The blocks that a worker has of it when it is computed."""
+        return self.blocks[: self.tokens // BLOCK]
+
+    def found(self, cache: Container[int]) -> int:
+        """Leading blocks that are in a cache. The last token is always computed."""
+        return len(list(itertools.takewhile(cache.__contains__, self.blocks[: (self.tokens - 1) // BLOCK])))
 
     @property
     def chain(self) -> "array[int]":
@@ -67,9 +82,8 @@ class Worker:
     def take(self, prompt: Prompt, now: float) -> tuple[float, int]:
         """Returns when the prompt is computed, and how many of its tokens were there. It is looked up when the prompts
         before it are done; nobody else comes between, so that can be now."""
-        whole = prompt.blocks[: (prompt.tokens - 1) // BLOCK]
-        found = len(list(itertools.takewhile(self.cache.__contains__, whole)))
-        for block in reversed(prompt.blocks[: prompt.tokens // BLOCK]):
+        found = prompt.found(self.cache)
+        for block in reversed(prompt.kept):
             self.cache[block] = None
             self.cache.move_to_end(block)
         while len(self.cache) > self.max_blocks:
@@ -92,34 +106,57 @@ def read(trace: Path) -> list[Prompt]:
     return [Prompt(row["timestamp"] / 1e3, row["input_length"], tuple(row["hash_ids"])) for row in rows]
 
 
-def best(prompts: Sequence[Prompt]) -> float:
-    """Share of all prompts' tokens in one cache without a limit."""
-    seen: set[int] = set()
+def best(prompts: Sequence[Prompt], max_blocks: int) -> float:
+    """Share of all prompts' tokens in one cache that knows the future: it evicts what is used latest again."""
+    never = len(prompts)
+    following: dict[int, int] = {}
+    again: list[dict[int, int]] = []
+    for number in range(never - 1, -1, -1):
+        kept = prompts[number].kept
+        again.append({block: following.get(block, never) for block in kept})
+        following |= dict.fromkeys(kept, number)
+    cache: dict[int, int] = {}
+    latest: list[tuple[int, int]] = []
     hits = 0
-    for prompt in prompts:
-        whole = prompt.blocks[: (prompt.tokens - 1) // BLOCK]
-        hits += BLOCK * len(list(itertools.takewhile(seen.__contains__, whole)))
-        seen.update(prompt.blocks[: prompt.tokens // BLOCK])
-    return hits / sum(prompt.tokens for prompt in prompts)
+    for prompt, nexts in zip(prompts, reversed(again), strict=True):
+        hits += prompt.found(cache)
+        for block in reversed(prompt.kept):
+            cache[block] = nexts[block]
+            heapq.heappush(latest, (-nexts[block], block))
+        while len(cache) > max_blocks:
+            use, block = heapq.heappop(latest)
+            if cache.get(block) == -use:
+                del cache[block]
+    return BLOCK * hits / sum(prompt.tokens for prompt in prompts)
+
+
+def one_cache(prompts: Sequence[Prompt], max_blocks: int) -> float:
+    """Share of all prompts' tokens in one cache that evicts as workers do, and knows each prompt when it arrives."""
+    worker = Worker(WorkerId("all", "i"), max_blocks, math.inf)
+    return sum(worker.take(prompt, 0.0)[1] for prompt in prompts) / sum(prompt.tokens for prompt in prompts)
 
 
 def replay(
-    prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float
+    prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float, *, told: bool
 ) -> Result:
     """
     Args:
         indexes: one for each router; they take the prompts in turn.
         speed: by which arrivals are hastened.
+        told: whether workers tell routers of each other's prompts.
     """
     policies = [LeastWork(index) for index in indexes]
     by_id = {worker.id: worker for worker in workers}
-    reports: list[tuple[float, int, Expectation, int]] = []
+    reports: list[tuple[float, int, WorkerId, Expectation, int]] = []
     hits, waits = 0, []
     for number, prompt in enumerate(prompts):
         now, chain = prompt.arrival / speed, prompt.chain
         while reports and reports[0][0] <= now:
-            _, _, expected, cached = heapq.heappop(reports)
+            _, done, worker, expected, cached = heapq.heappop(reports)
             expected.reported(cached, BLOCK)
+            for other, policy in enumerate(policies):
+                if told and other != done % len(policies):
+                    policy.learn(worker, prompts[done].chain, cached, BLOCK)
         router = number % len(indexes)
         demand = Demand(prompt.tokens, 0, chain=chain, key=chain[-1] if chain else 0)
         place = policies[router].place(demand, [worker.view(now) for worker in workers])
@@ -127,7 +164,7 @@ def replay(
             raise RuntimeError(f"prompt {number} has {place}")
         (expected,) = policies[router].take(place, chain)
         end, cached = by_id[place.prefill].take(prompt, now)
-        heapq.heappush(reports, (end, number, expected, cached))
+        heapq.heappush(reports, (end, number, place.prefill, expected, cached))
         hits += cached
         waits.append(end - now)
     waits.sort()
@@ -144,33 +181,43 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, default=20_000.0, help="tokens a second that a worker computes")
     parser.add_argument("--busy", type=float, default=0.8, help="load without a cache")
-    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--routers", type=int, nargs="+", default=[1])
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--index", type=int, default=2**31, help="router.prefix_index_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival
     tokens = sum(prompt.tokens for prompt in prompts)
-    limit = best(prompts)
+    rows = []
     for count, cache in itertools.product(args.workers, args.cache):
         speed = args.busy * count * args.rate * seconds / tokens
         ids = [WorkerId(f"prefill-{index}", "i") for index in range(count)]
-        found = {}
-        for name, index in (("near its cache", args.index), ("by load only", 0)):
-            workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
-            indexes = [PrefixIndex(index) for _ in range(args.routers)]
-            found[name] = replay(prompts, workers, indexes, speed)
-        for name, result in found.items():
-            line = {
-                "workers": count,
-                "cache_tokens": cache,
-                "placement": name,
-                "hit_share": round(result.hit_share, 4),
-                "of_best_possible": round(result.hit_share / limit, 3),
-                "asked": SHARE_ASKED,
-                "first_token_seconds_p50": round(result.wait_p50, 3),
-                "first_token_seconds_p99": round(result.wait_p99, 3),
-            }
-            print(json.dumps(line), flush=True)
+        limits = [bound(prompts, count * cache // BLOCK) for bound in (best, one_cache)]
+        for routers in args.routers:
+            # With more routers, also as if each knew its own prompts only.
+            named = {"near its cache": (args.index, True), "by load only": (0, False)}
+            if routers > 1:
+                named["near its cache, routers apart"] = args.index, False
+            for name, (index, told) in named.items():
+                workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
+                indexes = [PrefixIndex(index) for _ in range(routers)]
+                result = replay(prompts, workers, indexes, speed, told=told)
+                line = {
+                    "workers": count,
+                    "cache_tokens": cache,
+                    "routers": routers,
+                    "placement": name,
+                    "hit_share": round(result.hit_share, 4),
+                    "of_best_possible": round(result.hit_share / limits[0], 3),
+                    "of_one_cache": round(result.hit_share / limits[1], 3),
+                    "asked": SHARE_ASKED,
+                    "first_token_seconds_p50": round(result.wait_p50, 3),
+                    "first_token_seconds_p99": round(result.wait_p99, 3),
+                }
+                rows.append(line)
+                print(json.dumps(line), flush=True)
+    if args.out is not None:
+        save(args.out, own_setting("xxhash") | {"trace": args.trace.name, "busy": args.busy, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -210,6 +210,7 @@ class Attempt:
             if not self._wants_prompt or part.phase == PHASE_DECODE:
                 submit.sampling.ClearField("prompt_logprobs")
             submit.tenant = self._request.namespace
+            submit.chain.extend(self._request.chain)
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
 from kvrelay.v1.inference_pb2 import Timeline, Usage
@@ -40,6 +40,9 @@ class RequestRecord:
 
 
 Observer = Callable[[RequestRecord], None]
+
+
+ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
 
 
 class Handoff(NamedTuple):
@@ -114,17 +117,20 @@ class RequestTrace:
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports. Most events report nothing."""
+        """Takes what an event of the latest attempt reports. Most events report nothing.
+
+        Reports are copied: a part of a message keeps the whole message in memory.
+        """
         if event.computed_tokens and self.prefill is None:
             self.chunks.append((time.monotonic(), event.computed_tokens))
         if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = event.prefill, time.monotonic()
+            self.prefill, self.prefill_at = _copy(event.prefill), time.monotonic()
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, time.monotonic()
+            self.transfer, self.transfer_at = _copy(event.transfer), time.monotonic()
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
+            self.decode, self.decode_at = _copy(event.decode), self.decode_at or time.monotonic()
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
@@ -187,3 +193,9 @@ class RequestTrace:
             transfer_bytes=self.transfer_bytes,
             decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
         )
+
+
+def _copy(report: ReportT) -> ReportT:
+    copy = type(report)()
+    copy.CopyFrom(report)
+    return copy

@@ -12,6 +12,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     Cancel,
     ClientCall,
+    ForeignPrompt,
     Load,
     ModelInfo,
     RelayRequest,
@@ -39,6 +40,10 @@ class Listener(Protocol):
 
     def on_doubt(self) -> None:
         """The worker has become a suspect."""
+
+
+OnForeign = Callable[[WorkerId, ForeignPrompt, int], None]
+"""Takes a prompt that another router has sent to a worker, and the worker's block size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,13 @@ class WorkerStream:
         hello: RouterHello,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
+        on_foreign: OnForeign = lambda worker, prompt, block_size: None,
     ) -> None:
         """
         Args:
             on_change: called when the stream comes up and when it is lost.
             on_load: called at every load report.
+            on_foreign: called with each prompt of another router whose KV the worker has now.
         """
         self.worker = worker
         self.model: ModelInfo | None = None
@@ -99,6 +106,7 @@ class WorkerStream:
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
+        self._on_foreign = on_foreign
         self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
         """With its slot, by (request_id, attempt)."""
         self._by_slot: dict[int, Listener] = {}
@@ -256,6 +264,8 @@ class WorkerStream:
             found = self._listeners.get((event.request_id, event.attempt))
             if found is not None:
                 found[1].on_event(event)
+        for prompt in response.foreign:
+            self._on_foreign(self.worker, prompt, self.block_size)
 
     def _drop(self, key: tuple[str, int]) -> bool:
         """Returns whether there was a listener."""

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -57,12 +57,12 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def fast_loop() -> LoopFactory | None:
-    """That of uvloop, which has no wheels for some platforms; None, for asyncio's own loop, where it isn't installed."""
+    """That of uvloop; None, for asyncio's own loop, where it isn't installed: it has no wheels for some platforms."""
     try:
         import uvloop
     except ImportError:
         return None
-    return uvloop.new_event_loop
+    return cast("LoopFactory", uvloop.new_event_loop)
 
 
 def main(
@@ -100,9 +100,7 @@ def main(
     return run(server, float(getattr(config, "drain_seconds", STOP_GRACE_SECONDS)), stop_seconds, loop)
 
 
-def run(
-    server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: LoopFactory | None = None
-) -> int:
+def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: LoopFactory | None = None) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0 stopped, 1 failed, 2 a mistake of the user.
 
     The process ends at most `grace` + `stop_seconds` + EXIT_SECONDS after a signal; a server that hasn't started yet

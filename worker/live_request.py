@@ -1,10 +1,12 @@
 """What a worker knows of a request that it has."""
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.request import Request
-from kvrelay.internal.v1.worker_pb2 import ClientCall, PeerRef
+from kvrelay.internal.v1.worker_pb2 import ClientCall, PeerRef, Submit
 from kvrelay.worker.relay_stream import RelayStream
 
 
@@ -23,6 +25,19 @@ class LiveRequest:
     client_call: ClientCall
     trial_tokens: int
     """Tokens until its trial ends (`Submit.trial_tokens`)."""
+    chain: Sequence[int]
+    """`Submit.chain`, until other routers were told of it."""
+
+    @classmethod
+    def of(
+        cls, submit: Submit, request: Request, stream: RelayStream, expiry: asyncio.TimerHandle | None
+    ) -> "LiveRequest":
+        """The request of a message that has come on `stream`."""
+        # Copies: a part of a message keeps the whole message in memory.
+        call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
+        peer = PeerRef(name=submit.peer.name, incarnation=submit.peer.incarnation)
+        chain = array("Q", submit.chain)
+        return cls(request, peer, stream, submit.slot, expiry, call, submit.trial_tokens, chain)
 
     def sent(self, tokens: int) -> None:
         """Its router gets so many tokens."""

@@ -5,12 +5,14 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from kvrelay.internal.v1.worker_pb2 import Load, RelayResponse, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, RelayResponse, RequestEvent
 from kvrelay.worker.events import PlainToken
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_EVENTS = 65536
+MAX_FOREIGN = 64
+"""Prompts of other routers in one message: that of a long context has 32 KiB. What is too much is left out."""
 
 
 class RelayStream:
@@ -54,6 +56,12 @@ class RelayStream:
         last.slots.append(slot)
         last.indices.append(token.token_index)
         last.token_ids.append(token.token)
+
+    def tell(self, prompt: ForeignPrompt) -> None:
+        """Queues another router's prompt; it may be left out."""
+        if not self._closed and len(self._pending[-1].foreign) < MAX_FOREIGN:
+            self._pending[-1].foreign.append(prompt)
+            self._ready.set()
 
     def _takes_more(self) -> bool:
         if not self._closed and self._count >= MAX_PENDING_EVENTS:

@@ -39,8 +39,9 @@ from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.worker import Role, Worker
 
 logger = logging.getLogger(__name__)
 

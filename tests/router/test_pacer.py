@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.attempt_tokens import AttemptTokens
 from kvrelay.router.pacer import STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
@@ -110,16 +112,51 @@ def test_what_has_gathered_is_sent_before_another_attempt(tmp_path: Path) -> Non
     run(test)
 
 
-def test_pauses_end_in_time_and_grow_with_the_streams() -> None:
+def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_allowed() -> None:
     async def test() -> None:
-        pacer, ends = Pacer(0.02), []
+        pacer = Pacer(0.02)
         for streams in (1, 10, 100, 10_000):
             pacer.streams = streams
             assert pacer.seconds == min(0.02, STREAM_SECONDS * streams)
-        began = time.monotonic()
-        for _ in range(200):
-            pacer.pause(lambda: ends.append(time.monotonic()))
-        await until(lambda: len(ends) == 200, "all pauses have ended")
-        assert min(ends) >= began + 0.02 - 0.001
+        began, released = time.monotonic(), dict[int, float]()
+        for number in range(200):
+            pacer.hold(lambda pause: released.setdefault(pause, time.monotonic()), number)
+        await until(lambda: len(released) == 200, "all were released")
+        assert list(released) == list(range(200)), "in order"
+        assert min(released.values()) >= began + 0.02 - 0.001
+
+    run(test)
+
+
+def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_timer() -> None:
+    async def test() -> None:
+        tokens, held = AttemptTokens(0, 100, scored=False), list[tuple[Callable[[int], object], int]]()
+
+        def waiting() -> bool:
+            return not tokens.take().token_ids
+
+        assert tokens.append(0, 7, 1.0)
+        assert tokens.take().token_ids == [7]
+        tokens.pause(2.0, lambda *call: held.append(call))
+        assert not held, "nothing waits yet"
+        for index in (1, 2):
+            assert tokens.append(index, 7, 1.5)
+        assert waiting()
+        assert len(held) == 1, "one timer, for the oldest"
+        assert tokens.append(3, 7, 2.0), "the pace is over"
+        assert tokens.take().token_ids == [7, 7, 7]
+
+        tokens.pause(3.0, lambda *call: held.append(call))
+        assert tokens.append(4, 7, 2.5)
+        first, second = held
+        first[0](first[1])
+        assert waiting(), "the timer of an earlier pause means nothing"
+        second[0](second[1])
+        assert tokens.take().token_ids == [7]
+
+        tokens.pause(4.0, lambda *call: held.append(call))
+        assert tokens.append(5, 7, 3.5)
+        tokens.flush()
+        assert tokens.take().token_ids == [7], "nothing gathers after the attempt's failure"
 
     run(test)
