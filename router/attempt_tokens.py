@@ -37,7 +37,8 @@ class AttemptTokens:
         """Of the tokens in `_seen`, if they were asked for."""
         self._taken = 0
         self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._wake = asyncio.Event()
+        self._woken = False
+        self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._until = 0.0
         """Monotonic time at which the pause ends for a token that comes then."""
@@ -100,8 +101,7 @@ class AttemptTokens:
             if hold is not None:
                 hold(self._resume, self._pauses)
             return
-        self._paused = False
-        self._wake.set()
+        self.flush()
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
@@ -118,16 +118,24 @@ class AttemptTokens:
     def flush(self) -> None:
         """Ends the pause, and wakes the session."""
         self._paused = False
-        self._wake.set()
+        self.wake()
 
     def wake(self) -> None:
         """Wakes the session; tokens gather on."""
-        self._wake.set()
+        self._woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Returns when there may be something to take. For one waiter only."""
-        await self._wake.wait()
-        self._wake.clear()
+        # An `asyncio.Event` has a queue of waiters, which costs as much as all else here.
+        if not self._woken:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._woken = False
 
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""
