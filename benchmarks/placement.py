@@ -3,7 +3,8 @@
     python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1 2]
         [--out FILE]
 
-The policy, the prefix index and its corrections are the router's own. The workers are simulated: prefill workers
+The policy, the prefix index and its corrections are the router's own; prompts wait in their routers while the worker
+that they would go to has `ahead` tokens to compute. The workers are simulated: prefill workers
 compute their prompts in order, `rate` tokens a second, and each keeps the blocks of `cache` tokens, the least recently
 used is evicted first. Two bounds of the hit share, both of one cache as large as all workers' together that has every
 prompt as soon as it arrives: the best possible, which knows the future and evicts what is used latest again, and one
@@ -28,8 +29,10 @@ from pathlib import Path
 
 from turns import own_setting, save
 
+from kvrelay.router.config import RouterOptions
 from kvrelay.router.placement import Demand, LeastWork, Placement, WorkerView
 from kvrelay.router.prefixes import UNIT, Expectation, PrefixIndex
+from kvrelay.router.queue import LOOK_AHEAD
 from kvrelay.rpc.identity import WorkerId
 
 BLOCK = 512
@@ -68,13 +71,13 @@ class Worker:
     rate: float
     cache: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
     free_at: float = 0.0
-    queue: "deque[tuple[float, int]]" = field(default_factory=deque)
-    """(end, tokens computed) of the prompts that are here."""
+    queue: "deque[float]" = field(default_factory=deque)
+    """When each of the prompts that are here is computed."""
 
     def view(self, now: float) -> WorkerView:
-        while self.queue and self.queue[0][0] <= now:
+        while self.queue and self.queue[0] <= now:
             self.queue.popleft()
-        pending = sum(tokens for _, tokens in self.queue)
+        pending = math.ceil(max(0.0, self.free_at - now) * self.rate) if self.queue else 0
         kv_tokens = self.max_blocks * BLOCK
         running = len(self.queue)
         return WorkerView(self.id, "prefill", True, pending_tokens=pending, running=running, kv_tokens=kv_tokens)
@@ -90,7 +93,7 @@ class Worker:
             self.cache.popitem(last=False)
         new = prompt.tokens - found * BLOCK
         self.free_at = max(now, self.free_at) + new / self.rate
-        self.queue.append((self.free_at, new))
+        self.queue.append(self.free_at)
         return self.free_at, found * BLOCK
 
 
@@ -136,40 +139,71 @@ def one_cache(prompts: Sequence[Prompt], max_blocks: int) -> float:
     return sum(worker.take(prompt, 0.0)[1] for prompt in prompts) / sum(prompt.tokens for prompt in prompts)
 
 
-def replay(
-    prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float, *, told: bool
-) -> Result:
-    """
-    Args:
-        indexes: one for each router; they take the prompts in turn.
-        speed: by which arrivals are hastened.
-        told: whether workers tell routers of each other's prompts.
-    """
-    policies = [LeastWork(index) for index in indexes]
-    by_id = {worker.id: worker for worker in workers}
-    reports: list[tuple[float, int, WorkerId, Expectation, int]] = []
-    hits, waits = 0, []
-    for number, prompt in enumerate(prompts):
-        now, chain = prompt.arrival / speed, prompt.chain
-        while reports and reports[0][0] <= now:
-            _, done, worker, expected, cached = heapq.heappop(reports)
+class Replay:
+    """A trace on its way through routers and workers."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], workers: Sequence[Worker], policies: Sequence[LeastWork], *, told: bool
+    ) -> None:
+        """
+        Args:
+            policies: one for each router; they take the prompts in turn.
+            told: whether workers tell routers of each other's prompts.
+        """
+        self._prompts = prompts
+        self._workers = {worker.id: worker for worker in workers}
+        self._policies = policies
+        self._told = told
+        self._reports: list[tuple[float, int, WorkerId, Expectation, int]] = []
+        self._hits = 0
+        self._waits: list[float] = []
+
+    def run(self, speed: float, ahead_seconds: float) -> Result:
+        """
+        Args:
+            speed: by which arrivals are hastened.
+            ahead_seconds: work that a worker has from which on prompts for it wait in their routers.
+        """
+        arrivals = deque((prompt.arrival / speed, number) for number, prompt in enumerate(self._prompts))
+        waiting: list[tuple[float, int]] = []
+        now = -math.inf
+        while arrivals or waiting:
+            moments = [worker.free_at - ahead_seconds for worker in self._workers.values()] if waiting else []
+            now = min([moment for moment in moments if moment > now] + [arrival for arrival, _ in list(arrivals)[:1]])
+            self._hear(now)
+            while arrivals and arrivals[0][0] <= now:
+                waiting.append(arrivals.popleft())
+            for arrived in waiting[:]:
+                if self._place(*arrived, now):
+                    waiting.remove(arrived)
+                elif waiting.index(arrived) + 1 >= LOOK_AHEAD:
+                    break
+        self._waits.sort()
+        share = self._hits / sum(prompt.tokens for prompt in self._prompts)
+        return Result(share, statistics.median(self._waits), self._waits[int(0.99 * len(self._waits))])
+
+    def _hear(self, now: float) -> None:
+        """What workers have computed by now, their routers know."""
+        while self._reports and self._reports[0][0] <= now:
+            _, number, worker, expected, cached = heapq.heappop(self._reports)
             expected.reported(cached, BLOCK)
-            for other, policy in enumerate(policies):
-                if told and other != done % len(policies):
-                    policy.learn(worker, prompts[done].chain, cached, BLOCK)
-        router = number % len(indexes)
+            for other, policy in enumerate(self._policies):
+                if self._told and other != number % len(self._policies):
+                    policy.learn(worker, self._prompts[number].chain, cached, BLOCK)
+
+    def _place(self, arrival: float, number: int, now: float) -> bool:
+        prompt, policy = self._prompts[number], self._policies[number % len(self._policies)]
+        chain = prompt.chain
         demand = Demand(prompt.tokens, 0, chain=chain, key=chain[-1] if chain else 0)
-        place = policies[router].place(demand, [worker.view(now) for worker in workers])
+        place = policy.place(demand, [worker.view(now) for worker in self._workers.values()])
         if not isinstance(place, Placement):
-            raise RuntimeError(f"prompt {number} has {place}")
-        (expected,) = policies[router].take(place, chain)
-        end, cached = by_id[place.prefill].take(prompt, now)
-        heapq.heappush(reports, (end, number, place.prefill, expected, cached))
-        hits += cached
-        waits.append(end - now)
-    waits.sort()
-    share = hits / sum(prompt.tokens for prompt in prompts)
-    return Result(share, statistics.median(waits), waits[int(0.99 * len(waits))])
+            return False
+        (expected,) = policy.take(place, chain)
+        end, cached = self._workers[place.prefill].take(prompt, now)
+        heapq.heappush(self._reports, (end, number, place.prefill, expected, cached))
+        self._hits += cached
+        self._waits.append(end - arrival)
+        return True
 
 
 def main() -> None:
@@ -183,6 +217,9 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.8, help="load without a cache")
     parser.add_argument("--routers", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--ahead", type=int, default=RouterOptions().prefill_ahead_tokens, help="router.prefill_ahead_tokens"
+    )
     parser.add_argument("--index", type=int, default=2**31, help="router.prefix_index_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
@@ -200,8 +237,8 @@ def main() -> None:
                 named["near its cache, routers apart"] = args.index, False
             for name, (index, told) in named.items():
                 workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
-                indexes = [PrefixIndex(index) for _ in range(routers)]
-                result = replay(prompts, workers, indexes, speed, told=told)
+                policies = [LeastWork(PrefixIndex(index), ahead_tokens=args.ahead) for _ in range(routers)]
+                result = Replay(prompts, workers, policies, told=told).run(speed, args.ahead / args.rate)
                 line = {
                     "workers": count,
                     "cache_tokens": cache,

@@ -168,6 +168,19 @@ def test_a_single_token_needs_no_capacity_on_decode() -> None:
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers[1:]) is NoPlace.NO_CAPACITY, "decode computes it"
 
 
+def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:
+    workers = [WorkerView(WorkerId(f"p{number}", "i"), "prefill", ready=True, kv_tokens=10**6) for number in range(3)]
+    chain = list(range(1, 21))
+    policy = LeastWork(PrefixIndex(10**6))
+    for worker in workers:
+        policy.place(Demand(1, 0), workers)
+        policy.learn(worker.id, chain, 0, 16)
+        chosen = policy.place(Demand(700, 0, chain=chain), workers)
+        assert isinstance(chosen, Placement)
+        assert chosen.prefill == worker.id
+        chain = [unit + 100 for unit in chain]
+
+
 class Deaf:
     """Listens to a stream on which nothing comes."""
 
