@@ -25,7 +25,8 @@ from kvrelay.internal.v1.worker_pb2 import (
     RequestEvent,
 )
 from kvrelay.router.attempt_outcome import AttemptFailure, Taken
-from kvrelay.router.attempt_tokens import AttemptTokens, Hold
+from kvrelay.router.attempt_tokens import AttemptTokens
+from kvrelay.router.pacer import Pacer
 from kvrelay.router.prefixes import Expectation
 from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
@@ -260,10 +261,10 @@ class Attempt:
     def wake(self) -> None:
         self.tokens.wake()
 
-    def pause(self, until: float, hold: Hold) -> None:
-        """Tokens that come before `until` gather, unless no more will come."""
+    def pause(self, until: float, pacer: Pacer) -> None:
+        """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if self.failure is None:
-            self.tokens.pause(until, hold)
+            self.tokens.pause(until, pacer)
 
     def take(self) -> Taken:
         """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""

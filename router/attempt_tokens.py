@@ -2,19 +2,18 @@
 
     seen      [base .............. next)        the tokens without a gap; later ones wait in the stash
 
-Between `pause` and the moment that it names, tokens gather: the session sleeps. The first token after that moment, the
-timer of the first gathered one (`router/pacer.py`), the last token or `flush` wakes it, and it takes all of them.
+Between `pause` and the moment that it names, tokens gather: the session sleeps. The pacer lets them go some time after
+the first token that comes after that moment, or when the first gathered one has waited for long enough
+(`router/pacer.py`). The last token and `flush` let them go at once. Then the session takes all of them.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvrelay.router.attempt_outcome import Taken
+from kvrelay.router.pacer import Pacer
 from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
-
-Hold = Callable[[Callable[[int], object], int], object]
-"""Calls its first argument with its second one when tokens that gather from now on should go out."""
 
 
 class AttemptTokens:
@@ -44,8 +43,10 @@ class AttemptTokens:
         """Monotonic time at which the pause ends for a token that comes then."""
         self._pauses = 0
         """How many have begun; a timer of an earlier one says nothing."""
-        self._hold: Hold | None = None
-        """Of the present pause, as long as nothing has gathered in it."""
+        self._pacer: Pacer | None = None
+        """Where the present pause is to be noted: at its first token, and again when it is due."""
+        self._held = False
+        """Whether it was noted for its first token."""
 
     def __len__(self) -> int:
         """Tokens that are here in order."""
@@ -96,12 +97,15 @@ class AttemptTokens:
         self.end, self.finish_reason = end, reason
 
     def _notify(self, now: float) -> None:
-        if self._paused and now < self._until:
-            hold, self._hold = self._hold, None
-            if hold is not None:
-                hold(self._resume, self._pauses)
-            return
-        self.flush()
+        if not self._paused:
+            self.wake()
+        elif self._pacer is not None:
+            if now >= self._until:
+                self._pacer.due(self._resume, self._pauses)
+                self._pacer = None
+            elif not self._held:
+                self._held = True
+                self._pacer.hold(self._resume, self._pauses)
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
@@ -109,10 +113,10 @@ class AttemptTokens:
 
     # Towards the session.
 
-    def pause(self, until: float, hold: Hold) -> None:
-        """Tokens that come before `until` gather, unless no more will come."""
+    def pause(self, until: float, pacer: Pacer) -> None:
+        """Tokens that come before the monotonic time `until` gather, unless no more will come."""
         if not self.complete:
-            self._paused, self._until, self._hold = True, until, hold
+            self._paused, self._until, self._pacer, self._held = True, until, pacer, False
             self._pauses += 1
 
     def flush(self) -> None:

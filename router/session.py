@@ -216,7 +216,7 @@ class Session:
                     return piece.finish_reason
                 pacer = self._dispatch.pacer
                 if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := pacer.seconds):
-                    attempt.pause(time.monotonic() + pace, pacer.hold)
+                    attempt.pause(time.monotonic() + pace, pacer)
                 await self._answer.send(piece)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED

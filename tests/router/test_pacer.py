@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.attempt_tokens import AttemptTokens
-from kvrelay.router.pacer import STREAM_SECONDS, UNPACED_TOKENS, Pacer
+from kvrelay.router.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
 PROMPT = [5, 6, 7]
@@ -130,33 +129,53 @@ def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_allowed(
 
 def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_timer() -> None:
     async def test() -> None:
-        tokens, held = AttemptTokens(0, 100, scored=False), list[tuple[Callable[[int], object], int]]()
+        tokens, pacer = AttemptTokens(0, 100, scored=False), Pacer(60.0)
 
-        def waiting() -> bool:
-            return not tokens.take().token_ids
+        async def released() -> int:
+            """Tokens that go out in the next turns of the event loop."""
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return len(tokens.take().token_ids)
 
         assert tokens.append(0, 7, 1.0)
-        assert tokens.take().token_ids == [7]
-        tokens.pause(2.0, lambda *call: held.append(call))
-        assert not held, "nothing waits yet"
+        assert await released() == 1
+        tokens.pause(2.0, pacer)
         for index in (1, 2):
             assert tokens.append(index, 7, 1.5)
-        assert waiting()
-        assert len(held) == 1, "one timer, for the oldest"
+        assert await released() == 0
         assert tokens.append(3, 7, 2.0), "the pace is over"
-        assert tokens.take().token_ids == [7, 7, 7]
+        assert tokens.append(4, 7, 2.5), "before it is its turn"
+        assert await released() == 4
 
-        tokens.pause(3.0, lambda *call: held.append(call))
-        assert tokens.append(4, 7, 2.5)
-        first, second = held
-        first[0](first[1])
-        assert waiting(), "the timer of an earlier pause means nothing"
-        second[0](second[1])
-        assert tokens.take().token_ids == [7]
-
-        tokens.pause(4.0, lambda *call: held.append(call))
-        assert tokens.append(5, 7, 3.5)
+        tokens.pause(3.0, pacer)
+        assert tokens.append(5, 7, 2.5)
+        assert await released() == 0, "it has not waited for a minute"
         tokens.flush()
-        assert tokens.take().token_ids == [7], "nothing gathers after the attempt's failure"
+        assert await released() == 1, "nothing gathers after the attempt's failure"
+
+        pacer = Pacer(0.001)
+        tokens.pause(time.monotonic() + 60, pacer)
+        assert tokens.append(6, 7, time.monotonic())
+        await until(lambda: tokens.take().token_ids == [7], "its timer lets it go")
+
+    run(test)
+
+
+def test_a_router_reads_between_the_writes_of_many_streams() -> None:
+    async def test() -> None:
+        pacer, released, turns = Pacer(0.01), 0, 0
+
+        def release(_: int) -> None:
+            nonlocal released
+            released += 1
+
+        for _ in range(10 * AT_ONCE):
+            pacer.due(release, 1)
+        while released < 10 * AT_ONCE:
+            before = released
+            await asyncio.sleep(0)
+            assert released - before <= AT_ONCE
+            turns += 1
+        assert turns <= 12
 
     run(test)
