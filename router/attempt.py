@@ -149,7 +149,8 @@ class Attempt:
         # A client that has tokens has these too.
         self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
         self.tokens = AttemptTokens(self._base, self._left, scored=self._wants)
-        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
+        expected_tokens = expected[0].tokens if expected else 0
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
         if decode is prefill:
             self._prefill = _Part(self, prefill, PHASE_COLOCATED, self._base, on_trial, apart)
@@ -215,11 +216,13 @@ class Attempt:
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trace_id = self._trace.context.trace_id
             submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
             part.stream.submit(submit, part, cached_tokens=self._expected[0].tokens if self._expected else 0)
+        self._trace.tries[-1].submitted = time.monotonic()
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.worker.metrics import WorkerMetrics
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
@@ -12,3 +14,4 @@ class WorkerHooks:
     """Blocks were freed: send a heartbeat now."""
     failed: Callable[[BaseException], None]
     """The worker can't go on."""
+    metrics: WorkerMetrics

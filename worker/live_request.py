@@ -25,8 +25,12 @@ class LiveRequest:
     client_call: ClientCall
     trial_tokens: int
     """Tokens until its trial ends (`Submit.trial_tokens`)."""
+    trace_id: str
+    """For log lines."""
     chain: Sequence[int]
     """`Submit.chain`, until other routers were told of it."""
+    decode_reported: bool = False
+    """Whether the router was told of its first step after a hand-off."""
 
     @classmethod
     def of(
@@ -37,7 +41,7 @@ class LiveRequest:
         call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
         peer = PeerRef(name=submit.peer.name, incarnation=submit.peer.incarnation)
         chain = array("Q", submit.chain)
-        return cls(request, peer, stream, submit.slot, expiry, call, submit.trial_tokens, chain)
+        return cls(request, peer, stream, submit.slot, expiry, call, submit.trial_tokens, submit.trace_id, chain)
 
     def sent(self, tokens: int) -> None:
         """Its router gets so many tokens."""

@@ -38,6 +38,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.endpoint import Endpoint
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
@@ -47,6 +48,7 @@ from kvrelay.worker.foreign_prompts import ForeignPrompts
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
+from kvrelay.worker.metrics import Watched
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
 
@@ -100,9 +102,14 @@ class Role:
         return Promised()
 
     @property
+    def endpoint(self) -> Endpoint[Any] | None:
+        """This worker's end of its hand-offs; None for a role without."""
+        return None
+
+    @property
     def active(self) -> int:
         """Hand-offs that may hold blocks."""
-        return 0
+        return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
@@ -128,6 +135,7 @@ class Worker:
         self.config = config
         self.id = identity
         self.credentials = credentials
+        self.metrics = hooks.metrics
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
@@ -147,6 +155,7 @@ class Worker:
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
+        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -270,14 +279,22 @@ class Worker:
         live.stream.push(event)
         self._foreign.note(live, event)
         live.sent(len(event.token_ids))
+        if event.HasField("prefill"):
+            self.metrics.prefilled(event.prefill)
+        if event.HasField("decode") and not live.decode_reported:
+            live.decode_reported = True
+            self.metrics.decoded(event.decode)
         if last:
             self._forget(key)
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
-        if key not in self._live:
+        live = self._live.get(key)
+        if live is None:
             return
-        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
+        self.metrics.returned(failure.code)
+        fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
+        logger.warning("request failed", extra=fields | {"reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key, failure.cause)
         self.send(event, last=True)
@@ -311,6 +328,7 @@ class Worker:
         key = key_of(submit)
         refusal = self._refusal(submit)
         if refusal is not None:
+            self.metrics.returned(refusal.code)
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
         request = request_of(submit, self.spec)
