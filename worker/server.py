@@ -41,9 +41,10 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.worker import Role, Worker
 
 logger = logging.getLogger(__name__)
 
