@@ -20,6 +20,7 @@ import ray
 import ray.util
 
 from kvrelay.cluster.replacement import Ended
+from kvrelay.engine.automatic import AUTO
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
 from kvrelay.rpc.security import TOKEN_VARIABLE
@@ -109,7 +110,10 @@ class WorkerActor(ServerActor[Server]):
         # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
         os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
         gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
-        config = replace(config, host=own_host(local))
+        engine = config.engine
+        if engine.memory_part == AUTO and not gpus:
+            engine = replace(engine, memory_part=_part_of_node())
+        config = replace(config, host=own_host(local), engine=engine)
         title = f"{config.name} ({config.role}, rank 0, gpu {gpus or 'none'})"
         super().__init__("worker", config.name, title, partial(_worker, config), token)
         if gpus and config.engine.device == "cpu":
@@ -134,6 +138,15 @@ def reachable(config: RouterConfig, local: bool) -> RouterConfig:
 def own_host(local: bool) -> str:
     """The address at which the other members of the cluster reach this machine."""
     return LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # untyped in Ray
+
+
+def _part_of_node() -> float:
+    """This actor's part of its node, by the CPUs that Ray has reserved for it."""
+    context = ray.get_runtime_context()
+    # Both calls are untyped in Ray.
+    own = float(context.get_assigned_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())  # type: ignore[no-untyped-call]
+    return min(1.0, own / node["Resources"]["CPU"]) if own else 1.0
 
 
 def _worker(config: WorkerConfig) -> Server:
