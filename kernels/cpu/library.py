@@ -1,7 +1,8 @@
-"""The native kernels (`native/*.cpp`): called through ctypes, compiled beforehand or once for the machine they run on.
+"""The native kernels (`native/*.cpp`): called through ctypes, compiled beforehand or for the machine that they run on.
 
-An image that has no compiler brings them for several instruction sets, made by `python -m kvrelay.kernels.cpu.prebuild`;
-the best set that the CPU has is taken. Elsewhere they are compiled when they are first needed. They include only headers of the compiler and libc, so a build takes a few seconds. The library is cached in
+An image without a compiler has them for several instruction sets (`python -m kvrelay.kernels.cpu.prebuild`), of which
+the best that the CPU knows is taken. Elsewhere they are compiled once, when they are first needed. They include only
+headers of the compiler and libc, so a build takes a few seconds. The library is cached in
 `$XDG_CACHE_HOME/kvrelay`; its name is a hash of sources, compiler, flags and CPU features. torch's own extension loader
 isn't used: if a builder is killed, its lock file stays, and every later builder waits forever. The lock here is a
 flock, which the operating system releases when the process ends.

@@ -1,4 +1,4 @@
-"""Compiles the native kernels into the package, for images without a compiler: `python -m kvrelay.kernels.cpu.prebuild`."""
+"""`python -m kvrelay.kernels.cpu.prebuild` compiles the native kernels into the package, for images without a compiler."""
 
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, PREBUILT, prebuild
 

@@ -62,8 +62,8 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ),
         (
             "colocated: {replicas: 1}\nprefill: {replicas: 1}",
-            "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode workers; "
-            "or prefill.replicas 0",
+            "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "
+            "workers; or prefill.replicas 0",
         ),
         ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
         ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 16777216"),
