@@ -1,4 +1,4 @@
-"""`python -m kvrelay.kernels.cpu.prebuild` compiles the native kernels into the package, for images without a compiler."""
+"""Compiles the native kernels into the package, for images without a compiler; run with `python -m`."""
 
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, PREBUILT, prebuild
 
