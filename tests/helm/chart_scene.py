@@ -10,7 +10,6 @@ The processes end with this one: it is the first of a PID namespace, and its por
 import fcntl
 import json
 import os
-import shlex
 import socket
 import struct
 import subprocess
@@ -60,20 +59,32 @@ def start(name: str, command: list[str], variables: dict[str, str]) -> None:
 
 
 def ray_start(name: str, pod: dict[str, Any]) -> None:
-    """The command that KubeRay makes of a group's parameters, and ports that pods wouldn't share."""
+    """The command that KubeRay makes of a group's parameters, and ports that pods wouldn't share.
+
+    Each pod has a /tmp/ray of its own, by a mount namespace; the head's is the one that the launcher sees.
+    """
     own = {
         "node-ip-address": pod["address"],
-        "temp-dir": str(FOLDER / "ray"),
         "metrics-export-port": str(20080 + pod["index"]),
         "dashboard-agent-listen-port": str(52365 + pod["index"]),
     }
-    head = SCENE["pods"]["headgroup"]["address"]
-    first = ["--head", "--port=6379"] if name == "headgroup" else [f"--address={head}:6379"]
-    if name != "headgroup":
-        own.pop("temp-dir")
-    given = " ".join(f"--{key}={value}" for key, value in pod["parameters"].items())
-    further = shlex.join([*first, *(f"--{key}={value}" for key, value in own.items())])
-    start(name, ["bash", "-c", f"ray start {further} {given} --block"], environment(pod["ray"], name))
+    ray = FOLDER / "ray"
+    given = " ".join(f"--{key}={value}" for key, value in {**own, **pod["parameters"]}.items())
+    if name == "headgroup":
+        start(
+            name,
+            ["bash", "-c", f"ray start --head --port=6379 --temp-dir={ray} {given} --block"],
+            environment(pod["ray"], name),
+        )
+        return
+    files_of(name).mkdir()
+    command = f"mount --bind {files_of(name)} {ray} && ray start --address={SCENE['head']}:6379 {given} --block"
+    start(name, ["unshare", "--mount", "bash", "-c", command], environment(pod["ray"], name))
+
+
+def files_of(pod: str) -> Path:
+    """A pod's /tmp/ray."""
+    return FOLDER / ("ray" if pod == "headgroup" else f"ray-{pod}")
 
 
 def wait(condition: Callable[[], Any], what: str) -> Any:
@@ -108,9 +119,15 @@ def call(command: list[str], variables: dict[str, str]) -> str:
 def main() -> None:
     bring_up_loopback()
     pods = SCENE["pods"]
+    files_of("headgroup").mkdir()
     for name, pod in pods.items():
         ray_start(name, pod)
-    start("logs", [here(part) for part in SCENE["logs"]["command"]], dict(os.environ))
+        follow = [part.replace("/tmp/ray", str(files_of(name))) for part in SCENE["logs"]["command"]]
+        start(f"logs-{name}", follow, dict(os.environ))
+        if name == "headgroup":
+            # KubeRay's init container of the other pods waits for it too.
+            probe = pod["ray"]["readinessProbe"]["httpGet"]
+            wait(lambda: answers(f"http://{SCENE['head']}:{probe['port']}{probe['path']}"), "the head's pod is ready")
     variables = environment(SCENE["launcher"], "headgroup") | {"KVRELAY_CONFIG": str(FOLDER / "etc" / "config.yaml")}
     start("launcher", [here(part) for part in SCENE["launcher"]["command"]], variables)
     launched = FOLDER / "launcher.log"
@@ -126,9 +143,9 @@ def main() -> None:
     found["launcher"] = launched.read_text()
     decode = pods["decode"]["ray"]
     call(decode["lifecycle"]["preStop"]["exec"]["command"], environment(decode, "decode"))
-    logs = FOLDER / "logs.log"
-    wait(lambda: "its node is about to stop" in logs.read_text(), "the drained worker's end is logged")
-    found["logs"] = logs.read_text().splitlines()
+    logs = {name: FOLDER / f"logs-{name}.log" for name in pods}
+    wait(lambda: "its node is about to stop" in logs["headgroup"].read_text(), "the supervisor logs the drained worker")
+    found["logs"] = {name: path.read_text().splitlines() for name, path in logs.items()}
     print(json.dumps(found))
 
 

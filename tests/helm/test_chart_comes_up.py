@@ -72,6 +72,7 @@ def found(render, folder: Path) -> dict[str, Any]:
         "logs": container(rendered.templates["decode"], "logs"),
         "test": rendered.one("Pod")["spec"]["containers"][0],
         "service": rendered.name,
+        "head": "127.0.0.2",
     }
     (folder / "scene.json").write_text(json.dumps(scene))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -108,6 +109,14 @@ def test_the_launcher_waited_for_nobody_in_vain(found: dict[str, Any]) -> None:
     assert "did not come up" not in found["launcher"]
 
 
-def test_what_actors_log_is_printed(found: dict[str, Any]) -> None:
-    lines = [json.loads(line) for line in found["logs"] if line.startswith("{")]
-    assert {line["name"] for line in lines} >= {"supervisor", "router-0", "prefill-0", "decode-0"}
+def test_what_actors_log_is_printed_in_their_pod(found: dict[str, Any]) -> None:
+    names = {
+        pod: {json.loads(line)["name"] for line in lines if line.startswith("{")}
+        for pod, lines in found["logs"].items()
+    }
+    assert names == {
+        "headgroup": {"supervisor"},
+        "router": {"router-0"},
+        "prefill": {"prefill-0"},
+        "decode": {"decode-0"},
+    }
