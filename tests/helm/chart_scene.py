@@ -107,6 +107,13 @@ def answers(url: str) -> bool:
         return False
 
 
+def head_is_ready() -> bool:
+    """What the readiness probe of the head's pod asks."""
+    pod = SCENE["pods"]["headgroup"]
+    probe = pod["ray"]["readinessProbe"]["httpGet"]
+    return answers(f"http://{pod['address']}:{probe['port']}{probe['path']}")
+
+
 def call(command: list[str], variables: dict[str, str]) -> str:
     done = subprocess.run(
         command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
@@ -125,9 +132,9 @@ def main() -> None:
         follow = [part.replace("/tmp/ray", str(files_of(name))) for part in SCENE["logs"]["command"]]
         start(f"logs-{name}", follow, dict(os.environ))
         if name == "headgroup":
-            # KubeRay's init container of the other pods waits for it too.
-            probe = pod["ray"]["readinessProbe"]["httpGet"]
-            wait(lambda: answers(f"http://{SCENE['head']}:{probe['port']}{probe['path']}"), "the head's pod is ready")
+            wait(
+                head_is_ready, "the head's pod is ready"
+            )  # KubeRay's init container of the other pods waits for it too
     variables = environment(SCENE["launcher"], "headgroup") | {"KVRELAY_CONFIG": str(FOLDER / "etc" / "config.yaml")}
     start("launcher", [here(part) for part in SCENE["launcher"]["command"]], variables)
     launched = FOLDER / "launcher.log"
