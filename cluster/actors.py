@@ -20,6 +20,7 @@ import ray
 import ray.util
 
 from kvrelay.cluster.node_drain import Registration
+from kvrelay.cluster.ray_metrics import RayExport
 from kvrelay.cluster.replacement import Ended
 from kvrelay.engine.automatic import AUTO
 from kvrelay.router.config import RouterConfig
@@ -94,6 +95,7 @@ class ServerActor(Generic[ServerT]):
             server = self._make()
         except ValueError as error:
             return Ended(str(error), mistake=True)
+        RayExport(server.metrics)
         running = asyncio.create_task(_run(server, self._started))
         stopping, leaving = asyncio.wrap_future(self._stopping), asyncio.create_task(self._node.wait())
         grace = FAILED_GRACE_SECONDS
@@ -183,28 +185,23 @@ def _part_of_node() -> float:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.metrics import WorkerMetrics
-
-    observer = WorkerMetrics(config.name, config.role)
     if config.role == "prefill":
         from kvrelay.prefill_worker.server import prefill_server
 
-        return prefill_server(config, observer)
+        return prefill_server(config)
     if config.role == "decode":
         from kvrelay.decode_worker.server import decode_server
 
-        return decode_server(config, observer)
+        return decode_server(config)
     from kvrelay.worker.server import WorkerServer
 
-    return WorkerServer(config, observer=observer)
+    return WorkerServer(config)
 
 
 def _router(config: RouterConfig) -> Server:
-    from kvrelay.cluster.metrics import RouterMetrics
     from kvrelay.router.server import RouterServer
 
-    metrics = RouterMetrics(config.name)
-    return RouterServer(config, metrics, load_observer=metrics.observe_load)
+    return RouterServer(config)
 
 
 async def _run(server: ServerT, started: "Future[ServerT]") -> Ended:

@@ -50,6 +50,8 @@ class Extras:
 
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
+    graph: bool = False
+    """Whether a captured graph was launched."""
 
 
 class GpuStep:
@@ -76,6 +78,7 @@ class GpuStep:
             tuple(refused.items()),
             None if special is None else special.logprobs(plan.num_rows),
             read_prompts(self._extras.prompts),
+            self._extras.graph,
         )
 
 
@@ -162,7 +165,8 @@ class GpuRunner:
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
-        return Extras(self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled))
+        special = self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled)
+        return Extras(special, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
