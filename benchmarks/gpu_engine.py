@@ -72,6 +72,7 @@ class Bench:
         self.machine = machine
         self.config = self.model(machine)
         options = EngineConfig(
+            block_size=16,
             kv_memory_bytes=2**18 if machine.dry else KV_BYTES,
             max_batch_tokens=32 if machine.dry else 8192,
             max_sequences=2 if machine.dry else 256,

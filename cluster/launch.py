@@ -167,13 +167,13 @@ class Cluster:
     def _connect(self) -> None:
         if self._config.local:
             context = self._start_ray()
-            wanted = self._config.total_resources().get("GPU", 0.0)
-            present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
-            if wanted > present:
-                text = f"gpus of all workers together are {wanted:g}; allowed: at most {present:g} on this machine"
-                raise UsageError(text)
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
+        present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
+        try:
+            self._config = self._config.with_gpus(present)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._session = Path(context.address_info["session_dir"])
         self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -88,6 +89,7 @@ class WorkerServer:
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
+        _log_context(runner.spec)
         hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
 
@@ -241,6 +243,14 @@ class WorkerShell:
         if worker is not None:
             worker.describe(member)
         return member, Load() if worker is None else worker.load()
+
+
+def _log_context(spec: ModelSpec) -> None:
+    """Says once how long a prompt with its completion may be, and why."""
+    cut = spec.context_limit == "pool"
+    advice = "; set engine.kv_memory_bytes, or serve with more memory, for longer ones" if cut else ""
+    level = logging.WARNING if cut else logging.INFO
+    logger.log(level, "a context has at most %d tokens: %s%s", spec.max_context, spec.context_reason, advice)
 
 
 class Fenced(RuntimeError):

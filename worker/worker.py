@@ -50,7 +50,7 @@ from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.metrics import Watched
 from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import key_of, model_info, request_of
+from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
 
 logger = logging.getLogger(__name__)
 
@@ -309,6 +309,8 @@ class Worker:
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended
+        member.max_context = self.spec.max_context
+        member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""
