@@ -13,7 +13,7 @@ from support.router_fakes import FakeWorker, Job, length_if, run
 
 EXAMPLES = 25
 """Of each operation, in the fuzzing phase."""
-SECONDS = 240.0
+SECONDS = 480.0
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
