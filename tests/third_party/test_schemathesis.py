@@ -65,9 +65,10 @@ def test_every_answer_is_as_the_document_says(tmp_path: Path) -> None:
             )
             try:
                 output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
-            except TimeoutError:
-                process.kill()
-                raise
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
             report = output.decode()
             assert process.returncode == 0, report
             (tested,) = re.findall(r"Tested: (\d+)", report)
