@@ -3,8 +3,8 @@
     python benchmarks/lm_eval_tasks.py FOLDER
     lm-eval --tasks kv_rolling,kv_choice,kv_gen --include_path FOLDER --log_samples --output_path OUT --model ...
 
-`kv_rolling`: log-likelihood of whole documents. `kv_choice`: the right end of a line of code among four. `kv_gen`: greedy
-text up to the end of the line.
+`kv_rolling`: log-likelihood of whole documents. `kv_choice`: the right end of a line of code among four. `kv_gen`:
+greedy text up to the end of the line.
 """
 
 import json

@@ -21,7 +21,7 @@ KEY = "right"
 
 
 def client_of(base: str, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(**{"base_url": f"{base}/v1", "api_key": KEY, "max_retries": 0, "timeout": 20, **options})
+    return AsyncOpenAI(**{"base_url": f"{base}/v1", "api_key": KEY, "max_retries": 0, "timeout": 50, **options})
 
 
 def keys(folder: Path, *options: str) -> str:
