@@ -22,7 +22,7 @@ STREAM_SECONDS = 160e-6
 """Time between two messages for each stream that runs: twice what a message costs."""
 TOGETHER_SECONDS = 0.0005
 """Waits that end within this time end together, by one timer."""
-AT_ONCE = 32
+AT_ONCE = 16
 """Streams that write before the router reads again: some milliseconds at most."""
 
 OnPause = Callable[[int], object]
