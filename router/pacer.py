@@ -22,8 +22,8 @@ STREAM_SECONDS = 160e-6
 """Time between two messages for each stream that runs: twice what a message costs."""
 TOGETHER_SECONDS = 0.0005
 """Waits that end within this time end together, by one timer."""
-AT_ONCE = 16
-"""Streams that write before the router reads again: some milliseconds at most."""
+AT_ONCE = 4
+"""Streams that write before the router reads again: a message of a worker may have tokens of hundreds of streams."""
 
 OnPause = Callable[[int], object]
 """Called with the number of a stream's pause, which may be over."""
