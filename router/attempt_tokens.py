@@ -44,9 +44,9 @@ class AttemptTokens:
         self._pauses = 0
         """How many have begun; a timer of an earlier one says nothing."""
         self._pacer: Pacer | None = None
-        """Where the present pause is to be noted: at its first token, and again when it is due."""
+        """Where the present pause waits for its turn to end; None once it does."""
         self._held = False
-        """Whether it was noted for its first token."""
+        """Whether the pacer was told of the first token of the present pause."""
 
     def __len__(self) -> int:
         """Tokens that are here in order."""
@@ -99,13 +99,17 @@ class AttemptTokens:
     def _notify(self, now: float) -> None:
         if not self._paused:
             self.wake()
-        elif self._pacer is not None:
-            if now >= self._until:
-                self._pacer.due(self._resume, self._pauses)
-                self._pacer = None
-            elif not self._held:
-                self._held = True
-                self._pacer.hold(self._resume, self._pauses)
+        elif now >= self._until:
+            self._let_go(self._pauses)
+        elif not self._held and self._pacer is not None:
+            self._held = True
+            self._pacer.hold(self._let_go, self._pauses)
+
+    def _let_go(self, pause: int) -> None:
+        """Ends a pause when it is this stream's turn."""
+        if pause == self._pauses and self._pacer is not None:
+            self._pacer.due(self._resume, pause)
+            self._pacer = None
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:

@@ -22,11 +22,11 @@ STREAM_SECONDS = 160e-6
 """Time between two messages for each stream that runs: twice what a message costs."""
 TOGETHER_SECONDS = 0.0005
 """Waits that end within this time end together, by one timer."""
-AT_ONCE = 16
-"""Streams that write before the router reads again: some milliseconds at most."""
+AT_ONCE = 4
+"""Streams that write before the router reads again: a message of a worker may have tokens of hundreds of streams."""
 
-Release = Callable[[int], object]
-"""Lets the tokens go that have gathered in a stream's pause, if the pause with this number still lasts."""
+OnPause = Callable[[int], object]
+"""Called with the number of a stream's pause, which may be over."""
 
 
 class Pacer:
@@ -40,9 +40,9 @@ class Pacer:
         self.streams = 0
         """Streams that run; kept by the sessions."""
         self._longest = longest_seconds
-        self._held: deque[tuple[float, Release, int]] = deque()
-        """When gathered tokens are due, on the monotonic clock, in order."""
-        self._due: deque[tuple[Release, int]] = deque()
+        self._held: deque[tuple[float, OnPause, int]] = deque()
+        """When gathered tokens have waited for long enough, on the monotonic clock, in order."""
+        self._due: deque[tuple[OnPause, int]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -50,14 +50,14 @@ class Pacer:
         """The pace now."""
         return min(self._longest, STREAM_SECONDS * self.streams)
 
-    def hold(self, release: Release, pause: int) -> None:
-        """The first token has come in a pause: it is due when it has waited for long enough."""
-        self._held.append((time.monotonic() + self._longest, release, pause))
+    def hold(self, waited: OnPause, pause: int) -> None:
+        """The first token has come in a pause: calls `waited(pause)` when it has waited for long enough."""
+        self._held.append((time.monotonic() + self._longest, waited, pause))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._longest, self._on_timer)
 
-    def due(self, release: Release, pause: int) -> None:
-        """The tokens of a pause go out when it is their turn."""
+    def due(self, release: OnPause, pause: int) -> None:
+        """The tokens of a pause go out when it is their turn: calls `release(pause)`."""
         self._due.append((release, pause))
         if len(self._due) == 1:
             asyncio.get_running_loop().call_soon(self._let_go)
@@ -65,7 +65,8 @@ class Pacer:
     def _on_timer(self) -> None:
         limit = time.monotonic() + TOGETHER_SECONDS
         while self._held and self._held[0][0] <= limit:
-            self.due(*self._held.popleft()[1:])
+            _, waited, pause = self._held.popleft()
+            waited(pause)
         self._timer = None
         if self._held:
             wait = self._held[0][0] - time.monotonic()
