@@ -28,6 +28,8 @@ class MetricSet:
         # Collectors are asked in the order of their registration, so this one updates the others' values.
         self._updates = _Updates()
         self.registry.register(self._updates)
+        self._found: dict[tuple[Family, tuple[str, ...]], Any] = {}
+        """Series that were asked for before."""
         self._metrics = {family: self._make(family) for family in FAMILIES if family.part == part}
         build = Gauge(BUILD_NAME, BUILD_HELP, BUILD_LABELS, registry=self.registry)
         build.labels(version("kvrelay"), part, next(iter(common.values()), part)).set(1)
@@ -51,6 +53,7 @@ class MetricSet:
 
     def forget(self, family: Family, *values: str) -> None:
         """Removes a series that will get no more values."""
+        self._found.pop((family, values), None)
         self._metrics[family].remove(*self._common, *values)
 
     def total(self, family: Family, *values: str) -> "Total":
@@ -58,8 +61,12 @@ class MetricSet:
         return Total(self.counter(family, *values))
 
     def _series(self, family: Family, values: tuple[str, ...]) -> Any:
-        metric = self._metrics[family]
-        return metric.labels(*self._common, *values) if self._common or values else metric
+        found = self._found.get((family, values))
+        if found is None:
+            metric = self._metrics[family]
+            found = metric.labels(*self._common, *values) if self._common or values else metric
+            self._found[family, values] = found
+        return found
 
     def _make(self, family: Family) -> Metric:
         metric: Metric
