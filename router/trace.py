@@ -90,17 +90,6 @@ class AttemptTrace:
     """When tokens of this attempt were sent to the client first, and last."""
     last_sent: float | None = None
 
-    def note(self, event: RequestEvent, now: float) -> None:
-        """Takes what an event of the attempt reports."""
-        if event.computed_tokens and self.prefill is None:
-            self.chunks.append((now, event.computed_tokens))
-        if event.HasField("prefill"):
-            self.prefill, self.prefill_at = _copy(event.prefill), now
-        if event.HasField("transfer"):
-            self.transfer, self.transfer_at = _copy(event.transfer), now
-        if event.HasField("decode"):
-            self.decode, self.decode_at = _copy(event.decode), self.decode_at or now
-
 
 @dataclass(slots=True)
 class RequestTrace:
@@ -178,22 +167,35 @@ class RequestTrace:
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports. Most events report nothing.
+        """Takes what an event of the latest attempt reports. Most report nothing, and cost no look at the clock.
 
         Reports are copied: a part of a message keeps the whole message in memory.
         """
-        if self.tries:
-            self.tries[-1].note(event, time.monotonic())
-        if event.computed_tokens and self.prefill is None:
-            self.chunks.append((time.monotonic(), event.computed_tokens))
-        if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = _copy(event.prefill), time.monotonic()
+        if event.computed_tokens:
+            self._note_chunk(event.computed_tokens, time.monotonic())
+        if event.HasField("prefill"):
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.prefill, latest.prefill_at = _copy(event.prefill), now
+            if self.prefill is None:
+                self.prefill, self.prefill_at = latest.prefill, now
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = _copy(event.transfer), time.monotonic()
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.transfer, latest.transfer_at = _copy(event.transfer), now
+            self.transfer, self.transfer_at = latest.transfer, now
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = _copy(event.decode), self.decode_at or time.monotonic()
+            latest = self.tries[-1]
+            self.decode_at = latest.decode_at = self.decode_at or time.monotonic()
+            self.decode = latest.decode = _copy(event.decode)
+
+    def _note_chunk(self, tokens: int, now: float) -> None:
+        """So many tokens of the prompt have their KV by now."""
+        latest = self.tries[-1]
+        if latest.prefill is None:
+            latest.chunks.append((now, tokens))
+        if self.prefill is None:
+            self.chunks.append((now, tokens))
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""

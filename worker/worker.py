@@ -48,7 +48,6 @@ from kvrelay.worker.foreign_prompts import ForeignPrompts
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
-from kvrelay.worker.metrics import Watched
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
 
@@ -155,7 +154,7 @@ class Worker:
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
-        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
+        self.metrics.watch(engine, self.load, self.role.endpoint)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
