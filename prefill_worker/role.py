@@ -122,6 +122,7 @@ class PrefillRole(HandoffRole):
             transfer_seconds=stats.transfer_seconds,
             handoff_seconds=stats.handoff_seconds,
             transfer_bytes=stats.nbytes,
+            grant_seconds=stats.grant_seconds,
         )
         self.worker.send(RequestEvent(request_id=key[0], attempt=key[1], transfer=report), last=True)
 

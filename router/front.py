@@ -185,6 +185,8 @@ class Front:
 
     def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
         """Notes in log and metrics how a completion ended."""
+        if failure is not None:
+            trace.delayed("ended", str(failure))
         now = time.monotonic()
         self.requests.end(trace, outcome, now)
         record = trace.record(outcome, now)

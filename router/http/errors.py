@@ -11,6 +11,7 @@ from kvrelay.router.errors import (
     RETRY_DELAY_KEY,
     GivenUp,
     InvalidArgument,
+    NotKept,
     PromptTooLong,
     RequestError,
 )
@@ -40,6 +41,10 @@ NAMES = {"sampling.": "", "token_ids.ids": "prompt", "text": "prompt"}
 """Fields of the public contract that have another name here."""
 _FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b)")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+SPECIAL_CODES: dict[type[RequestError], str] = {
+    PromptTooLong: "context_length_exceeded",
+    NotKept: "request_not_found",
+}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
@@ -61,7 +66,7 @@ def headers_of(error: RequestError) -> dict[str, str]:
 def body_of(error: RequestError) -> bytes:
     """The JSON of a request's error."""
     status = status_of(error)
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else CODES.get(status)
+    code = SPECIAL_CODES.get(type(error)) or CODES.get(status)
     return error_json(status, _renamed(str(error)), param=error.field and _renamed(error.field), code=code)
 
 
