@@ -28,7 +28,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 FILE_WIDTH = 160
 
 
-COMMANDS = ("bench", "doctor", "top")
+COMMANDS = ("bench", "doctor", "logs", "top")
 """Commands with a module of their own in `commands`, imported when they are called or listed."""
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -166,6 +167,7 @@ class Cluster:
                 raise UsageError(text)
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
+        state.keep_logs(Path(_logs()) if self._config.local else None)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)
 

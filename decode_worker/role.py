@@ -52,6 +52,9 @@ class DecodeRole(HandoffRole):
     def active(self) -> int:
         return self._receiver.active
 
+    def epoch(self, incarnation: str) -> int:
+        return self._receiver.epoch(incarnation)
+
     async def close(self, code: Code) -> None:
         await self._service.close(code)
 

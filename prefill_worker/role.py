@@ -55,6 +55,9 @@ class PrefillRole(HandoffRole):
     def active(self) -> int:
         return self._sender.active
 
+    def epoch(self, incarnation: str) -> int:
+        return self._sender.epoch(incarnation)
+
     async def close(self, code: Code) -> None:
         await self._client.close(code)
 

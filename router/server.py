@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +46,7 @@ from kvrelay.router.trace import Observer, RequestRecord
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
 
@@ -121,7 +123,12 @@ class RouterServer:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+                config.supervisor,
+                credentials,
+                self._describe,
+                self.registry.update,
+                self._fenced.set,
+                tell=partial(asyncio.to_thread, describe, (credentials.certificates, self._certificates)),
             )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs

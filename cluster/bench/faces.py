@@ -58,6 +58,8 @@ class Sampling:
     ignore_eos: bool
     temperature: float
     seed: int
+    cache_salt: str | None
+    """Requests with different salts share no prefix cache; None: none is sent."""
 
 
 class Face(Protocol):
@@ -131,6 +133,7 @@ class GrpcFace:
                 ignore_eos=sampling.ignore_eos,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
+                cache_salt=sampling.cache_salt,
                 timeout=self._target.timeout,
             ) as stream:
                 async for chunk in stream:
@@ -213,6 +216,8 @@ class HttpFace:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if sampling.cache_salt is not None:
+            body["cache_salt"] = sampling.cache_salt
         arrivals: list[float] = []
         usage: dict[str, Any] = {}
         began = time.perf_counter()

@@ -9,7 +9,7 @@ its latency from its sending does not. A benchmark that reports the latter only 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvrelay.cluster.bench.faces import Face, Reply, Sampling
@@ -75,10 +75,8 @@ class Load:
     """Seconds from the start to each arrival; None: a closed loop."""
     concurrency: int
     """Most requests in flight; 0: no limit."""
-    seed: int
-    """Request i has the seed `seed` + i."""
-    ignore_eos: bool
-    temperature: float
+    sampling: Sampling
+    """Of the first request."""
 
 
 async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], float]:
@@ -102,8 +100,7 @@ async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], flo
             sent = time.perf_counter() - began
             progress.sent += 1
             watch(progress)
-            sampling = Sampling(load.ignore_eos, load.temperature, (load.seed + index) % 2**63)
-            reply = await face.send(ask, sampling)
+            reply = await face.send(ask, replace(load.sampling, seed=(load.sampling.seed + index) % 2**63))
         finally:
             if gate is not None:
                 gate.release()

@@ -100,6 +100,8 @@ class WorkloadOptions:
     """Whether each completion has its full length; False lets the model end it."""
     temperature: float = 0.0
     """Of sampling; 0 is greedy."""
+    warm_cache: bool = False
+    """Whether prompts may be found in the server's prefix cache from an earlier run; else each run has a cache salt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import math
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from kvrelay.cluster.bench.faces import Face, Sampling
 from kvrelay.cluster.bench.figures import figures
 from kvrelay.cluster.bench.load import Load, Progress, Watch, drive
 from kvrelay.cluster.bench.options import ArrivalOptions, BenchOptions
-from kvrelay.cluster.bench.workload import Ask, asks, warm_ups
+from kvrelay.cluster.bench.workload import Ask, asks
 from kvrelay.cluster.errors import RunError
 
 WatchRun = Callable[[str, int], Watch]
@@ -42,11 +43,9 @@ async def measure(bench: Bench, face: Face, watch: WatchRun) -> results.Result:
     runs = []
     async with face:
         model = await face.model()
-        for at, (name, arrival) in enumerate(_points(bench)):
-            # Other prompts for each point, so that none finds those of an earlier one in a prefix cache.
-            found = await asks(bench.options.workload, face.tokenize, [bench.options.seed, at])
-            if at == 0:
-                await _warm_up(bench.options, face, found, watch)
+        found = await asks(bench.options.workload, face.tokenize, bench.options.seed)
+        await _warm_up(bench.options, face, found, watch)
+        for name, arrival in _points(bench):
             runs.append(await _run(bench.options, arrival, face, found, watch(name, len(found))))
     return results.Result(
         results.FORMAT,
@@ -76,8 +75,9 @@ async def _warm_up(options: BenchOptions, face: Face, found: Sequence[Ask], watc
     if not options.warmup:
         return
     follow, progress = watch("warm-up", options.warmup), Progress()
-    for at, ask in enumerate(await warm_ups(options.warmup, face.tokenize, found, [options.seed])):
-        reply = await face.send(ask, _sampling(options, at))
+    sampling = _sampling(options)
+    for at in range(options.warmup):
+        reply = await face.send(found[at % len(found)], sampling)
         progress.sent += 1
         progress.done += 1
         progress.failed += not reply.ok
@@ -93,9 +93,7 @@ async def _run(
         found,
         _times(arrival, found, options.seed),
         arrival.concurrency,
-        options.seed,
-        options.workload.ignore_eos,
-        options.workload.temperature,
+        _sampling(options),
     )
     samples, duration = await drive(face, load, watch)
     return results.Run(
@@ -115,8 +113,11 @@ def _times(arrival: ArrivalOptions, found: Sequence[Ask], seed: int) -> list[flo
     return offsets(arrival, len(found), np.random.default_rng([seed, 2]))
 
 
-def _sampling(options: BenchOptions, at: int) -> Sampling:
-    return Sampling(options.workload.ignore_eos, options.workload.temperature, (options.seed + at) % 2**63)
+def _sampling(options: BenchOptions) -> Sampling:
+    """Of the first request of a run. The warm-up and each run have a salt of their own."""
+    workload = options.workload
+    salt = None if workload.warm_cache else uuid.uuid4().hex
+    return Sampling(workload.ignore_eos, workload.temperature, options.seed, salt)
 
 
 def _plain(value: Any) -> Any:

@@ -43,17 +43,13 @@ class Ask:
     """Seconds after the start, by the trace; None elsewhere."""
 
 
-async def asks(options: WorkloadOptions, tokenize: Tokenize, seed: Sequence[int]) -> list[Ask]:
+async def asks(options: WorkloadOptions, tokenize: Tokenize, seed: int) -> list[Ask]:
     """The requests, the same ones for equal options, seeds and tokenizers.
-
-    Args:
-        seed: lengths follow from its first number, the tokens of synthetic prompts from all: two points of a sweep have
-            equal lengths, and share no prefix in the server's cache.
 
     Raises:
         UsageError: a file can't be used.
     """
-    rng = np.random.default_rng([seed[0], 1])
+    rng = np.random.default_rng([seed, 1])
     if options.dataset is not None:
         return await _dataset(options.dataset, options, tokenize, rng)
     vocabulary = np.unique(np.asarray(await tokenize(SAMPLE_TEXT), dtype=np.int64))
@@ -69,28 +65,17 @@ async def asks(options: WorkloadOptions, tokenize: Tokenize, seed: Sequence[int]
     ]
 
 
-async def warm_ups(count: int, tokenize: Tokenize, like: Sequence[Ask], seed: Sequence[int]) -> list[Ask]:
-    """Requests of the same lengths as the first ones of `like`, with other prompts where those are synthetic."""
-    vocabulary = np.unique(np.asarray(await tokenize(SAMPLE_TEXT), dtype=np.int64))
-    maker = Prompts(vocabulary, [*seed, 7])
-    chosen = [like[at % len(like)] for at in range(count)]
-    return [
-        ask if isinstance(ask.prompt, str) else replace(ask, prompt=maker.tokens((2, at), len(ask.prompt)))
-        for at, ask in enumerate(chosen)
-    ]
-
-
 class Prompts:
     """Random sequences of ordinary tokens, each by its key."""
 
-    def __init__(self, vocabulary: Any, seed: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Any, seed: int) -> None:
         """`vocabulary`: int64 array of the tokens to use."""
         self._vocabulary = vocabulary
-        self._seed = list(seed)
+        self._seed = seed
 
     def tokens(self, key: Sequence[int], count: int) -> tuple[int, ...]:
         """The first `count` tokens of the sequence with this key."""
-        rng = np.random.default_rng([*self._seed, *key])
+        rng = np.random.default_rng([self._seed, *key])
         return tuple(int(token) for token in rng.choice(self._vocabulary, count))
 
 

@@ -50,6 +50,7 @@ DEFAULT_HTTP = "http://127.0.0.1:8000"
 @click.option("--sweep", metavar="rate=A,B,...", help="One run for each value of rate, or of concurrency.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal prompts and arrivals.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T")
+@click.option("--warm-cache", is_flag=True, help="Let prompts be found in prefix caches from an earlier run.")
 @click.option("--obey-eos", is_flag=True, help="Let the model end completions before their length.")
 @click.option("--timeout", type=float, default=600.0, metavar="S", help="After which a request has failed.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write figures and all requests to a file.")

@@ -1,6 +1,7 @@
 """`kvrelay doctor`: checks the cluster, or explains one request."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvrelay.cluster.commands.common import connection, console
+from kvrelay.cluster.errors import RunError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.routers import Access
@@ -25,11 +27,42 @@ def doctor(
 
     Exit code of the checks: 0 nothing is wrong; 1 something is.
     """
+    if request_id is None:
+        _examine(as_json)
+        return
     from kvrelay.cluster.routers import Access
 
-    access = Access.of(target, tls, ca, api_key)
-    if request_id is not None:
-        _explain(request_id, access, as_json)
+    _explain(request_id, Access.of(target, tls, ca, api_key), as_json)
+
+
+MARKS = {"ok": "[green]ok[/]", "note": "[cyan]note[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+
+
+def _examine(as_json: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from kvrelay.cluster import state
+    from kvrelay.cluster.doctor import examine
+
+    current = state.current()
+    if current is None or not current.supervisor:
+        raise RunError("no cluster is running" if current is None else "the cluster is starting; try again")
+    findings = examine.diagnose(examine.examine(current))
+    if as_json:
+        click.echo(json.dumps(examine.as_json(findings)))
+    else:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("check", "", "about", "found"):
+            table.add_column(column, overflow="fold")
+        for name, each in findings.items():
+            for at, finding in enumerate(each):
+                advice = f"\n[dim]-> {escape(finding.advice)}[/]" if finding.advice else ""
+                shown = escape(finding.found) + advice
+                table.add_row("" if at else name, MARKS[finding.severity], escape(finding.subject), shown)
+        console().print(table)
+    if not examine.well(findings):
+        sys.exit(1)
 
 
 def _explain(request_id: str, access: "Access", as_json: bool) -> None:

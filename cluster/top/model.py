@@ -33,7 +33,9 @@ class Rate:
 
     @property
     def value(self) -> float | None:
-        """Per second; None with one point."""
+        """Per second; None before the second point."""
+        if not self.points:
+            return None
         (first, low), (last, high) = self.points[0], self.points[-1]
         return (high - low) / (last - first) if last > first else None
 
@@ -73,12 +75,8 @@ class Model:
         self.routers[url].error = error
         self._fleets.pop(url, None)
 
-    def event(self, url: str, name: str, value: Any, now: float) -> None:
-        """Takes one event of a router.
-
-        Args:
-            now: on the monotonic clock.
-        """
+    def event(self, url: str, name: str, value: Any) -> None:
+        """Takes one event of a router."""
         if name == "recent":
             self._keep(url, value)
         elif name == "ended":
@@ -87,9 +85,17 @@ class Model:
             view = self.routers[url]
             view.ready, view.running, view.error = value["ready"], value["running"], ""
             self._fleets[url] = value
-            for worker in value["workers"]:
+
+    def sample(self, now: float) -> None:
+        """Takes the counters for their rates: a router sends nothing while nothing changes.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        for url, fleet in self._fleets.items():
+            for worker in fleet["workers"]:
                 self._rate("worker", url, worker["name"]).add(now, worker["computed_tokens"])
-            for link in value["links"]:
+            for link in fleet["links"]:
                 self._rate("link", url, link["prefill"], link["decode"]).add(now, link["nbytes"])
 
     def frame(self) -> dict[str, Any]:

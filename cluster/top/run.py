@@ -73,7 +73,7 @@ async def _follow(routers: Routers, url: str, model: Model, heard: asyncio.Event
         try:
             model.about(url, await routers.about(url))
             async for name, value in routers.events(url):
-                model.event(url, name, value, time.monotonic())
+                model.event(url, name, value)
                 if name == "fleet":
                     heard.set()
         except RunError as error:
@@ -84,10 +84,13 @@ async def _follow(routers: Routers, url: str, model: Model, heard: asyncio.Event
 
 async def _show(model: Model, options: TopOptions, console: Console) -> None:
     if options.once:
+        model.sample(time.monotonic())
         await asyncio.sleep(FRAME_SECONDS)  # rates need two views
+        model.sample(time.monotonic())
         _once(model, options, console)
     elif options.as_json:
         while True:
+            model.sample(time.monotonic())
             print(json.dumps(model.frame()), flush=True)
             await asyncio.sleep(FRAME_SECONDS)
     else:
@@ -113,6 +116,7 @@ async def _live(model: Model, sort: str, console: Console) -> None:
     shown = model.frame()
     with Live(console=console, screen=True, auto_refresh=False) as live, _pressed(keys.put_nowait):
         while True:
+            model.sample(time.monotonic())
             if not paused:
                 shown = model.frame()
             note = f"sorted by {sort}" + ("   PAUSED" if paused else "")
