@@ -58,8 +58,8 @@ class Sampling:
     ignore_eos: bool
     temperature: float
     seed: int
-    cache_salt: str | None
-    """Requests with different salts share no prefix cache; None: none is sent."""
+    cache_salt: str
+    """Requests with different salts share no prefix cache; empty: none is sent."""
 
 
 class Face(Protocol):
@@ -216,7 +216,7 @@ class HttpFace:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if sampling.cache_salt is not None:
+        if sampling.cache_salt:
             body["cache_salt"] = sampling.cache_salt
         arrivals: list[float] = []
         usage: dict[str, Any] = {}

@@ -116,7 +116,7 @@ def _times(arrival: ArrivalOptions, found: Sequence[Ask], seed: int) -> list[flo
 def _sampling(options: BenchOptions) -> Sampling:
     """Of the first request of a run. The warm-up and each run have a salt of their own."""
     workload = options.workload
-    salt = None if workload.warm_cache else uuid.uuid4().hex
+    salt = "" if workload.warm_cache else uuid.uuid4().hex
     return Sampling(workload.ignore_eos, workload.temperature, options.seed, salt)
 
 
