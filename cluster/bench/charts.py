@@ -111,7 +111,7 @@ def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[fl
     low, high = float(array.min()), max(most, float(array.min()) + 1e-9)
     counts, edges = np.histogram(array[array <= high], bins=min(40, max(8, int(len(array) ** 0.5))), range=(low, high))
     x_axis = Axis(low, high, LEFT, WIDTH - RIGHT)
-    y_axis = Axis(0.0, float(max(counts.max(), 1)), HEIGHT - BOTTOM, TOP)
+    y_axis = Axis(0.0, 1.15 * float(max(counts.max(), 1)), HEIGHT - BOTTOM, TOP)  # the marks' names are above the bars
     body = [_frame(x_axis, y_axis, unit, "count")]
     for count, left, right in zip(counts, edges, edges[1:], strict=False):
         x, y = x_axis.at(float(left)), y_axis.at(float(count))
@@ -124,9 +124,11 @@ def histogram(title: str, values: Sequence[float], unit: str, marks: Sequence[fl
         value = float(np.percentile(array, percentile))
         if value <= high:
             x = x_axis.at(value)
+            anchor, aside = ("start", x + 3) if x < WIDTH * 0.75 else ("end", x - 3)
             body.append(
                 f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-                f'<text class="mark" x="{x + 3:.1f}" y="{TOP + 9}">p{percentile:g} {_number(value)}</text>'
+                f'<text class="mark" text-anchor="{anchor}" x="{aside:.1f}" y="{TOP + 9}">'
+                f"p{percentile:g} {_number(value)}</text>"
             )
     return _figure(title, "".join(body), [])
 

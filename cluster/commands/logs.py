@@ -69,4 +69,4 @@ def _source(folder: Path | None) -> "Source":
         raise RunError("no cluster is running, and none has run here; --folder names a folder with logs")
     if not current.dashboard:
         raise RunError("the logs of a shared Ray cluster come from its dashboard, which does not run")
-    return RayActors(current.dashboard, current.namespace)
+    return RayActors(current.ray_address, current.namespace)

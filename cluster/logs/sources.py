@@ -85,8 +85,8 @@ class Files:
 class RayActors:
     """The actors of a cluster on Ray, by the log service of Ray's dashboard."""
 
-    dashboard: str
-    """URL."""
+    address: str
+    """host:port of Ray's GCS."""
     namespace: str
     """Of the actors."""
 
@@ -115,28 +115,33 @@ class RayActors:
 
     def _actors(self) -> list[tuple[str, str]]:
         """Name and id of each actor of the cluster, those that have ended too."""
+        from kvrelay.cluster import rayenv
+
+        rayenv.prepare()  # before Ray is imported
+        from ray.exceptions import RayError
         from ray.util.state import list_actors
         from ray.util.state.exception import RayStateApiException
 
         try:
             listed = list_actors(
-                address=self.dashboard,
+                address=self.address,
                 filters=[("ray_namespace", "=", self.namespace)],
                 limit=MOST_ACTORS,
                 timeout=RAY_TIMEOUT_SECONDS,
             )
-        except (RayStateApiException, OSError) as error:
-            raise RunError(f"Ray's dashboard at {self.dashboard}: {_line(error)}") from None
+        except (RayStateApiException, RayError, OSError, ValueError) as error:
+            raise RunError(f"the log service of Ray at {self.address}: {_line(error)}") from None
         return [(str(actor.name), str(actor.actor_id)) for actor in listed]
 
     def _lines(self, name: str, actor: str, *, follow: bool) -> Iterator[Entry]:
+        from ray.exceptions import RayError
         from ray.util.state import get_log
         from ray.util.state.exception import RayStateApiException
 
         parser = Parser(name)
         try:
             for text in get_log(
-                address=self.dashboard,
+                address=self.address,
                 actor_id=actor,
                 suffix="err",
                 tail=-1,
@@ -144,8 +149,8 @@ class RayActors:
                 timeout=RAY_TIMEOUT_SECONDS,
             ):
                 yield from parser.take(text)
-        except (RayStateApiException, OSError) as error:
-            raise RunError(f"the log of {name} from Ray's dashboard at {self.dashboard}: {_line(error)}") from None
+        except (RayStateApiException, RayError, OSError, ValueError) as error:
+            raise RunError(f"the log of {name} from the log service of Ray at {self.address}: {_line(error)}") from None
         yield from parser.end()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import termios
 import time
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.live import Live
 
@@ -25,6 +27,8 @@ RETRY_SECONDS = 1.0
 FIRST_SECONDS = 10.0
 """For every router to be heard or to be given up, before the first frame."""
 ONCE_LINES = 40
+SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+"""Without rich's fonts, which a viewer would fetch from another host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def _once(model: Model, options: TopOptions, console: Console) -> None:
     console.print(frame(model.frame(), options.sort, ONCE_LINES))
     if options.svg is not None:
         try:
-            console.save_svg(str(options.svg), title="kvrelay top")
+            console.save_svg(str(options.svg), title="kvrelay top", code_format=SVG_FORMAT)
         except OSError as error:
             raise UsageError(f"--svg {options.svg}: {error.strerror}") from None
 

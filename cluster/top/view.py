@@ -55,13 +55,13 @@ def _head(shown: Mapping[str, Any]) -> Text:
 
 
 def _requests(found: Mapping[str, Any]) -> RenderableType:
-    line = Table.grid(padding=(0, 3))
+    line = Table.grid(padding=(0, 2))
     limits = ", ".join(f"{name} {limit:g} ms" for name, limit in found["goodput_limits"].items())
     cached = "-" if found["cached_share"] is None else f"{found['cached_share']:.0%}"
     cells = (
         ("running", str(found["running"])),
         ("requests/s", f"{found['requests_per_second']:.2f}"),
-        (f"goodput/s ({limits or 'completed'})", f"{found['goodput_per_second']:.2f}"),
+        ("good/s", f"{found['goodput_per_second']:.2f}"),
         ("tokens/s", f"{found['output_tokens_per_second']:.0f}"),
         ("TTFT p50/p99", _two(found, "ttft")),
         ("TPOT p50/p99", _two(found, "tpot")),
@@ -76,7 +76,8 @@ def _requests(found: Mapping[str, Any]) -> RenderableType:
     line.add_row(*(Text(name, style="dim") for name, _ in cells))
     bad = {"failed", "retries"}
     line.add_row(*(Text(value, style="bold red" if name in bad and value != "0" else "bold") for name, value in cells))
-    return Group(Text(f"requests of the last {found['window_seconds']:.0f} s", style="dim"), line)
+    caption = f"requests of the last {found['window_seconds']:.0f} s; good: {limits or 'all that were completed'}"
+    return Group(Text(caption, style="dim"), line)
 
 
 def _two(found: Mapping[str, Any], name: str) -> str:

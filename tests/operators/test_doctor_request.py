@@ -1,6 +1,7 @@
 """`kvrelay doctor REQUEST_ID`: the words name what delayed a request, of running and of ended ones."""
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load, PrefillReport,
 from kvrelay.router.placement import DecodeCapacity, Demand, WorkerRole, WorkerView
 from kvrelay.router.waiting import reason
 from kvrelay.rpc.identity import WorkerId
+from support.page import KEYS
 from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, fake_cluster, pair, run, until
 
 SECONDS = 20
@@ -142,6 +144,23 @@ def test_a_failure_is_told_with_its_reason(tmp_path: Path) -> None:
                 await client.complete([1, 2, 3], max_tokens=3, request_id="mine")
             found = await ask(cluster, "mine", "--json")
             assert "no worker can take the request now" in json.loads(found.stdout)[0]["verdict"]
+
+    run(test)
+
+
+def test_a_tenant_sees_its_own_requests_only(tmp_path: Path) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text(KEYS.format(*(hashlib.sha256(key).hexdigest() for key in (b"key of a", b"key of b"))))
+        async with (
+            fake_cluster(tmp_path / "m", *pair(token), http_port=0, api_keys=str(keys)) as cluster,
+            AsyncClient(cluster.router.address, api_key="key of a") as client,
+        ):
+            await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+            assert (await ask(cluster, "mine", "--api-key", "key of a")).exit_code == 0
+            other = await ask(cluster, "mine", "--api-key", "key of b")
+            assert "no router knows request 'mine'" in other.stderr
+            assert "API key" in (await ask(cluster, "mine")).stderr
 
     run(test)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -39,9 +40,22 @@ def worker(name: str, computed: int = 0, **more: Any) -> dict[str, Any]:
 
 def life(name: str, received: float, **more: Any) -> dict[str, Any]:
     return {
-        "id": name, "received": received, "age": 1.0, "outcome": "stop", "placed": [0.01], "incidents": [],
-        "prefill_worker": "p", "decode_worker": "d", "prompt_tokens": 10, "cached_tokens": 5,
-        "completion_tokens": 8, "ttft": 0.1, "tpot": 0.02, "handoff": 0.01, "retries": 0, "migrations": 0,
+        "id": name,
+        "received": received,
+        "age": 1.0,
+        "outcome": "stop",
+        "placed": [0.01],
+        "incidents": [],
+        "prefill_worker": "p",
+        "decode_worker": "d",
+        "prompt_tokens": 10,
+        "cached_tokens": 5,
+        "completion_tokens": 8,
+        "ttft": 0.1,
+        "tpot": 0.02,
+        "handoff": 0.01,
+        "retries": 0,
+        "migrations": 0,
         **more,
     }
 
@@ -142,6 +156,7 @@ def test_one_frame_of_a_real_router(tmp_path: Path) -> None:
         result = call("--once", "--target", target, "--svg", str(picture))
         assert "prefill-0 → decode-0" in result.stdout
         assert "prefill-0" in picture.read_text()
+        assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
         _press_q(target)
 
 
