@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import ray
 import ray.util
 
+from kvrelay.cluster.ray_metrics import RayExport
 from kvrelay.cluster.replacement import Ended
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
@@ -137,28 +138,23 @@ def own_host(local: bool) -> str:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.metrics import WorkerMetrics
-
-    observer = WorkerMetrics(config.name, config.role)
     if config.role == "prefill":
         from kvrelay.prefill_worker.server import prefill_server
 
-        return prefill_server(config, observer)
+        return prefill_server(config)
     if config.role == "decode":
         from kvrelay.decode_worker.server import decode_server
 
-        return decode_server(config, observer)
+        return decode_server(config)
     from kvrelay.worker.server import WorkerServer
 
-    return WorkerServer(config, observer=observer)
+    return WorkerServer(config)
 
 
 def _router(config: RouterConfig) -> Server:
-    from kvrelay.cluster.metrics import RouterMetrics
     from kvrelay.router.server import RouterServer
 
-    metrics = RouterMetrics(config.name)
-    return RouterServer(config, metrics, load_observer=metrics.observe_load)
+    return RouterServer(config)
 
 
 async def _serve(make: Callable[[], ServerT], started: "Future[ServerT]", stopping: "Future[float]") -> Ended:
@@ -166,6 +162,7 @@ async def _serve(make: Callable[[], ServerT], started: "Future[ServerT]", stoppi
         server = make()
     except ValueError as error:
         return Ended(str(error), mistake=True)
+    RayExport(server.metrics)
     running = asyncio.create_task(_run(server, started))
     try:
         await asyncio.wait((running, asyncio.wrap_future(stopping)), return_when=asyncio.FIRST_COMPLETED)

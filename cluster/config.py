@@ -154,6 +154,23 @@ class RaySection(Section):
         return self
 
 
+MetricsPort = Annotated[int | None, Field(ge=0, le=65535)]
+
+
+class MetricsSection(Section):
+    """Ports at which processes serve their metrics as Prometheus text. Routers do so at `router.http_port`, and Ray's
+    agents export those of all in any case."""
+
+    router_port: MetricsPort = None
+    """Of each router, beside its HTTP and without a key; 0 takes a free one, null opens none."""
+
+    worker_port: MetricsPort = None
+    """Of each worker; 0 takes a free one, null opens none."""
+
+    supervisor_port: MetricsPort = None
+    """Of the supervisor, which lists the other processes' at `/targets`; 0 takes a free one, null opens none."""
+
+
 class ClusterConfig(Section):
     """Everything that `kvrelay up` needs, by section."""
 
@@ -170,6 +187,7 @@ class ClusterConfig(Section):
     ray: RaySection = RaySection()
     security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
 
@@ -202,6 +220,11 @@ class ClusterConfig(Section):
         chosen = self.router.grpc_port > 0 and self.router.http_port != 0
         allowed = "1 or more, since the routers would share ports that are not chosen"
         require(not self._share_ports or chosen, "router.port_step", self.router.port_step, allowed)
+        workers = sum(self.role(role).replicas for role in ROLES)
+        for name, count in (("router_port", self.router.replicas), ("worker_port", workers)):
+            port = getattr(self.metrics, name)
+            one = not port or count < 2 or not self.local
+            require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
 
     @property
     def _share_ports(self) -> bool:
@@ -244,6 +267,7 @@ class ClusterConfig(Section):
                 dtype=self.model.dtype,
                 engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
                 transfer=self.transfer,
+                metrics_port=self.metrics.worker_port,
                 drain_seconds=self.drain_seconds,
                 security=self.security,
             )
@@ -263,6 +287,7 @@ class ClusterConfig(Section):
                 grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
                 http_port=section.http_port and section.http_port + index * section.port_step,
                 share_port=self._share_ports,
+                metrics_port=self.metrics.router_port,
                 model=self.model.path,
                 drain_seconds=self.drain_seconds,
                 security=self.security,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
@@ -18,9 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     DescribeResponse,
     GetStatusRequest,
     GetStatusResponse,
-    MemberState,
     MemberStatus,
-    Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.compatibility import groups, unpaired
@@ -106,6 +105,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     return {
         "supervised": supervised,
         "ready": status.ready,
+        "metrics": status.metrics_address or None,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
@@ -133,8 +133,8 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
         counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
         table.add_row(
             member.name,
-            _role(member.role),
-            _state(member.state),
+            role_name(member.role),
+            state_name(member.state),
             str(member.pid),
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
@@ -149,7 +149,7 @@ def _process(entry: MemberStatus) -> dict[str, Any]:
         "pid": member.pid,
         "incarnation": member.incarnation,
         "generation": member.generation,
-        "state": _state(member.state),
+        "state": state_name(member.state),
     }
 
 
@@ -159,6 +159,7 @@ def _router_entry(entry: MemberStatus) -> dict[str, Any]:
         "name": entry.member.name,
         "address": entry.member.address,
         "http": entry.member.http_address or None,
+        "metrics": entry.member.metrics_address or entry.member.http_address or None,
         **_process(entry),
         "requests": requests,
     }
@@ -168,7 +169,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
     blocks, requests = entry.load.blocks, entry.load.requests
     return {
         "name": entry.member.name,
-        "role": _role(entry.member.role),
+        "role": role_name(entry.member.role),
+        "metrics": entry.member.metrics_address or None,
         **_process(entry),
         "compatibility": entry.member.compatibility,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
@@ -179,11 +181,3 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
 def _router(status: GetStatusResponse) -> str | None:
     """host:port of each router that is ready, with commas between."""
     return ",".join(ready_routers(entry.member for entry in status.members)) or None
-
-
-def _role(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _state(state: MemberState) -> str:
-    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()

@@ -150,7 +150,7 @@ class Session:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
         queue = self._dispatch.queue
-        asked = time.monotonic()
+        asked = self._trace.asked = time.monotonic()
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
@@ -158,9 +158,7 @@ class Session:
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
             while True:
-                attempt = await queue.place(
-                    self._demand(), limit, self._start, claim, first=begun, on_wait=self._note_wait
-                )
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun, on_wait=self._waits)
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
         except QueueFull:
@@ -184,6 +182,7 @@ class Session:
     def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
+        self._dispatch.metrics.attempted()
         self._tried |= placement.workers
         streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
@@ -198,8 +197,7 @@ class Session:
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
-        if trace.submitted is None:
-            trace.submitted = now
+        trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -304,10 +302,13 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        self._trace.failed(failure.reason)
+        self._dispatch.metrics.attempt_failed(failure.reason)
         if failure.cause == Failure.CAUSE_TRIAL:
             return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
+            self._dispatch.metrics.superseded()
             raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
         why = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
@@ -392,7 +393,7 @@ class Session:
             attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(
-                    self._demand(), limit, start, first=True, on_wait=self._note_wait
+                    self._demand(), limit, start, first=True, on_wait=self._waits
                 )
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
@@ -405,7 +406,7 @@ class Session:
 
     async def _workers_change(self, limit: float) -> bool:
         """Waits for a change of the workers; False if there is none until `limit`."""
-        self._note_wait()
+        self._waits()
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 await self._dispatch.registry.changed()
@@ -435,13 +436,14 @@ class Session:
             return Exhausted(f"the cluster is full ({why}): {failure.message}")
         return GivenUp(f"given up ({why}): {failure.message}")
 
-    def _note_wait(self) -> None:
+    def _waits(self) -> None:
         workers, ahead_tokens = self._dispatch.registry.view(), self._dispatch.config.prefill_ahead_tokens
         self._trace.delayed("wait", reason(self._demand(), workers, ahead_tokens))
 
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""
         return {
+            "trace_id": self._trace.context.trace_id,
             "request": self._trace.wire_id,
             "attempt": self._trace.attempts,
             "prefill": self._trace.prefill_worker,

@@ -39,8 +39,11 @@ from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
+from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.description import describe_worker
+from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.worker import Role, Worker, WorkerHooks
 
@@ -59,11 +62,9 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         role: Callable[[Worker], Role] = Role,
-        observer: Callable[[Load], None] | None = None,
         build: Build = build_engine,
     ) -> None:
-        """`observer` gets the load at every heartbeat.
-
+        """
         Raises:
             ValueError: there is no join token, or a certificate can't be used.
         """
@@ -71,7 +72,7 @@ class WorkerServer:
         self.credentials = Credentials.of("worker", config.security)
         self.id = WorkerId(config.name, uuid.uuid4().hex)
         self._role = role
-        self._observer = observer
+        self._metrics = WorkerMetrics(config.name, config.role)
         self._build = build
         self._shell: WorkerShell | None = None
 
@@ -83,12 +84,18 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         config = self.config
-        shell = self._shell = WorkerShell(config, self.id, self.credentials, self._observer)
+        shell = self._shell = WorkerShell(config, self.id, self.credentials, self.metrics)
+        await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
-        hooks = WorkerHooks(shell.beat, shell.fail)
+        hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
+
+    @property
+    def metrics(self) -> MetricSet:
+        """The worker's metrics."""
+        return self._metrics.metrics
 
     @property
     def address(self) -> str:
@@ -128,7 +135,7 @@ class WorkerShell:
         config: WorkerConfig,
         identity: WorkerId,
         credentials: Credentials,
-        observer: Callable[[Load], None] | None,
+        metrics: MetricSet,
     ) -> None:
         """Binds the port and starts the heartbeats.
 
@@ -137,7 +144,8 @@ class WorkerShell:
         """
         self._config = config
         self._id = identity
-        self._observer = observer
+        self._metrics_port = MetricsPort(metrics)
+        self._metrics_address = ""
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         """Set when the worker can't go on."""
@@ -161,6 +169,16 @@ class WorkerShell:
                 tell=self._tell,
             )
             self._heartbeat.start()
+
+    async def open_metrics(self) -> None:
+        """Serves the metrics where they have a port.
+
+        Raises:
+            OSError: it is in use.
+        """
+        host, port = self._config.host, self._config.metrics_port
+        if port is not None:
+            self._metrics_address = join(host, await self._metrics_port.start(host, port))
 
     def on_loaded(self, share: float) -> None:
         """`share` of the weights is loaded, 0 to 1. Any thread."""
@@ -196,6 +214,7 @@ class WorkerShell:
             await self._enter(MEMBER_STATE_DRAINING)
             await self.worker.drain(0.0 if self.failure.done() else grace)
         await self._server.stop(0.5)
+        await self._metrics_port.stop()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         if self.worker is not None:
@@ -230,13 +249,11 @@ class WorkerShell:
             pid=os.getpid(),
             state=self._state,
             loaded=self._loaded,
+            metrics_address=self._metrics_address,
         )
         if worker is not None:
             worker.describe(member)
-        load = Load() if worker is None else worker.load()
-        if self._observer is not None:
-            self._observer(load)
-        return member, load
+        return member, Load() if worker is None else worker.load()
 
 
 class Fenced(RuntimeError):

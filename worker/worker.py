@@ -39,6 +39,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.transfer.endpoint import Endpoint
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
@@ -46,6 +47,7 @@ from kvrelay.worker.events import event_of
 from kvrelay.worker.fences import Fences
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
+from kvrelay.worker.metrics import Watched, WorkerMetrics
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
 
@@ -99,9 +101,14 @@ class Role:
         return Promised()
 
     @property
+    def endpoint(self) -> Endpoint[Any] | None:
+        """This worker's end of its hand-offs; None for a role without."""
+        return None
+
+    @property
     def active(self) -> int:
         """Hand-offs that may hold blocks."""
-        return 0
+        return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
@@ -121,6 +128,7 @@ class WorkerHooks:
     """Blocks were freed: send a heartbeat now."""
     failed: Callable[[BaseException], None]
     """The worker can't go on."""
+    metrics: WorkerMetrics
 
 
 class Worker:
@@ -140,6 +148,7 @@ class Worker:
         self.config = config
         self.id = identity
         self.credentials = credentials
+        self.metrics = hooks.metrics
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
@@ -158,6 +167,7 @@ class Worker:
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
+        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -279,6 +289,11 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
+        if event.HasField("prefill"):
+            self.metrics.prefilled(event.prefill)
+        if event.HasField("decode") and not live.decode_reported:
+            live.decode_reported = True
+            self.metrics.decoded(event.decode)
         live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
         if event.token_ids and live.expiry is not None:
             live.expiry.cancel()
@@ -288,9 +303,12 @@ class Worker:
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
-        if key not in self._live:
+        live = self._live.get(key)
+        if live is None:
             return
-        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
+        self.metrics.returned(failure.code)
+        fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
+        logger.warning("request failed", extra=fields | {"reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key, failure.cause)
         self.send(event, last=True)
@@ -323,6 +341,7 @@ class Worker:
         key = key_of(submit)
         refusal = self._refusal(submit)
         if refusal is not None:
+            self.metrics.returned(refusal.code)
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
         request = request_of(submit, self.spec)
@@ -331,7 +350,9 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
+        self._live[key] = LiveRequest(
+            request, submit.peer, stream, expiry, client_call, submit.trial_tokens, submit.trace_id
+        )
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:

@@ -38,7 +38,7 @@ MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "metrics_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Member(_message.Message):
     SLOW_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -67,7 +68,8 @@ class Member(_message.Message):
     slow_step_seconds: float
     failed: bool
     http_address: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load", "description")
@@ -136,12 +138,14 @@ class MemberStatus(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("ready", "members")
+    __slots__ = ("ready", "members", "metrics_address")
     READY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
-    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class NameRecord(_message.Message):
     __slots__ = ("name", "generation", "member", "acknowledged", "fenced")
