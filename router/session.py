@@ -57,7 +57,6 @@ from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
-from kvrelay.router.waiting import reason
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason
 
@@ -437,8 +436,7 @@ class Session:
         return GivenUp(f"given up ({why}): {failure.message}")
 
     def _waits(self) -> None:
-        workers, ahead_tokens = self._dispatch.registry.view(), self._dispatch.config.prefill_ahead_tokens
-        self._trace.delayed("wait", reason(self._demand(), workers, ahead_tokens))
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
 
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""
