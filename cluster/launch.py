@@ -174,6 +174,7 @@ class Cluster:
             self._config = self._config.with_gpus(present)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        state.keep_logs(Path(_logs()) if self._config.local else None)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._session = Path(context.address_info["session_dir"])
         self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)

@@ -52,6 +52,19 @@ Observer = Callable[[RequestRecord], None]
 
 ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
 
+IncidentKind = Literal["wait", "failed", "moved", "ended"]
+"""It had to wait for workers; an attempt failed; it left workers that were stopped on purpose; it ended by an error."""
+
+
+class Incident(NamedTuple):
+    """Something that delayed a request, or ended it."""
+
+    kind: IncidentKind
+    at: float
+    """On the router's monotonic clock."""
+    why: str
+    """In words, without anything of a prompt."""
+
 
 class Handoff(NamedTuple):
     """KV that one worker has sent to another."""
@@ -142,6 +155,10 @@ class RequestTrace:
     decode_at: float | None = None
     handoffs: list[Handoff] = field(default_factory=list)
     """Of all attempts."""
+    incidents: list[Incident] = field(default_factory=list)
+    """What delayed or ended it, the latest last."""
+    longest_gap: tuple[float, float] = (0.0, 0.0)
+    """The longest time between two messages with tokens: seconds, and when it ended."""
 
     @property
     def generated_tokens(self) -> int:
@@ -203,6 +220,10 @@ class RequestTrace:
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
 
+    def delayed(self, kind: IncidentKind, why: str) -> None:
+        """Notes an incident."""
+        self.incidents.append(Incident(kind, time.monotonic(), why))
+
     def failed(self, reason: str) -> None:
         """Notes that the latest attempt has failed, and that the request waits for workers again."""
         latest = self.tries[-1]
@@ -212,6 +233,8 @@ class RequestTrace:
     def sent(self, now: float) -> float | None:
         """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
         before, self.last_sent = self.last_sent, now
+        if before is not None:
+            self.longest_gap = max(self.longest_gap, (now - before, now))
         if self.first_sent is None:
             self.first_sent = now
         if self.tries:

@@ -22,6 +22,7 @@ from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -112,6 +113,9 @@ class Role:
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
+
+    def tell(self, found: Description) -> None:
+        """Adds what this role knows of transports and pairs. Event loop."""
 
     async def stop(self, cause: Failure.Cause) -> None:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
