@@ -62,10 +62,11 @@ config_option = click.option(
 @main.command()
 @config_option
 @click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
 @click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
+@click.option("--gpus", type=int, metavar="N", help="GPUs that the workers share (default: all; 0: none).")
 @click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
 @click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
@@ -126,7 +127,7 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in status_of.incompatible_workers(found):
+        for line in (*status_of.incompatible_workers(found), *status_of.context_notes(found)):
             console.print(line)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
@@ -259,6 +260,7 @@ OPTIONS = {
     "prefill": "prefill.replicas",
     "decode": "decode.replicas",
     "colocated": "colocated.replicas",
+    "gpus": "ray.gpus",
     "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",

@@ -84,7 +84,7 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
     return Life(
         id=trace.wire_id,
         index=trace.index,
-        received=time.time() - at(now),
+        received=time.time() - (time.monotonic() - since),
         outcome=outcome,
         age=at(now),
         spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),

@@ -17,8 +17,15 @@ class Ended:
 
     number: int
     """Increases by one with each."""
-    tenant: str
-    life: Life
+    trace: RequestTrace
+    outcome: Outcome
+    at: float
+    """Monotonic time."""
+
+    @property
+    def life(self) -> Life:
+        """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
+        return life(self.trace, self.outcome, self.at)
 
 
 @dataclass(slots=True)
@@ -46,7 +53,7 @@ class Requests:
         """A request has ended; one that has not begun here is not kept."""
         if self._running.pop(id(trace), None) is None:
             return
-        self._recent.append(Ended(next(self._numbers), trace.tenant, life(trace, outcome, now)))
+        self._recent.append(Ended(next(self._numbers), trace, outcome, now))
         self._add(self._links, trace)
 
     def find(self, request_id: str) -> RequestTrace | None:
@@ -59,7 +66,7 @@ class Requests:
 
     def recent(self, tenant: str, after: int = 0) -> list[Ended]:
         """A tenant's requests that have ended, the latest last, with a number above `after`."""
-        return [ended for ended in self._recent if ended.tenant == tenant and ended.number > after]
+        return [ended for ended in self._recent if ended.trace.tenant == tenant and ended.number > after]
 
     def latest(self, request_id: str) -> Life:
         """The life of the request that has ended under this name just now.
@@ -68,7 +75,7 @@ class Requests:
             KeyError: it has not.
         """
         for ended in reversed(self._recent):
-            if ended.life.id == request_id:
+            if ended.trace.wire_id == request_id:
                 return ended.life
         raise KeyError(request_id)
 

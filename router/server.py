@@ -18,7 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.worker_pb2 import Load, Requests
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
@@ -46,6 +46,7 @@ from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import public_server_options
 
@@ -93,8 +94,13 @@ class RouterServer:
         """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
+
+        def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
+            cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
+            policy.learn(worker, prompt.chain, cached, block_size)
+
         self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)

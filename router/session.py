@@ -214,10 +214,10 @@ class Session:
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
+                pacer = self._dispatch.pacer
+                if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := pacer.seconds):
+                    attempt.pause(time.monotonic() + pace, pacer)
                 await self._answer.send(piece)
-                if self._trace.completion_tokens >= UNPACED_TOKENS:
-                    attempt.pause()
-                    self._dispatch.pacer.pause(attempt.resume)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
 from kvrelay.rpc.tracing import TraceContext
@@ -50,6 +50,9 @@ class RequestRecord:
 Observer = Callable[[RequestRecord], None]
 
 
+ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
+
+
 class Handoff(NamedTuple):
     """KV that one worker has sent to another."""
 
@@ -92,11 +95,11 @@ class AttemptTrace:
         if event.computed_tokens and self.prefill is None:
             self.chunks.append((now, event.computed_tokens))
         if event.HasField("prefill"):
-            self.prefill, self.prefill_at = event.prefill, now
+            self.prefill, self.prefill_at = _copy(event.prefill), now
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, now
+            self.transfer, self.transfer_at = _copy(event.transfer), now
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or now
+            self.decode, self.decode_at = _copy(event.decode), self.decode_at or now
 
 
 @dataclass(slots=True)
@@ -175,19 +178,22 @@ class RequestTrace:
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports. Most events report nothing."""
+        """Takes what an event of the latest attempt reports. Most events report nothing.
+
+        Reports are copied: a part of a message keeps the whole message in memory.
+        """
         if self.tries:
             self.tries[-1].note(event, time.monotonic())
         if event.computed_tokens and self.prefill is None:
             self.chunks.append((time.monotonic(), event.computed_tokens))
         if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = event.prefill, time.monotonic()
+            self.prefill, self.prefill_at = _copy(event.prefill), time.monotonic()
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, time.monotonic()
+            self.transfer, self.transfer_at = _copy(event.transfer), time.monotonic()
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
+            self.decode, self.decode_at = _copy(event.decode), self.decode_at or time.monotonic()
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
@@ -268,3 +274,9 @@ class RequestTrace:
                 if each.prefill is not None
             ),
         )
+
+
+def _copy(report: ReportT) -> ReportT:
+    copy = type(report)()
+    copy.CopyFrom(report)
+    return copy

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -41,9 +42,10 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.worker import Role, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class WorkerServer:
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
+        _log_context(runner.spec)
         hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
 
@@ -240,6 +243,14 @@ class WorkerShell:
         if worker is not None:
             worker.describe(member)
         return member, Load() if worker is None else worker.load()
+
+
+def _log_context(spec: ModelSpec) -> None:
+    """Says once how long a prompt with its completion may be, and why."""
+    cut = spec.context_limit == "pool"
+    advice = "; set engine.kv_memory_bytes, or serve with more memory, for longer ones" if cut else ""
+    level = logging.WARNING if cut else logging.INFO
+    logger.log(level, "a context has at most %d tokens: %s%s", spec.max_context, spec.context_reason, advice)
 
 
 class Fenced(RuntimeError):

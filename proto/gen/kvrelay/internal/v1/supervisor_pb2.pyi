@@ -37,7 +37,7 @@ MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "metrics_address")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "metrics_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,8 @@ class Member(_message.Message):
     SLOW_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
@@ -67,8 +69,10 @@ class Member(_message.Message):
     slow_step_seconds: float
     failed: bool
     http_address: str
+    max_context: int
+    context_limit: _worker_pb2.ContextLimit
     metrics_address: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
