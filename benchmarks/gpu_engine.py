@@ -72,12 +72,13 @@ class Bench:
         self.machine = machine
         self.config = self.model(machine)
         options = EngineConfig(
+            block_size=16,
             kv_memory_bytes=2**18 if machine.dry else KV_BYTES,
             max_batch_tokens=32 if machine.dry else 8192,
             max_sequences=2 if machine.dry else 256,
             max_context=64 if machine.dry else 32768 + 256,
             prefix_cache=False,
-        )
+        ).on("cpu" if machine.dry else "cuda")
         layout = self.config.kv_layout(self.config.dtype, options.block_size, "HND")
         pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()

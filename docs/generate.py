@@ -29,7 +29,7 @@ decode:
   replicas: 4
   gpus: 1
   engine:
-    kv_memory_bytes: 60000000000
+    kv_memory_bytes: 60GiB
 router:
   host: 0.0.0.0
 ```
@@ -101,6 +101,10 @@ def _text(field: dict[str, Any]) -> str:
 
 def _type(field: dict[str, Any]) -> str:
     """A type in words, with its limits as far as the schema has them."""
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "pattern" in field:
+        return "text such as `8GiB`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.router.life import Life, life
 from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.router.validation import WIRE_NAME_CHARACTERS
 
 RECENT = 200
 """Ended requests that are kept."""
@@ -67,6 +68,22 @@ class Requests:
     def recent(self, tenant: str, after: int = 0) -> list[Ended]:
         """A tenant's requests that have ended, the latest last, with a number above `after`."""
         return [ended for ended in self._recent if ended.trace.tenant == tenant and ended.number > after]
+
+    def lives(self, tenant: str, request_id: str, now: float) -> list[Life]:
+        """A tenant's running or kept requests of this name, the client's or the router's; one for each completion.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        # The router makes a client's name unique by what it adds behind a slash, after a cut.
+        start = f"{request_id[:WIRE_NAME_CHARACTERS]}/"
+
+        def named(wire_id: str) -> bool:
+            return wire_id == request_id or wire_id.startswith((start, f"{request_id}/"))
+
+        ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
+        running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
+        return ended + [life(trace, None, now) for trace in running]
 
     def latest(self, request_id: str) -> Life:
         """The life of the request that has ended under this name just now.

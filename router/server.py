@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +46,7 @@ from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
@@ -130,7 +132,12 @@ class RouterServer:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+                config.supervisor,
+                credentials,
+                self._describe,
+                self.registry.update,
+                self._fenced.set,
+                tell=partial(asyncio.to_thread, describe, (credentials.certificates, self._certificates)),
             )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs

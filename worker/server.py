@@ -20,7 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -41,6 +43,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.description import describe_worker
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
@@ -88,6 +91,7 @@ class WorkerServer:
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
+        _log_context(runner.spec)
         hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
 
@@ -160,7 +164,12 @@ class WorkerShell:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
+                config.supervisor,
+                credentials,
+                self._describe,
+                self._on_members,
+                lambda: self.fail(Fenced(identity)),
+                tell=self._tell,
             )
             self._heartbeat.start()
 
@@ -226,6 +235,13 @@ class WorkerShell:
         if self.worker is not None:
             self.worker.role.members_changed(members)
 
+    async def _tell(self) -> Description:
+        worker = self.worker
+        found = await asyncio.to_thread(describe_worker, self._config, worker)
+        if worker is not None:
+            worker.role.tell(found)
+        return found
+
     def _describe(self) -> tuple[Member, Load]:
         worker = self.worker
         member = Member(
@@ -241,6 +257,14 @@ class WorkerShell:
         if worker is not None:
             worker.describe(member)
         return member, Load() if worker is None else worker.load()
+
+
+def _log_context(spec: ModelSpec) -> None:
+    """Says once how long a prompt with its completion may be, and why."""
+    cut = spec.context_limit == "pool"
+    advice = "; set engine.kv_memory_bytes, or serve with more memory, for longer ones" if cut else ""
+    level = logging.WARNING if cut else logging.INFO
+    logger.log(level, "a context has at most %d tokens: %s%s", spec.max_context, spec.context_reason, advice)
 
 
 class Fenced(RuntimeError):

@@ -22,6 +22,7 @@ from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -48,9 +49,8 @@ from kvrelay.worker.foreign_prompts import ForeignPrompts
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
-from kvrelay.worker.metrics import Watched
 from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import key_of, model_info, request_of
+from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,9 @@ class Role:
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
 
+    def tell(self, found: Description) -> None:
+        """Adds what this role knows of transports and pairs. Event loop."""
+
     async def stop(self, cause: Failure.Cause) -> None:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
 
@@ -155,7 +158,7 @@ class Worker:
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
-        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
+        self.metrics.watch(engine, self.load, self.role.endpoint)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -309,6 +312,8 @@ class Worker:
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended
+        member.max_context = self.spec.max_context
+        member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""

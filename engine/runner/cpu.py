@@ -14,7 +14,8 @@ from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
-from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
 from kvrelay.engine.models.decoder import Decoder
@@ -112,51 +113,51 @@ class CpuRunner:
             self._thread = threading.get_ident()
 
 
-def build_cpu_runner(folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None = None) -> CpuRunner:
+def build_cpu_runner(
+    folder: Path,
+    dtype: Dtype,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
+    memory: DeviceMemory | None = None,
+) -> CpuRunner:
     """Loads the checkpoint in `folder` and allocates its KV pool.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
         on_loaded: called with the loaded share of the weights, 0 to 1.
+        memory: of the machine; None asks Linux.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
+    options = options.on("cpu")
     layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
-    pool = allocate_pool(layout, options.kv_memory_bytes)
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    model, attention = _load(checkpoint, config, pool, config.windows(spec.max_context), threads, on_loaded)
-    if isinstance(model, NativeDecoder):
-        # torch has little left to do here. Its threads spin for a while after each call, which would take the cores
-        # from the kernels' own threads.
-        threads = 1
-        torch.set_num_threads(threads)
-    return CpuRunner(spec, model, pool, attention, threads)
-
-
-@torch.inference_mode()
-def _load(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    pool: KVPool,
-    windows: tuple[int, ...],
-    threads: int,
-    on_loaded: OnLoaded | None,
-) -> tuple[Model, Attention]:
-    """The model on the native kernels if they are available and support it, else on torch."""
-    dtype = pool.tensor.dtype
-    kernels = library() if supports(dtype) and fits(config) else None
-    if kernels is None:
-        weights = load_weights(checkpoint, config, dtype, ops.linear, on_loaded)
-        return Decoder(config, weights, ops), TorchAttention(pool, windows)
-    team = Team(kernels, threads)
-    weights = load_weights(checkpoint, config, dtype, packer(team), on_loaded)
+    team = _team(config, layout, threads)
+    with torch.inference_mode():
+        linear = ops.linear if team is None else packer(team)
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], linear, on_loaded)
+    pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
+    spec = spec.within(pool.num_tokens)
+    windows = config.windows(spec.max_context)
+    if team is None:
+        return CpuRunner(spec, Decoder(config, weights, ops), pool, TorchAttention(pool, windows), threads)
+    # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
+    # the kernels' own threads.
+    torch.set_num_threads(1)
     attention = NativeAttention(pool, windows, config.heads, team)
-    return NativeDecoder(config, weights, attention, team), attention
+    with torch.inference_mode():
+        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1)
+
+
+def _team(config: ModelConfig, layout: KVLayout, threads: int) -> Team | None:
+    """The threads of the native kernels; None if those aren't available, or don't support the model."""
+    kernels = library() if supports(TORCH_DTYPES[layout.dtype]) and fits(config) else None
+    return None if kernels is None else Team(kernels, threads)
 
 
 def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import click
 import grpc
 import pytest
 import yaml
@@ -26,6 +27,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.state import ClusterState, owned, save
 from kvrelay.cluster.supervisor import Progress, Startup
+from kvrelay.engine.config import Dtype
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -76,6 +78,27 @@ def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
         options = ClusterConfig().model_dump()
         for part in key.split("."):
             options = options[part]
+    (dtype,) = [parameter for parameter in up.params if parameter.name == "dtype"]
+    assert isinstance(dtype.type, click.Choice)
+    assert tuple(dtype.type.choices) == get_args(Dtype)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "colocated: {replicas: 1}\nprefill: {replicas: 1}",  # nobody takes the prefill worker's KV
+        "model: {dtype: int8}",
+        "prefill: {gpus: 2}",
+        "engine: {device: cuda}\nprefill: {gpus: 0}",
+        "transfer: {encrypt: full}",
+    ],
+)
+def test_what_cannot_serve_is_refused_by_validate_and_up_alike(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text(text)
+    validated, started = call("config", "validate", "--config", path), call("up", "--config", path)
+    assert validated.exit_code == started.exit_code == 2
+    assert validated.stderr == started.stderr != ""
 
 
 @pytest.mark.parametrize(

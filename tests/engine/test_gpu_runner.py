@@ -23,7 +23,7 @@ from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.paged import GREEDY, PagedSequences, make_plan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
-OPTIONS = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
+OPTIONS = EngineConfig(block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
 
 
 @pytest.fixture(autouse=True)

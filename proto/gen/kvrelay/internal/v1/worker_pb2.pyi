@@ -260,14 +260,16 @@ class PrefillReport(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("transfer_seconds", "handoff_seconds", "transfer_bytes")
+    __slots__ = ("transfer_seconds", "handoff_seconds", "transfer_bytes", "grant_seconds")
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GRANT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     transfer_seconds: float
     handoff_seconds: float
     transfer_bytes: int
-    def __init__(self, transfer_seconds: _Optional[float] = ..., handoff_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+    grant_seconds: float
+    def __init__(self, transfer_seconds: _Optional[float] = ..., handoff_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., grant_seconds: _Optional[float] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
     __slots__ = ("queue_seconds", "recomputed_tokens")
