@@ -78,7 +78,7 @@ class Bench:
             max_sequences=2 if machine.dry else 256,
             max_context=64 if machine.dry else 32768 + 256,
             prefix_cache=False,
-        )
+        ).on("cpu" if machine.dry else "cuda")
         layout = self.config.kv_layout(self.config.dtype, options.block_size, "HND")
         pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,8 +28,21 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 FILE_WIDTH = 160
 
 
+COMMANDS = ("bench", "doctor", "logs", "top")
+"""Commands with a module of their own in `commands`, imported when they are called or listed."""
+
+
 class OneLineErrors(click.Group):
-    """A group whose errors are single lines on stderr."""
+    """A group whose errors are single lines on stderr. It has the commands of the modules in COMMANDS, too."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module = import_module(f"kvrelay.cluster.commands.{cmd_name}")
+            return cast("click.Command", getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

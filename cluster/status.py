@@ -1,8 +1,9 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,6 +15,8 @@ from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
+    DescribeRequest,
+    DescribeResponse,
     GetStatusRequest,
     GetStatusResponse,
     Member,
@@ -22,7 +25,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL, CONTEXT_LIMIT_UNSPECIFIED
 from kvrelay.rpc.compatibility import groups, unpaired
-from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.credentials import Credentials, Metadata
 from kvrelay.rpc.options import channel_options
 from kvrelay.rpc.security import SecurityConfig
 
@@ -33,6 +36,9 @@ CONTEXT_REASONS = {
     CONTEXT_LIMIT_POOL: "the KV pool holds {} tokens; a larger engine.kv_memory_bytes allows more",
 }
 TIMEOUT_SECONDS = 5.0
+DESCRIBE_SECONDS = 15.0
+"""Longer than the supervisor waits for its members (`inquiry.ANSWER_SECONDS`)."""
+AnswerT = TypeVar("AnswerT")
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
 
@@ -43,6 +49,20 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
     Raises:
         RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
     """
+    return _ask(cluster, lambda stub, metadata: stub.GetStatus(GetStatusRequest(), timeout=timeout, metadata=metadata))
+
+
+def get_descriptions(cluster: ClusterState, timeout: float = DESCRIBE_SECONDS) -> DescribeResponse | None:
+    """What every member says about itself and its machine; None if the supervisor doesn't answer in time.
+
+    Raises:
+        RunError: as `get_status`.
+    """
+    return _ask(cluster, lambda stub, metadata: stub.Describe(DescribeRequest(), timeout=timeout, metadata=metadata))
+
+
+def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata], AnswerT]) -> AnswerT | None:
+    """The supervisor's answer to a call of the operator."""
     if not cluster.supervisor:
         return None
     security = SecurityConfig(
@@ -54,14 +74,11 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
         raise RunError(str(error)) from None
     with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
         try:
-            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
-                GetStatusRequest(), timeout=timeout, metadata=credentials.metadata
-            )
+            return call(SupervisorServiceStub(channel), credentials.metadata)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
             return None
-    return response
 
 
 def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:

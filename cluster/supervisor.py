@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from kvrelay.cluster.inquiry import Inquiry
 from kvrelay.cluster.keepers import Keepers, Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
 from kvrelay.cluster.metrics import SupervisorMetrics
@@ -26,9 +27,12 @@ from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
     ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
+    DescribeRequest,
+    DescribeResponse,
     GetStatusRequest,
     GetStatusResponse,
     Member,
@@ -37,6 +41,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials, caller_parts
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
@@ -160,6 +165,7 @@ class SupervisorServer(SupervisorServiceServicer):
         self._published = _Published()
         self._news = asyncio.Event()
         self._failure: asyncio.Future[BaseException] | None = None
+        self._inquiry = Inquiry(self._wake_streams)
 
     @property
     def metrics(self) -> MetricSet:
@@ -273,8 +279,12 @@ class SupervisorServer(SupervisorServiceServicer):
             if self._recorder is not None and not await self._recorder.save(self._record()):
                 asyncio.get_running_loop().call_later(1.0, self._dirty.set)
             self._published = _Published(version, tuple(copies), complete)
-            self._news.set()
-            self._news = asyncio.Event()
+            self._wake_streams()
+
+    def _wake_streams(self) -> None:
+        """There is something to send to the members."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _run(self, name: str, work: "asyncio._CoroutineLike[None]") -> None:
         """Runs a task whose failure is the supervisor's."""
@@ -296,6 +306,7 @@ class SupervisorServer(SupervisorServiceServicer):
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
         beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
         sent: _Published | None = None
+        asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
             # In time: a frozen member must not hold its stream's memory for ever.
@@ -317,6 +328,10 @@ class SupervisorServer(SupervisorServiceServicer):
                         )
                     )
                     sent = now
+                if sent is not None and asked != self._inquiry.number:
+                    asked = self._inquiry.number
+                    self._inquiry.passed_on(worker)
+                    await write(AttendResponse(ask=asked))
                 await asyncio.wait((beats, news), return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
             if beats.result():
@@ -353,6 +368,8 @@ class SupervisorServer(SupervisorServiceServicer):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True
             self._on_change()
+            if request.HasField("description"):
+                self._inquiry.answered(WorkerId(member.name, member.incarnation), request.description)
             if not joined.done():
                 joined.set_result((WorkerId(member.name, member.incarnation), self.membership.version))
         return False
@@ -365,6 +382,15 @@ class SupervisorServer(SupervisorServiceServicer):
             members=self.membership.statuses(),
             metrics_address=self._metrics_address,
         )
+
+    async def Describe(
+        self, request: DescribeRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> DescribeResponse:
+        dead = MEMBER_STATE_DEAD
+        members = {WorkerId(each.name, each.incarnation) for each in self.membership.members() if each.state != dead}
+        response = await self._inquiry.ask(members)
+        response.supervisor.CopyFrom(await asyncio.to_thread(describe, (self._credentials.certificates,)))
+        return response
 
 
 if __name__ == "__main__":

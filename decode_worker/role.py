@@ -53,6 +53,9 @@ class DecodeRole(HandoffRole):
     def endpoint(self) -> Endpoint[Receiving]:
         return self._receiver
 
+    def epoch(self, incarnation: str) -> int:
+        return self._receiver.epoch(incarnation)
+
     async def close(self, code: Code) -> None:
         await self._service.close(code)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.config import Device, Dtype, EngineConfig
+from kvrelay.engine.automatic import AUTO
+from kvrelay.engine.config import Device, Dtype, EngineConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -69,7 +70,13 @@ def device_of(device: Device) -> Device:
 
 
 def engine_on(runner: Runner, options: EngineConfig) -> Engine:
-    """An engine whose steps `runner` runs, with the options that the runner was made with (`EngineConfig.on`)."""
+    """An engine whose steps `runner` runs, with the options that the runner was made with.
+
+    Raises:
+        ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
+    """
+    for name in ("block_size", "max_batch_tokens", "max_sequences"):
+        require(getattr(options, name) != AUTO, name, "auto", "a number, as `EngineConfig.on` makes it")
     pool = BlockPool(runner.pool.num_blocks)
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)

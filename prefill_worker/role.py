@@ -56,6 +56,9 @@ class PrefillRole(HandoffRole):
     def endpoint(self) -> Endpoint[Sending]:
         return self._sender
 
+    def epoch(self, incarnation: str) -> int:
+        return self._sender.epoch(incarnation)
+
     async def close(self, code: Code) -> None:
         await self._client.close(code)
 
@@ -124,6 +127,7 @@ class PrefillRole(HandoffRole):
             transfer_seconds=stats.transfer_seconds,
             handoff_seconds=stats.handoff_seconds,
             transfer_bytes=stats.nbytes,
+            grant_seconds=stats.grant_seconds,
         )
         self.worker.send(RequestEvent(request_id=key[0], attempt=key[1], transfer=report), last=True)
 

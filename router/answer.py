@@ -58,16 +58,15 @@ class Answer:
             self._gap(gap)
 
     def _message(self, piece: Piece) -> GenerateResponse:
-        request = self._request
-        message = GenerateResponse(
-            request_id=request.request_id,
-            text=piece.text,
-            token_ids=piece.token_ids,
-            index=request.index,
-            logprobs=piece.logprobs,
-            prompt_logprobs=piece.prompt_logprobs,
-        )
+        # Fields without a value cost time too, and there is a message for every few tokens.
+        message = GenerateResponse(request_id=self._request.request_id, text=piece.text, token_ids=piece.token_ids)
+        if self._request.index:
+            message.index = self._request.index
+        if piece.logprobs:
+            message.logprobs.extend(piece.logprobs)
+        if piece.prompt_logprobs:
+            message.prompt_logprobs.extend(piece.prompt_logprobs)
         if self._first:
             self._first = False
-            message.seed = request.sampling.seed
+            message.seed = self._request.sampling.seed
         return message

@@ -102,8 +102,9 @@ class RouterOptions:
     the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
 
     coalesce_ms: float = 10.0
-    """Longest time that tokens gather for one message to their client while the router has many streams: 0.16 ms for
-    each stream, up to this. The first tokens of a stream never wait. 0: a message for each token."""
+    """Longest time that a token waits for others, to be sent with them, while the router has many streams: up to
+    0.16 ms for each stream, and up to this. A router that has more to do than it can lets tokens gather for longer. The
+    first tokens of a stream never wait. 0: none does."""
 
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses

@@ -199,6 +199,8 @@ class Front:
     def note_end(self, ended: "Ended") -> None:
         """Notes in log and metrics how a completion ended."""
         trace, outcome, now = ended.trace, ended.outcome, time.monotonic()
+        if ended.failure:
+            trace.delayed("ended", ended.failure)
         self.requests.end(trace, outcome, now)
         record = trace.record(outcome, now)
         fields: dict[str, object] = {

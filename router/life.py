@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvrelay.router.trace import AttemptTrace, Outcome, RequestTrace
+from kvrelay.router.trace import AttemptTrace, Incident, Outcome, RequestTrace
 
 Stage = Literal["router", "queue", "prefill", "transfer", "decode_queue", "decode"]
 
@@ -62,6 +62,12 @@ class Life:
     tpot: float | None
     handoff: float | None
     """Seconds of the transfer after the end of prefill."""
+    grant: float | None
+    """Seconds from the offer of the KV to the decode worker's grant."""
+    incidents: tuple[Incident, ...]
+    """What delayed it; `at` is in seconds since receipt."""
+    longest_gap: tuple[float, float]
+    """The longest time between two messages with tokens, and when it ended, since receipt."""
 
 
 def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
@@ -84,7 +90,7 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
     return Life(
         id=trace.wire_id,
         index=trace.index,
-        received=time.time() - at(now),
+        received=time.time() - (time.monotonic() - since),
         outcome=outcome,
         age=at(now),
         spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
@@ -101,6 +107,9 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
         ttft=record.ttft_seconds,
         tpot=record.tpot_seconds,
         handoff=record.handoff_seconds,
+        grant=None if trace.transfer is None else trace.transfer.grant_seconds,
+        incidents=tuple(incident._replace(at=at(incident.at)) for incident in trace.incidents),
+        longest_gap=(trace.longest_gap[0], at(trace.longest_gap[1])),
     )
 
 

@@ -19,7 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import ClientCall, Load, ModelInfo, RouterHello
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
-from kvrelay.router.worker_stream import WorkerStream
+from kvrelay.router.worker_stream import OnForeign, WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
@@ -91,6 +91,7 @@ class WorkerRegistry:
         health: FleetHealth,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
+        on_foreign: OnForeign = lambda worker, prompt, block_size: None,
     ) -> None:
         """
         Args:
@@ -100,6 +101,7 @@ class WorkerRegistry:
             health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
+            on_foreign: called with each prompt of another router whose KV a worker has now.
         """
         self._name = name
         self._incarnation = incarnation
@@ -107,6 +109,7 @@ class WorkerRegistry:
         self._health = health
         self._on_change = on_change
         self._on_load = on_load
+        self._on_foreign = on_foreign
         self._unpaired: list[str] = []
         self._workers: dict[WorkerId, _Worker] = {}
         self._settled = False
@@ -222,7 +225,7 @@ class WorkerRegistry:
                 worker_incarnation=worker.id.incarnation,
             )
             worker.stream = stream = WorkerStream(
-                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load
+                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load, self._on_foreign
             )
             await stream.run()
             worker.dialed = True

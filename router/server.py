@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.worker_pb2 import Load, Requests
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
@@ -45,7 +46,9 @@ from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import public_server_options
 
@@ -93,8 +96,13 @@ class RouterServer:
         """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
+
+        def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
+            cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
+            policy.learn(worker, prompt.chain, cached, block_size)
+
         self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
@@ -124,7 +132,12 @@ class RouterServer:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+                config.supervisor,
+                credentials,
+                self._describe,
+                self.registry.update,
+                self._fenced.set,
+                tell=partial(asyncio.to_thread, describe, (credentials.certificates, self._certificates)),
             )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs

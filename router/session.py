@@ -54,7 +54,7 @@ from kvrelay.router.health import Trial
 from kvrelay.router.pacer import UNPACED_TOKENS
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import QueueFull
-from kvrelay.router.suspects import Suspicion
+from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
@@ -157,7 +157,7 @@ class Session:
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
             while True:
-                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun, on_wait=self._waits)
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
         except QueueFull:
@@ -214,10 +214,10 @@ class Session:
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
+                pacer = self._dispatch.pacer
+                if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := pacer.seconds):
+                    attempt.pause(time.monotonic() + pace, pacer)
                 await self._answer.send(piece)
-                if self._trace.completion_tokens >= UNPACED_TOKENS:
-                    attempt.pause()
-                    self._dispatch.pacer.pause(attempt.resume)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
@@ -310,8 +310,9 @@ class Session:
             self._dispatch.metrics.superseded()
             raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
-        reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
-        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | reason)
+        why = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
+        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | why)
+        self._trace.delayed("moved" if moves else "failed", failure.message)
         if failure.code == Failure.CODE_INVALID:
             # The worker's limits differ from those that the router checked.
             raise InvalidArgument(failure.message)
@@ -339,6 +340,7 @@ class Session:
         self._end_trial()
         self._trace.turned_away += 1
         logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        self._trace.delayed("wait", failure.message)
         await asyncio.sleep(BACKOFF_SECONDS)
         self._check_deadline()
         return await self._place_again(failure)
@@ -370,16 +372,7 @@ class Session:
         tried = failed.lost_while_computing()
         if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
-        given = self._request.sampling.ListFields()
-        shape = {
-            "prompt_tokens": self._trace.prompt_tokens,
-            "completion_tokens": self._trace.completion_tokens,
-            # Lists, biases and constraints may tell what the text is about.
-            "sampling": {
-                field.name: value for field, value in given if field.message_type is None and not field.is_repeated
-            },
-            "losses": self._suspicion.losses,
-        }
+        shape = shape_of(self._request.sampling, self._trace) | {"losses": self._suspicion.losses}
         logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
         raise InternalError(
             f"suspected of ending workers: {self._suspicion.losses} were lost while they computed this request. It is "
@@ -398,7 +391,9 @@ class Session:
         while True:
             attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
-                attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
+                attempt = await self._dispatch.queue.place(
+                    self._demand(), limit, start, first=True, on_wait=self._waits
+                )
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
                 raise self._given_up(failure, "no worker with capacity")
@@ -410,6 +405,7 @@ class Session:
 
     async def _workers_change(self, limit: float) -> bool:
         """Waits for a change of the workers; False if there is none until `limit`."""
+        self._waits()
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 await self._dispatch.registry.changed()
@@ -438,6 +434,9 @@ class Session:
         if failure.code == Failure.CODE_FULL:
             return Exhausted(f"the cluster is full ({why}): {failure.message}")
         return GivenUp(f"given up ({why}): {failure.message}")
+
+    def _waits(self) -> None:
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
 
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""

@@ -243,7 +243,7 @@ def _ended(ended: Sequence[Ended], received: float) -> Attributes:
     if first is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = first - received
     if traces:
-        attributes["gen_ai.response.id"] = attributes["kvrelay.request"] = traces[0].wire_id
+        attributes["kvrelay.request"] = traces[0].wire_id
         attributes["kvrelay.class"], attributes["kvrelay.tenant"] = traces[0].service, traces[0].tenant
     return attributes
 

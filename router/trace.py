@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
 from kvrelay.rpc.tracing import TraceContext
@@ -50,6 +50,22 @@ class RequestRecord:
 Observer = Callable[[RequestRecord], None]
 
 
+ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
+
+IncidentKind = Literal["wait", "failed", "moved", "ended"]
+"""It had to wait for workers; an attempt failed; it left workers that were stopped on purpose; it ended by an error."""
+
+
+class Incident(NamedTuple):
+    """Something that delayed a request, or ended it."""
+
+    kind: IncidentKind
+    at: float
+    """On the router's monotonic clock."""
+    why: str
+    """In words, without anything of a prompt."""
+
+
 class Handoff(NamedTuple):
     """KV that one worker has sent to another."""
 
@@ -86,17 +102,6 @@ class AttemptTrace:
     first_sent: float | None = None
     """When tokens of this attempt were sent to the client first, and last."""
     last_sent: float | None = None
-
-    def note(self, event: RequestEvent, now: float) -> None:
-        """Takes what an event of the attempt reports."""
-        if event.computed_tokens and self.prefill is None:
-            self.chunks.append((now, event.computed_tokens))
-        if event.HasField("prefill"):
-            self.prefill, self.prefill_at = event.prefill, now
-        if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, now
-        if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or now
 
 
 @dataclass(slots=True)
@@ -150,6 +155,10 @@ class RequestTrace:
     decode_at: float | None = None
     handoffs: list[Handoff] = field(default_factory=list)
     """Of all attempts."""
+    incidents: list[Incident] = field(default_factory=list)
+    """What delayed or ended it, the latest last."""
+    longest_gap: tuple[float, float] = (0.0, 0.0)
+    """The longest time between two messages with tokens: seconds, and when it ended."""
 
     @property
     def generated_tokens(self) -> int:
@@ -175,25 +184,45 @@ class RequestTrace:
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports. Most events report nothing."""
-        if self.tries:
-            self.tries[-1].note(event, time.monotonic())
-        if event.computed_tokens and self.prefill is None:
-            self.chunks.append((time.monotonic(), event.computed_tokens))
-        if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = event.prefill, time.monotonic()
+        """Takes what an event of the latest attempt reports. Most report nothing, and cost no look at the clock.
+
+        Reports are copied: a part of a message keeps the whole message in memory.
+        """
+        if event.computed_tokens:
+            self._note_chunk(event.computed_tokens, time.monotonic())
+        if event.HasField("prefill"):
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.prefill, latest.prefill_at = _copy(event.prefill), now
+            if self.prefill is None:
+                self.prefill, self.prefill_at = latest.prefill, now
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, time.monotonic()
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.transfer, latest.transfer_at = _copy(event.transfer), now
+            self.transfer, self.transfer_at = latest.transfer, now
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
+            latest = self.tries[-1]
+            self.decode_at = latest.decode_at = self.decode_at or time.monotonic()
+            self.decode = latest.decode = _copy(event.decode)
+
+    def _note_chunk(self, tokens: int, now: float) -> None:
+        """So many tokens of the prompt have their KV by now."""
+        latest = self.tries[-1]
+        if latest.prefill is None:
+            latest.chunks.append((now, tokens))
+        if self.prefill is None:
+            self.chunks.append((now, tokens))
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
         prompt_tokens = 0 if self.index else self.prompt_tokens
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
+
+    def delayed(self, kind: IncidentKind, why: str) -> None:
+        """Notes an incident."""
+        self.incidents.append(Incident(kind, time.monotonic(), why))
 
     def failed(self, reason: str) -> None:
         """Notes that the latest attempt has failed, and that the request waits for workers again."""
@@ -204,6 +233,8 @@ class RequestTrace:
     def sent(self, now: float) -> float | None:
         """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
         before, self.last_sent = self.last_sent, now
+        if before is not None:
+            self.longest_gap = max(self.longest_gap, (now - before, now))
         if self.first_sent is None:
             self.first_sent = now
         if self.tries:
@@ -268,3 +299,9 @@ class RequestTrace:
                 if each.prefill is not None
             ),
         )
+
+
+def _copy(report: ReportT) -> ReportT:
+    copy = type(report)()
+    copy.CopyFrom(report)
+    return copy

@@ -37,6 +37,8 @@ class TransferStats:
     """What no computation hid. Sender: end of prefill to acknowledgement. Receiver: news of that end to commit."""
     nbytes: int
     """KV bytes that crossed the link and verified."""
+    grant_seconds: float = 0.0
+    """Sender: offer to the first grant."""
 
 
 @dataclass(slots=True, eq=False)

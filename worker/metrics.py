@@ -1,7 +1,6 @@
 """What a worker records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,21 +8,11 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, Load, PrefillReport
 from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics.family import Family
 from kvrelay.rpc.metrics.metric_set import MetricSet, Total
 from kvrelay.transfer.endpoint import Endpoint, TransferStats
 
 _STATES = ("free", "cached", "held")
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What the metrics read whenever Prometheus does, perhaps on another thread."""
-
-    engine: Engine
-    load: Callable[[], Load]
-    """The worker's current load."""
-    endpoint: Endpoint[Any] | None
-    """This worker's end of its hand-offs; None for a co-located one."""
 
 
 class WorkerMetrics:
@@ -31,7 +20,41 @@ class WorkerMetrics:
 
     def __init__(self, worker: str, role: str) -> None:
         """`worker`, `role`: labels of each metric."""
-        self.metrics = metrics = MetricSet("worker", worker=worker, role=role)
+        self._worker = worker
+        self.metrics = MetricSet("worker", worker=worker, role=role)
+        self._totals: list[tuple[Total, Callable[[], int]]] = []
+        """Counts that are kept elsewhere. Each is read as one number, so no lock is needed."""
+        self._endpoint: Endpoint[Any] | None = None
+        self._bind()
+
+    def watch(self, engine: Engine, load: Callable[[], Load], endpoint: Endpoint[Any] | None) -> None:
+        """The model is loaded: from now on the metrics follow what the worker does.
+
+        Args:
+            load: the worker's current load.
+            endpoint: its end of its hand-offs; None for a co-located one.
+        """
+        self._count(engine, endpoint)
+
+        def update() -> None:
+            for total, count in self._totals:
+                total.set(count())
+            self._follow(load(), 0 if self._endpoint is None else self._endpoint.active)
+
+        self.metrics.before_scrape(update)
+        engine.on_step = self._on_step
+
+    def take_role(self, role: str, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
+        """The worker goes on in another role, with the same engine. What it has counted so far stays the old role's."""
+        for total, count in self._totals:
+            total.set(count())
+        self.metrics.relabel(worker=self._worker, role=role)
+        self._bind()
+        self._count(engine, endpoint)
+
+    def _bind(self) -> None:
+        """Looks up the series of the present role."""
+        metrics = self.metrics
         self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in families.STEP.values}
         self._sequences = metrics.histogram(families.BATCH_SEQUENCES)
         self._tokens = metrics.histogram(families.BATCH_TOKENS)
@@ -48,36 +71,29 @@ class WorkerMetrics:
         self._received_bytes = metrics.counter(families.RECEIVED_BYTES)
         self._fences = metrics.counter(families.WORKER_FENCES)
 
-    def watch(self, watched: Watched) -> None:
-        """The model is loaded: from now on the metrics follow what the worker does."""
-        engine, endpoint, total = watched.engine, watched.endpoint, self.metrics.total
-        scheduler = engine.scheduler
-        # Each is read as one number, so no lock is needed.
-        totals: list[tuple[Total, Callable[[], int]]] = [
-            (total(families.PREFIX_QUERIES), lambda: scheduler.prefix.queried_tokens),
-            (total(families.PREFIX_HITS), lambda: scheduler.prefix.hit_tokens),
-            (total(families.EVICTIONS), lambda: scheduler.prefix.pool.evictions),
-            (total(families.PREEMPTIONS), lambda: scheduler.preemptions),
+    def _count(self, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
+        """Follows what these count from now on."""
+        self._endpoint = endpoint
+        scheduler, prefix = engine.scheduler, engine.scheduler.prefix
+        counts: list[tuple[Family, tuple[str, ...], Callable[[], int]]] = [
+            (families.PREFIX_QUERIES, (), lambda: prefix.queried_tokens),
+            (families.PREFIX_HITS, (), lambda: prefix.hit_tokens),
+            (families.EVICTIONS, (), lambda: prefix.pool.evictions),
+            (families.PREEMPTIONS, (), lambda: scheduler.preemptions),
         ]
         if endpoint is not None:
-            totals += [
-                (total(families.CHECKSUM_FAILURES), lambda: endpoint.corrupt),
-                (total(families.FENCED_MESSAGES), lambda: endpoint.dropped),
-                (total(families.LEASES_EXPIRED), lambda: endpoint.expired),
-                (total(families.LINKS_ENDED), lambda: endpoint.links_ended),
+            counts += [
+                (families.CHECKSUM_FAILURES, (), lambda: endpoint.corrupt),
+                (families.FENCED_MESSAGES, (), lambda: endpoint.dropped),
+                (families.LEASES_EXPIRED, (), lambda: endpoint.expired),
+                (families.LINKS_ENDED, (), lambda: endpoint.links_ended),
             ]
-            totals += [
-                (total(families.HANDOFF_FAILURES, code), partial(endpoint.failures.__getitem__, code))
+            counts += [
+                (families.HANDOFF_FAILURES, (code,), partial(endpoint.failures.__getitem__, code))
                 for code in families.HANDOFF_REASON.values
             ]
-
-        def update() -> None:
-            for followed, count in totals:
-                followed.set(count())
-            self._follow(watched.load(), 0 if endpoint is None else endpoint.active)
-
-        self.metrics.before_scrape(update)
-        engine.on_step = self._on_step
+        total = self.metrics.total
+        self._totals = [(total(family, *values).begin(count()), count) for family, values, count in counts]
 
     def _follow(self, load: Load, leases: int) -> None:
         metrics = self.metrics

@@ -22,6 +22,7 @@ from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -42,9 +43,11 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.description import describe_worker
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.worker import Role, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +164,12 @@ class WorkerShell:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
+                config.supervisor,
+                credentials,
+                self._describe,
+                self._on_members,
+                lambda: self.fail(Fenced(identity)),
+                tell=self._tell,
             )
             self._heartbeat.start()
 
@@ -226,6 +234,13 @@ class WorkerShell:
         self._members = members
         if self.worker is not None:
             self.worker.role.members_changed(members)
+
+    async def _tell(self) -> Description:
+        worker = self.worker
+        found = await asyncio.to_thread(describe_worker, self._config, worker)
+        if worker is not None:
+            worker.role.tell(found)
+        return found
 
     def _describe(self) -> tuple[Member, Load]:
         worker = self.worker

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -42,11 +43,12 @@ from kvrelay.transfer.endpoint import Endpoint
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
-from kvrelay.worker.events import event_of
+from kvrelay.worker.events import PlainToken, event_of
 from kvrelay.worker.fences import Fences
+from kvrelay.worker.foreign_prompts import ForeignPrompts
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
-from kvrelay.worker.metrics import Watched, WorkerMetrics
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
 
@@ -112,19 +114,11 @@ class Role:
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""
 
+    def tell(self, found: Description) -> None:
+        """Adds what this role knows of transports and pairs. Event loop."""
+
     async def stop(self, cause: Failure.Cause) -> None:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHooks:
-    """How a worker reaches the process around it. `failed` may be called on any thread."""
-
-    load_changed: Callable[[], None]
-    """Blocks were freed: send a heartbeat now."""
-    failed: Callable[[BaseException], None]
-    """The worker can't go on."""
-    metrics: WorkerMetrics
 
 
 class Worker:
@@ -159,11 +153,12 @@ class Worker:
         self._submitted = 0
         """Requests that have come so far."""
         self._fences = Fences()
+        self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
-        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
+        self.metrics.watch(engine, self.load, self.role.endpoint)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -285,15 +280,13 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
+        self._foreign.note(live, event)
+        live.sent(len(event.token_ids))
         if event.HasField("prefill"):
             self.metrics.prefilled(event.prefill)
         if event.HasField("decode") and not live.decode_reported:
             live.decode_reported = True
             self.metrics.decoded(event.decode)
-        live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
-        if event.token_ids and live.expiry is not None:
-            live.expiry.cancel()
-            live.expiry = None
         if last:
             self._forget(key)
 
@@ -333,6 +326,7 @@ class Worker:
     def attach(self, stream: RelayStream) -> None:
         """A router has come; it gets the load whenever that changes."""
         self._loads.attach(stream)
+        self._foreign.attach(stream)
 
     def submit(self, submit: Submit, stream: RelayStream) -> None:
         """Takes a request, or refuses it on the stream that it came on."""
@@ -346,11 +340,7 @@ class Worker:
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
-        # A copy: a part of a message keeps the whole message in memory.
-        client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(
-            request, submit.peer, stream, expiry, client_call, submit.trial_tokens, submit.trace_id
-        )
+        self._live[key] = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:
@@ -390,6 +380,7 @@ class Worker:
     def abandon(self, stream: RelayStream) -> None:
         """The stream is over: cancels every request that was submitted on it."""
         self._loads.detach(stream)
+        self._foreign.detach(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
             self.cancel(key, stream)
 
@@ -456,10 +447,14 @@ class Worker:
         if self._loads.update(reading, tell=tell):
             self._hooks.load_changed()
 
-    def _deliver(self, events: Sequence[RequestEvent], reading: Reading) -> None:
+    def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: Reading) -> None:
         self._set_load(reading)
         for event in events:
-            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            if isinstance(event, RequestEvent):
+                self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            elif (live := self._live.get(event.key)) is not None:
+                live.stream.push_token(live.slot, event)
+                live.sent(1)
 
     # Engine thread.
 

@@ -11,7 +11,9 @@ PREFLIGHT_SECONDS = 600
 
 def allow(app: web.Application, origins: Iterable[str]) -> None:
     """Allows `origins` every route that the application has so far. No cookies: an API key is a header."""
-    options = aiohttp_cors.ResourceOptions(allow_headers="*", expose_headers="*", max_age=PREFLIGHT_SECONDS)
+    options = aiohttp_cors.ResourceOptions(  # type: ignore[no-untyped-call]  # its signature has no types
+        allow_headers="*", expose_headers="*", max_age=PREFLIGHT_SECONDS
+    )
     allowed = aiohttp_cors.setup(app, defaults=dict.fromkeys(origins, options))
     for route in list(app.router.routes()):
         allowed.add(route)

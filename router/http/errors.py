@@ -12,6 +12,7 @@ from kvrelay.router.errors import (
     GivenUp,
     InvalidArgument,
     InvalidRequest,
+    NotKept,
     PromptTooLong,
     RequestError,
 )
@@ -82,6 +83,8 @@ def body_of(error: RequestError) -> bytes:
 def _code(error: RequestError) -> str | None:
     if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
+    if isinstance(error, NotKept):
+        return "request_not_found"
     if isinstance(error, BadField):
         return error.name
     return "invalid_value" if isinstance(error, InvalidRequest) else CODES.get(status_of(error))

@@ -29,7 +29,7 @@ class Label:
     """How many values it has at most, in words, if they are known only at run time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Family:
     """One metric, with all of its series."""
 

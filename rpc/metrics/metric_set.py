@@ -28,6 +28,8 @@ class MetricSet:
         # Collectors are asked in the order of their registration, so this one updates the others' values.
         self._updates = _Updates()
         self.registry.register(self._updates)
+        self._found: dict[tuple[Family, tuple[str, ...]], Any] = {}
+        """Series that were asked for before."""
         self._metrics = {family: self._make(family) for family in FAMILIES if family.part == part}
         build = Gauge(BUILD_NAME, BUILD_HELP, BUILD_LABELS, registry=self.registry)
         build.labels(version("kvrelay"), part, next(iter(common.values()), part)).set(1)
@@ -49,8 +51,18 @@ class MetricSet:
         """As `counter`."""
         return self._series(family, values)  # type: ignore[no-any-return]
 
+    def relabel(self, **common: str) -> None:
+        """From now on the part's common labels have other values: gauges have those only, what was counted stays."""
+        self._common = tuple(common.values())
+        self._found.clear()
+        for family, metric in self._metrics.items():
+            if family.kind == "gauge":
+                metric.clear()
+            self._begin(family, metric)
+
     def forget(self, family: Family, *values: str) -> None:
         """Removes a series that will get no more values."""
+        self._found.pop((family, values), None)
         self._metrics[family].remove(*self._common, *values)
 
     def total(self, family: Family, *values: str) -> "Total":
@@ -58,8 +70,12 @@ class MetricSet:
         return Total(self.counter(family, *values))
 
     def _series(self, family: Family, values: tuple[str, ...]) -> Any:
-        metric = self._metrics[family]
-        return metric.labels(*self._common, *values) if self._common or values else metric
+        found = self._found.get((family, values))
+        if found is None:
+            metric = self._metrics[family]
+            found = metric.labels(*self._common, *values) if self._common or values else metric
+            self._found[family, values] = found
+        return found
 
     def _make(self, family: Family) -> Metric:
         metric: Metric
@@ -71,11 +87,14 @@ class MetricSet:
             metric = Histogram(
                 family.name, family.help, family.label_names, registry=self.registry, buckets=family.buckets
             )
-        # A series that appears with its first event hides that event from `rate`.
+        self._begin(family, metric)
+        return metric
+
+    def _begin(self, family: Family, metric: Metric) -> None:
+        """Makes the series whose labels are known: one that appears with its first event hides that from `rate`."""
         if family.label_names:
             for values in itertools.product(*(label.values for label in family.labels)):
                 metric.labels(*self._common, *values)
-        return metric
 
 
 class Total:
@@ -84,6 +103,11 @@ class Total:
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
         self._seen = 0
+
+    def begin(self, count: int) -> "Total":
+        """What was counted so far belongs to another series."""
+        self._seen = count
+        return self
 
     def set(self, count: int) -> None:
         """The count is `count` now."""

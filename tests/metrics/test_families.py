@@ -2,12 +2,13 @@
 
 import re
 from itertools import pairwise
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from kvrelay.internal.v1.supervisor_pb2 import MemberState, Role
-from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load
 from kvrelay.router.attempt_outcome import AttemptFailure
 from kvrelay.router.metrics import MAX_TENANTS, RouterMetrics
 from kvrelay.router.trace import Outcome, RequestRecord
@@ -15,7 +16,9 @@ from kvrelay.rpc.metrics import families
 from kvrelay.rpc.metrics.families import FAMILIES
 from kvrelay.rpc.metrics.family import SECONDS, Family
 from kvrelay.rpc.metrics.metric_set import MetricSet
+from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.messages import Code
+from kvrelay.worker.metrics import WorkerMetrics
 
 COMMON = {"router": {"router": "router-0"}, "worker": {"worker": "decode-0", "role": "decode"}, "supervisor": {}}
 
@@ -74,6 +77,35 @@ def test_series_whose_labels_are_known_exist_before_their_first_event(part: str)
     exported = {sample.name for metric in metrics.registry.collect() for sample in metric.samples}
     known = [family for family in FAMILIES if family.part == part and all(label.values for label in family.labels)]
     assert {sample for family in known for sample in family.samples} <= exported
+
+
+def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
+    prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(prefix=prefix, preemptions=0), on_step=None)
+    metrics = WorkerMetrics("worker-0", "prefill")
+    metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None)
+
+    def values(name: str) -> dict[str, float]:
+        """By role, of the series without further labels, or free."""
+        return {
+            sample.labels["role"]: sample.value
+            for metric in metrics.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == name and sample.labels.get("state", "free") == "free"
+        }
+
+    prefix.hit_tokens = 10
+    metrics.sent(TransferStats(1.0, 0.5, 100))
+    assert values("kvrelay_worker_prefix_hit_tokens_total") == {"prefill": 10}
+    prefix.hit_tokens = 15
+    metrics.take_role("decode", engine, None)
+    prefix.hit_tokens = 17
+    metrics.received(TransferStats(1.0, 0.5, 7))
+    assert values("kvrelay_worker_prefix_hit_tokens_total") == {"prefill": 15, "decode": 2}
+    assert values("kvrelay_transfer_sent_bytes_total") == {"prefill": 100, "decode": 0}
+    assert values("kvrelay_transfer_received_bytes_total") == {"prefill": 0, "decode": 7}
+    assert values("kvrelay_transfer_duration_seconds_count") == {"prefill": 1, "decode": 1}
+    assert values("kvrelay_worker_kv_blocks") == {"decode": 4}, "a worker has one role at a time"
 
 
 def test_tenants_beyond_a_bound_share_a_series() -> None:

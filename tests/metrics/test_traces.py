@@ -2,19 +2,26 @@
 
 import asyncio
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.router.spans import SpanExport
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1 import inference_pb2 as pb
-from support.faults import OUT, PROMPT, prompt_of, scene
+from support.faults import OUT, PROMPT, Scene, prompt_of, scene
 from support.http_calls import CHAT, HELLO, serving, token_at
+from support.processes import wait_until
 from support.router_fakes import FakeWorker, colocated_of, run
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", reason="the extra `otel` is not installed")
@@ -24,8 +31,41 @@ from support.collector import Collector, Received, collecting  # needs the extra
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 SERVER = 2
-RETRIED = "one"
+RETRIED, CORRUPTED = "one", "two"
+PORT = {"metrics_port": 0}
+LOST = ("lost", "peer_lost")
+"""Either the router or the decode worker notices the loss first."""
 SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A cluster that has lost a prefill worker and received a damaged frame."""
+
+    scene: Scene
+    spans: list[Received]
+    """Of the request RETRIED."""
+    lines: list[dict[str, Any]]
+    """The logs of all processes."""
+
+    def total(self, name: str, **labels: str) -> float:
+        """A metric's sum over all processes that serve theirs."""
+        status = self.scene.cluster.status()
+        addresses = [member.member.metrics_address for member in status.members] + [status.metrics_address]
+        return sum(
+            sample.value
+            for address in addresses
+            for metric in self._scraped(address)
+            for sample in metric.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def _scraped(self, address: str) -> list[Metric]:
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=SECONDS) as response:
+                return list(text_string_to_metric_families(response.read().decode()))
+        except urllib.error.URLError:
+            return []  # the killed one
 
 
 @contextmanager
@@ -49,11 +89,15 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Traced"]:
+def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     """The spans, and the log lines of all processes, of a request whose first prefill worker was killed."""
-    rules = [f"prefill.after_finish,request={RETRIED},attempt=1:kill"]
+    rules = [
+        f"prefill.after_finish,request={RETRIED},attempt=1:kill",
+        f"arrived,index=1,request={CORRUPTED},attempt=1,times=1:corrupt(1)",
+    ]
     options = {"otlp_endpoint": collector.endpoint}
-    with scene(tmp_path_factory.mktemp("traced"), rules, losses=True, router=options) as it:
+    ports = {"worker": PORT, "router": {**options, **PORT}, "supervisor": PORT}
+    with scene(tmp_path_factory.mktemp("traced"), rules, losses=True, **ports) as it:
         request = pb.GenerateRequest(
             request_id=RETRIED,
             token_ids=pb.TokenIds(ids=prompt_of(RETRIED)),
@@ -69,25 +113,24 @@ def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
             for name, process in it.cluster.processes.items()
             for line in map(json.loads, filter(lambda line: line.startswith("{"), process.log.read_text().splitlines()))
         ]
-        yield spans, lines
-
-
-Traced = tuple[list[Received], list[dict[str, object]]]
+        assert it.ask(CORRUPTED).timeline.retries == 1
+        yield Traced(it, spans, lines)
 
 
 def test_a_request_is_one_trace_with_a_span_for_each_attempt_and_stage(traced: Traced) -> None:
-    spans, _ = traced
+    spans = traced.spans
     (root,) = [span for span in spans if span.parent == SPAN]
     assert (root.name, root.kind, root.failed) == ("text_completion hash", SERVER, False)
     failed, second = below(spans, root)
     assert [span.name for span in (failed, second)] == ["attempt", "attempt"]
-    assert (failed.failed, failed.attributes["error.type"]) == (True, "lost")
+    assert failed.failed
+    assert failed.attributes["error.type"] in LOST
     assert not second.failed
     assert failed.end <= second.start
     stages = ["router.queue", "placement", "prefill.queue", "prefill", "transfer", "decode.queue", "decode"]
     names = [span.name for span in below(spans, second)]
     assert sorted(names) == sorted(stages)
-    assert {"router.queue", "placement", "prefill.queue"} <= {span.name for span in below(spans, failed)}
+    assert {"router.queue", "placement", "prefill"} <= {span.name for span in below(spans, failed)}
     for parent in (root, failed, second):
         for span in below(spans, parent):
             assert parent.encloses(span), (parent, span)
@@ -99,7 +142,7 @@ def test_a_request_is_one_trace_with_a_span_for_each_attempt_and_stage(traced: T
 
 
 def test_the_attributes_follow_the_conventions(traced: Traced, collector: Collector) -> None:
-    spans, _ = traced
+    spans = traced.spans
     (root,) = [span for span in spans if span.parent == SPAN]
     expected = {
         "gen_ai.operation.name": "text_completion",
@@ -108,11 +151,11 @@ def test_the_attributes_follow_the_conventions(traced: Traced, collector: Collec
         "gen_ai.usage.input_tokens": PROMPT,
         "gen_ai.usage.output_tokens": OUT,
         "gen_ai.response.finish_reasons": ["length"],
-        "kvrelay.request": RETRIED,
         "kvrelay.retries": 1,
         "kvrelay.class": "default",
     }
     assert {name: root.attributes.get(name) for name in expected} == expected
+    assert root.attributes["kvrelay.request"].startswith(RETRIED), "as the logs name it"
     assert 0 < root.attributes["gen_ai.response.time_to_first_chunk"] < SECONDS
     known = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
     names = {value for name, value in vars(known).items() if name.startswith("GEN_AI_")}
@@ -127,7 +170,7 @@ def test_the_attributes_follow_the_conventions(traced: Traced, collector: Collec
 
 
 def test_every_line_about_the_request_has_its_trace(traced: Traced) -> None:
-    _, lines = traced
+    lines = traced.lines
     about = [line for line in lines if line.get("request") == "one" or str(line.get("request", "")).startswith("one")]
     messages = {(line["process"], line["message"]) for line in about}
     assert ("router-0", "request ended") in messages
@@ -136,6 +179,24 @@ def test_every_line_about_the_request_has_its_trace(traced: Traced) -> None:
         assert line["trace_id"] == TRACE, line
         assert line["attempt"] in (1, 2), line
         assert line.get("worker") or line.get("prefill"), line
+
+
+def test_what_went_wrong_is_counted_where_it_was_seen(traced: Traced) -> None:
+    total = traced.total
+    assert total("kvrelay_transfer_checksum_failures_total", role="decode") == 1
+    assert total("kvrelay_transfer_failures_total", role="decode", reason="corrupt") == 1
+    assert sum(total("kvrelay_router_attempt_failures_total", reason=reason) for reason in LOST) == 1
+    assert total("kvrelay_router_attempt_failures_total") == total("kvrelay_router_retries_total") == 2
+    assert total("kvrelay_router_attempts_total") == 4
+    assert total("kvrelay_transfer_links_ended_total") >= 1
+
+    def declared() -> bool:
+        return total("kvrelay_supervisor_deaths_total", role="prefill") == 1
+
+    wait_until(declared, "the killed worker is declared dead", SECONDS)
+    assert total("kvrelay_supervisor_members", role="prefill", state="dead") == 1
+    assert total("kvrelay_supervisor_deaths_total") == 1
+    assert total("kvrelay_worker_kv_blocks", state="held") == 0
 
 
 def test_both_faces_continue_the_callers_trace(tmp_path: Path, collector: Collector) -> None:

@@ -57,6 +57,7 @@ class SlowHashRunner(HashRunner):
 
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
     """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
+    config = config.on("cpu")
     runner = SlowHashRunner(config.kv_memory_bytes // WORKER_LAYOUT.block_bytes, WORKER_LAYOUT, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)

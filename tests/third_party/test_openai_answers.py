@@ -43,7 +43,7 @@ async def calling(
 ) -> AsyncIterator[tuple[FakeCluster, Any]]:
     """A router, and a client of it."""
     async with serving(folder, *workers, **config) as (cluster, http):
-        client = make(base_url=f"{http.base}/v1", api_key="none", max_retries=0, timeout=20)
+        client = make(base_url=f"{http.base}/v1", api_key="none", max_retries=0, timeout=50)
         try:
             yield cluster, client
         finally:

@@ -21,7 +21,7 @@ KEY = "right"
 
 
 def client_of(base: str, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(**{"base_url": f"{base}/v1", "api_key": KEY, "max_retries": 0, "timeout": 20, **options})
+    return AsyncOpenAI(**{"base_url": f"{base}/v1", "api_key": KEY, "max_retries": 0, "timeout": 50, **options})
 
 
 def keys(folder: Path, *options: str) -> str:
@@ -156,7 +156,10 @@ def test_defects_and_lost_workers(tmp_path: Path) -> None:
 
     async def test() -> None:
         worker = FakeWorker("colocated-0", "colocated", failing)
-        async with serving(tmp_path, worker, worker_wait_seconds=0.0) as (cluster, http), client_of(http.base) as client:
+        async with (
+            serving(tmp_path, worker, worker_wait_seconds=0.0) as (cluster, http),
+            client_of(http.base) as client,
+        ):
             with pytest.raises(openai.InternalServerError) as caught:
                 await client.completions.create(**ASKED)
             assert (caught.value.status_code, caught.value.type) == (500, "server_error")
@@ -208,16 +211,16 @@ def test_a_router_that_stops(tmp_path: Path) -> None:
         job.send(job.base, (40,))
 
     async def test() -> None:
-        async with serving(tmp_path, FakeWorker("colocated-0", "colocated", some)) as (cluster, http):
-            async with client_of(http.base) as client:
-                stream = await client.completions.create(**ASKED, stream=True)
-                assert await anext(stream)
-                stopping = asyncio.create_task(cluster.router.stop(0.3))
-                with pytest.raises(openai.APIError, match="shutting down"):
-                    async for _ in stream:
-                        pass
-                await stopping
-                with pytest.raises(openai.APIConnectionError):
-                    await client.completions.create(**ASKED)
+        worker = FakeWorker("colocated-0", "colocated", some)
+        async with serving(tmp_path, worker) as (cluster, http), client_of(http.base) as client:
+            stream = await client.completions.create(**ASKED, stream=True)
+            assert await anext(stream)
+            stopping = asyncio.create_task(cluster.router.stop(0.3))
+            with pytest.raises(openai.APIError, match="shutting down"):
+                async for _ in stream:
+                    pass
+            await stopping
+            with pytest.raises(openai.APIConnectionError):
+                await client.completions.create(**ASKED)
 
     run(test)
