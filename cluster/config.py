@@ -332,11 +332,15 @@ class ClusterConfig(Section):
         if gpus == 0 and engine.device == "auto":
             engine = replace(engine, device="cpu")  # Ray doesn't hide the GPUs from actors that reserve none
         part = engine.memory_part
-        if part == 0 and isinstance(gpus, float) and gpus > 0 and engine.device != "cpu":
-            part = min(1.0, gpus)
+        if part == 0 and not self._on_cpus(role):
+            part = 1.0 if gpus == AUTO else gpus
         elif part == 0 and self.local:
-            part = 1 / self._count([each for each in ROLES if self.role(each).gpus in (0, AUTO)] or ROLES)
+            part = 1 / self._count(filter(self._on_cpus, ROLES))
         return replace(engine, memory_part=part)
+
+    def _on_cpus(self, role: WorkerRole) -> bool:
+        """Whether a role's workers have no GPU, as far as that is known, or don't use it."""
+        return self.role(role).gpus in (0, AUTO) or self._engine(role).device == "cpu"
 
     def router_configs(self) -> list[RouterConfig]:
         """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""

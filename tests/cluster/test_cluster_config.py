@@ -214,6 +214,7 @@ def test_gpus_that_are_not_there_are_refused_on_this_machine_only(given: dict[st
         (1, {}, [0.5, 0.5]),
         (1, {"prefill": {"gpus": 1}, "decode": {"replicas": 2}}, [1.0, 0.5, 0.5]),
         (0, {"engine": {"memory_part": 0.2}}, [0.2, 0.2]),
+        (2, {"prefill": {"gpus": 1, "engine": {"device": "cpu"}}, "decode": {"gpus": 1}}, [1.0, 1.0]),
         (0, {"ray": {"address": "auto"}}, [0, 0]),  # each by the CPUs that it gets of its node
     ],
 )

@@ -1,5 +1,6 @@
 """How much memory a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,11 +84,16 @@ def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(of_device.tempfile, "gettempdir", lambda: str(tmp_path))
     small = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
     free, taken = 64 * small.block_bytes, []
+    together = threading.Barrier(2)
 
     @dataclass
     class Shared(FakeMemory):
         def free(self) -> int:
-            return free - sum(taken)
+            found = free - sum(taken)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(0.2)  # for another worker to look before this one takes its part
+            together.reset()
+            return found
 
     def allocate(layout: KVLayout, amount: int, device: str) -> int:
         taken.append(amount)

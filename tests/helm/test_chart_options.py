@@ -1,5 +1,6 @@
 """The effect of single values of the chart."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,10 @@ def test_a_pod_monitor_finds_every_pod(pair):
     spec = pair.one("PodMonitor")["spec"]
     assert pair.selected(spec["selector"]["matchLabels"]) == set(pair.templates)
     (endpoint,) = spec["podMetricsEndpoints"]
+    (rename,) = endpoint["metricRelabelings"]
+    pattern = re.compile(rename["regex"])
+    assert pattern.fullmatch("ray_kvrelay_router_requests_total").expand(r"\1") == "kvrelay_router_requests_total"
+    assert pattern.fullmatch("ray_tasks") is None
     for template in pair.templates.values():
         ports = template["spec"]["containers"][0]["ports"]
         assert [port["containerPort"] for port in ports if port["name"] == endpoint["port"]] == [8080]
