@@ -10,6 +10,7 @@ from kvrelay.rpc.security import SecurityConfig
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
+
 @dataclass(frozen=True, slots=True)
 class ServiceClass:
     """A class of service, which requests ask for by its name."""

@@ -301,7 +301,8 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
     options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
-    assert options == {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port"}
+    own = {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port", "metrics_port"}
+    assert options == own
     shared = {field.name for field in fields(RouterOptions)}
     assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
 

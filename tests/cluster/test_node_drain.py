@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster import actors
 from kvrelay.cluster.actors import LEAVING, ServerActor
 from kvrelay.cluster.node_drain import VARIABLE, Registration, drain
+from kvrelay.rpc.metrics.metric_set import MetricSet
 
 SECONDS = 60.0
 
@@ -22,6 +24,7 @@ class Serving:
     address = "127.0.0.1:1"
 
     def __init__(self) -> None:
+        self.metrics = MetricSet("supervisor")
         self.finish = threading.Event()
         self.grace: float | None = None
 
@@ -46,6 +49,12 @@ class Member(ServerActor[Serving]):
         super().__init__("worker", "decode-0", "decode-0", lambda: server, "")
         # It would end this process as it ends its own.
         self._deadline.set = lambda *_: None  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent of Ray is here to take the metrics."""
+    monkeypatch.setattr(actors, "RayExport", lambda metrics: None)
 
 
 @pytest.fixture
