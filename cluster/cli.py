@@ -127,7 +127,7 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in status_of.incompatible_workers(found):
+        for line in (*status_of.changes(found), *status_of.incompatible_workers(found)):
             console.print(line)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.membership import ready_routers
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -18,6 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     MemberStatus,
     Role,
+    Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.compatibility import groups, unpaired
@@ -101,6 +103,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
 
@@ -133,6 +136,34 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             member.incarnation[:8],
         )
     return table
+
+
+def _desired(status: GetStatusResponse) -> dict[str, Any]:
+    """The desired state, and whether the cluster has it."""
+    desired = status.desired
+    return {
+        "revision": desired.revision,
+        "config": desired.config,
+        "settled": status.settled,
+        "halted": desired.halted or None,
+        "members": [
+            {
+                "name": member.name,
+                "role": _role(member.role),
+                "config": member.config,
+                "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
+                "replaces": member.replaces or None,
+                "trouble": status.troubles.get(member.name),
+            }
+            for member in desired.members
+        ],
+    }
+
+
+def changes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each member that isn't as desired, and for a rolling change that has stopped; none if all is."""
+    lines = [f"{each.name}: {each.text}" for each in progress(status) if not each.settled]
+    return [*lines, f"the rolling change has stopped: {status.desired.halted}"] if status.desired.halted else lines
 
 
 def _process(entry: MemberStatus) -> dict[str, Any]:
