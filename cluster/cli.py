@@ -149,6 +149,7 @@ def status(as_json: bool) -> None:
 @click.option(
     "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
 )
+@click.option("--n", type=click.IntRange(1, 128), metavar="N", help="Completions, one after the other (default 1).")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option(

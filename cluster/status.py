@@ -11,14 +11,13 @@ from rich.table import Table
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     GetStatusRequest,
     GetStatusResponse,
-    MemberState,
     MemberStatus,
-    Role,
     Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
@@ -100,6 +99,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     return {
         "supervised": supervised,
         "ready": status.ready,
+        "metrics": status.metrics_address or None,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
@@ -128,8 +128,8 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
         counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
         table.add_row(
             member.name,
-            _role(member.role),
-            _state(member.state),
+            role_name(member.role),
+            state_name(member.state),
             str(member.pid),
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
@@ -149,7 +149,7 @@ def _desired(status: GetStatusResponse) -> dict[str, Any]:
         "members": [
             {
                 "name": member.name,
-                "role": _role(member.role),
+                "role": role_name(member.role),
                 "config": member.config,
                 "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
                 "replaces": member.replaces or None,
@@ -172,7 +172,7 @@ def _process(entry: MemberStatus) -> dict[str, Any]:
         "pid": member.pid,
         "incarnation": member.incarnation,
         "generation": member.generation,
-        "state": _state(member.state),
+        "state": state_name(member.state),
     }
 
 
@@ -182,6 +182,7 @@ def _router_entry(entry: MemberStatus) -> dict[str, Any]:
         "name": entry.member.name,
         "address": entry.member.address,
         "http": entry.member.http_address or None,
+        "metrics": entry.member.metrics_address or entry.member.http_address or None,
         **_process(entry),
         "requests": requests,
     }
@@ -191,7 +192,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
     blocks, requests = entry.load.blocks, entry.load.requests
     return {
         "name": entry.member.name,
-        "role": _role(entry.member.role),
+        "role": role_name(entry.member.role),
+        "metrics": entry.member.metrics_address or None,
         **_process(entry),
         "compatibility": entry.member.compatibility,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
@@ -202,11 +204,3 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
 def _router(status: GetStatusResponse) -> str | None:
     """host:port of each router that is ready, with commas between."""
     return ",".join(ready_routers(entry.member for entry in status.members)) or None
-
-
-def _role(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _state(state: MemberState) -> str:
-    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()
