@@ -137,7 +137,7 @@ class ServerActor(Generic[ServerT]):
 
 
 class WorkerActor(ServerActor[Server]):
-    """One worker; `prefill-0 (prefill, rank 0, gpu 0)` on the dashboard."""
+    """One worker; `worker-0 (prefill, rank 0, gpu 0)` on the dashboard."""
 
     def __init__(self, config: WorkerConfig, local: bool, token: str) -> None:
         # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
@@ -185,17 +185,9 @@ def _part_of_node() -> float:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    if config.role == "prefill":
-        from kvrelay.prefill_worker.server import prefill_server
+    from kvrelay.cluster.worker import worker_server
 
-        return prefill_server(config)
-    if config.role == "decode":
-        from kvrelay.decode_worker.server import decode_server
-
-        return decode_server(config)
-    from kvrelay.worker.server import WorkerServer
-
-    return WorkerServer(config)
+    return worker_server(config)
 
 
 def _router(config: RouterConfig) -> Server:

@@ -28,19 +28,21 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 FILE_WIDTH = 160
 
 
-COMMANDS = ("bench", "doctor", "logs", "top")
-"""Commands with a module of their own in `commands`, imported when they are called or listed."""
+COMMANDS = {name: name for name in ("bench", "doctor", "logs", "top")} | dict.fromkeys(
+    ("scale", "drain", "role", "upgrade", "restart"), "change"
+)
+"""Commands of the modules in `commands`, which are imported when a command is called or listed."""
 
 
 class OneLineErrors(click.Group):
-    """A group whose errors are single lines on stderr. It has the commands of the modules in COMMANDS, too."""
+    """A group whose errors are single lines on stderr. It has those of COMMANDS, too."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in COMMANDS:
-            module = import_module(f"kvrelay.cluster.commands.{cmd_name}")
+            module = import_module(f"kvrelay.cluster.commands.{COMMANDS[cmd_name]}")
             return cast("click.Command", getattr(module, cmd_name))
         return super().get_command(ctx, cmd_name)
 
@@ -141,7 +143,11 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in (*status_of.incompatible_workers(found), *status_of.context_notes(found)):
+        for line in (
+            *status_of.changes(found),
+            *status_of.incompatible_workers(found),
+            *status_of.context_notes(found),
+        ):
             console.print(line)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
 
+from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.engine.automatic import Automatic
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
@@ -114,7 +115,8 @@ class RouterSection(RouterOptions):
     port_step: int = 1
     """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same:
     routers with addresses of their own, or routers on one machine, which share the ports. Each connection is then one
-    router's, so more of them serve more streams."""
+    router's, so more of them serve more streams. Routers that share ports are upgraded without a gap, even a single
+    one: the next one serves before the present one leaves."""
 
     cpus: Amount = 1.0
     """CPUs that Ray reserves for each router."""
@@ -198,6 +200,8 @@ class ClusterConfig(Section):
     metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
+    switch_seconds: float = Field(default=0.5, ge=0, le=3600)
+    """Time that a worker's requests are given to finish when it takes another role; then they move to other workers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -233,16 +237,19 @@ class ClusterConfig(Section):
         allowed = "at least 1 with prefill workers, which hand their KV over to decode workers; or prefill.replicas 0"
         require(decode > 0 or prefill == 0, "decode.replicas", decode, allowed)
 
-    def _require_device(self, role: WorkerRole) -> None:
+    def _require_device(self, role: WorkerRole, replicas: int | None = None) -> None:
+        """Refuses workers that are to compute on a GPU and have none; `replicas`: of the role, if they are others."""
         section = self.role(role)
         device = self._engine(role).device
+        workers = section.replicas if replicas is None else replicas
         allowed = "auto or cpu for workers without a GPU (gpus is 0)"
-        require(section.gpus != 0 or device != "cuda" or not section.replicas, f"{role}.engine.device", device, allowed)
+        require(section.gpus != 0 or device != "cuda" or not workers, f"{role}.engine.device", device, allowed)
 
     def _require_ports(self) -> None:
         chosen = self.router.grpc_port > 0 and self.router.http_port != 0
         allowed = "1 or more, since the routers would share ports that are not chosen"
-        require(not self._share_ports or chosen, "router.port_step", self.router.port_step, allowed)
+        shared = self.share_ports and self.router.replicas > 1
+        require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
         workers = sum(self.role(role).replicas for role in ROLES)
         for name, count in (("router_port", self.router.replicas), ("worker_port", workers)):
             port = getattr(self.metrics, name)
@@ -250,8 +257,9 @@ class ClusterConfig(Section):
             require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
 
     @property
-    def _share_ports(self) -> bool:
-        return self.local and self.router.replicas > 1 and self.router.port_step == 0
+    def share_ports(self) -> bool:
+        """Whether routers on this machine serve the same ports."""
+        return self.local and self.router.port_step == 0 and self.router.grpc_port > 0
 
     def _require_resources(self, role: WorkerRole | None) -> None:
         reserved = bool(self.bundle(role))
@@ -295,39 +303,62 @@ class ClusterConfig(Section):
         workers = self._count(takers)
         # Rounded down to what Ray counts in, so that the parts of one GPU fit on it.
         part = math.floor(1e4 / math.ceil(workers / offered)) / 1e4 if workers and offered else 0.0
-        gpus = {role: part if role in takers else 0.0 for role in ROLES if self.role(role).gpus == AUTO}
-        given = self.model_copy(
+        given = [self.role(role).gpus for role in ROLES if self.role(role).replicas and self.role(role).gpus != AUTO]
+        # Workers that are added to a role later have the part of the others.
+        usual = part if workers else max(given, default=0.0)
+        gpus = {role: usual if role in takers else 0.0 for role in ROLES if self.role(role).gpus == AUTO}
+        fitted = self.model_copy(
             update={role: self.role(role).model_copy(update={"gpus": amount}) for role, amount in gpus.items()}
         )
         for role in gpus:
-            given._require_device(role)
-        return given
+            fitted._require_device(role)
+        return fitted
 
-    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
-        """Each worker's options, without the supervisor's address: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
+    def members(self) -> dict[str, MemberRole]:
+        """The members that a cluster begins with: `worker-0`, `worker-1`, ..., `router-0`, ... A worker's name is not
+        tied to its role."""
+        roles = [role for role in ROLES for _ in range(self.role(role).replicas)]
+        workers: dict[str, MemberRole] = {f"worker-{index}": role for index, role in enumerate(roles)}
+        return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
-        Default of `threads`: on one machine the workers share its `cores` (default: those that this process may use);
-        on a Ray cluster each takes the CPUs that are reserved for it.
+    def startable(self, role: WorkerRole) -> str:
+        """Why no further worker of this role can be started; empty if it can."""
+        try:
+            self._require_device(role, replicas=1)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def worker_config(self, name: str, role: WorkerRole, cores: int | None = None) -> WorkerConfig:
+        """A worker's options, without the supervisor's address.
+
+        Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
+        that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
         share = max(1, (cores or available_cores()) // self._count(ROLES))
-        return [
-            WorkerConfig(
-                name=f"{role}-{index}",
-                role=role,
-                model=self.model.path,
-                dtype=self.model.dtype,
-                engine=self._placed(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
-                transfer=self.transfer,
-                metrics_port=self.metrics.worker_port,
-                drain_seconds=self.drain_seconds,
-                security=self.security,
-            )
-            for role in ROLES
-            for index in range(self.role(role).replicas)
-        ]
+        return WorkerConfig(
+            name=name,
+            role=role,
+            model=self.model.path,
+            dtype=self.model.dtype,
+            engine=self._placed(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
+            transfer=self.transfer,
+            metrics_port=self.metrics.worker_port,
+            drain_seconds=self.drain_seconds,
+            switch_seconds=self.switch_seconds,
+            security=self.security,
+        )
+
+    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
+        """The options of each worker that the cluster begins with, as `worker_config`."""
+        return [self.worker_config(name, role, cores) for name, role in self.members().items() if role != "router"]
 
     def _placed(self, role: WorkerRole, threads: int) -> EngineConfig:
-        """The options of a role's engines, with the device that its workers have and their part of its memory."""
+        """The options of a role's engines, with the device that its workers have and their part of its memory.
+
+        The workers that the cluster begins with share a machine's memory; one that is added later takes as much, if so
+        much is free.
+        """
         engine, gpus = self._engine(role, threads), self.role(role).gpus
         if gpus == 0 and engine.device == "auto":
             engine = replace(engine, device="cpu")  # Ray doesn't hide the GPUs from actors that reserve none
@@ -335,32 +366,34 @@ class ClusterConfig(Section):
         if part == 0 and not self._on_cpus(role):
             part = 1.0 if gpus == AUTO else gpus
         elif part == 0 and self.local:
-            part = 1 / self._count(filter(self._on_cpus, ROLES))
+            part = 1 / max(1, self._count(filter(self._on_cpus, ROLES)))
         return replace(engine, memory_part=part)
 
     def _on_cpus(self, role: WorkerRole) -> bool:
         """Whether a role's workers have no GPU, as far as that is known, or don't use it."""
         return self.role(role).gpus in (0, AUTO) or self._engine(role).device == "cpu"
 
-    def router_configs(self) -> list[RouterConfig]:
-        """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""
+    def router_config(self, name: str) -> RouterConfig:
+        """A router's options, without the supervisor's address. The ports of `router-1` are one `port_step` higher."""
         section = self.router
         known = {option.name for option in fields(RouterOptions)} - {"grpc_port", "http_port"}
-        options = {name: getattr(section, name) for name in known}
-        return [
-            RouterConfig(
-                **options,
-                name=f"router-{index}",
-                grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
-                http_port=section.http_port and section.http_port + index * section.port_step,
-                share_port=self._share_ports,
-                metrics_port=self.metrics.router_port,
-                model=self.model.path,
-                drain_seconds=self.drain_seconds,
-                security=self.security,
-            )
-            for index in range(section.replicas)
-        ]
+        options = {option: getattr(section, option) for option in known}
+        distance = int(name.rpartition("-")[2]) * section.port_step
+        return RouterConfig(
+            **options,
+            name=name,
+            grpc_port=section.grpc_port and section.grpc_port + distance,
+            http_port=section.http_port and section.http_port + distance,
+            share_port=self.share_ports,
+            metrics_port=self.metrics.router_port,
+            model=self.model.path,
+            drain_seconds=self.drain_seconds,
+            security=self.security,
+        )
+
+    def router_configs(self) -> list[RouterConfig]:
+        """The options of each router that the cluster begins with, as `router_config`."""
+        return [self.router_config(name) for name, role in self.members().items() if role == "router"]
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of one router for None."""

@@ -28,6 +28,7 @@ from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.grafana import dashboards
+from kvrelay.cluster.ray_launcher import present_gpus
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
@@ -169,9 +170,8 @@ class Cluster:
             context = self._start_ray()
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
-        present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
         try:
-            self._config = self._config.with_gpus(present)
+            self._config = self._config.with_gpus(present_gpus())
         except ValueError as error:
             raise UsageError(str(error)) from None
         state.keep_logs(Path(_logs()) if self._config.local else None)

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.membership import ready_routers
 from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.state import ClusterState
@@ -21,6 +22,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     GetStatusResponse,
     Member,
     MemberStatus,
+    Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL, CONTEXT_LIMIT_UNSPECIFIED
@@ -65,13 +67,7 @@ def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata]
     """The supervisor's answer to a call of the operator."""
     if not cluster.supervisor:
         return None
-    security = SecurityConfig(
-        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
-    )
-    try:
-        credentials = Credentials.of("operator", security)
-    except ValueError as error:
-        raise RunError(str(error)) from None
+    credentials = operator(cluster)
     with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
         try:
             return call(SupervisorServiceStub(channel), credentials.metadata)
@@ -79,6 +75,21 @@ def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata]
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
             return None
+
+
+def operator(cluster: ClusterState) -> Credentials:
+    """What the command line proves itself with.
+
+    Raises:
+        RunError: the join token or a certificate can't be read.
+    """
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        return Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
 
 
 def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
@@ -117,6 +128,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
 
@@ -151,6 +163,34 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             member.incarnation[:8],
         )
     return table
+
+
+def _desired(status: GetStatusResponse) -> dict[str, Any]:
+    """The desired state, and whether the cluster has it."""
+    desired = status.desired
+    return {
+        "revision": desired.revision,
+        "config": desired.config,
+        "settled": status.settled,
+        "halted": desired.halted or None,
+        "members": [
+            {
+                "name": member.name,
+                "role": role_name(member.role),
+                "config": member.config,
+                "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
+                "replaces": member.replaces or None,
+                "trouble": status.troubles.get(member.name),
+            }
+            for member in desired.members
+        ],
+    }
+
+
+def changes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each member that isn't as desired, and for a rolling change that has stopped; none if all is."""
+    lines = [f"{each.name}: {each.text}" for each in progress(status) if not each.settled]
+    return [*lines, f"the rolling change has stopped: {status.desired.halted}"] if status.desired.halted else lines
 
 
 def _process(entry: MemberStatus) -> dict[str, Any]:

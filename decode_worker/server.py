@@ -7,4 +7,4 @@ from kvrelay.worker.server import WorkerServer
 
 def decode_server(config: WorkerConfig) -> WorkerServer:
     """A server of one decode worker, not started yet."""
-    return WorkerServer(config, DecodeRole)
+    return WorkerServer(config, {"decode": DecodeRole})

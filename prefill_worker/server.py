@@ -7,4 +7,4 @@ from kvrelay.worker.server import WorkerServer
 
 def prefill_server(config: WorkerConfig) -> WorkerServer:
     """A server of one prefill worker, not started yet."""
-    return WorkerServer(config, PrefillRole)
+    return WorkerServer(config, {"prefill": PrefillRole})

@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 
 from kvrelay.internal.v1.describe_pb2 import Description
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member, Role
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
@@ -35,6 +35,7 @@ class HeartbeatClient:
         describe: Callable[[], tuple[Member, Load | None]],
         on_members: Callable[[Sequence[Member]], None],
         on_fenced: Callable[[], None],
+        on_role: Callable[[Role], None] = lambda role: None,
         interval: float = 0.5,
         tell: Callable[[], Awaitable[Description]] | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class HeartbeatClient:
             describe: called before every heartbeat; returns this member and its load.
             on_members: called with every new membership.
             on_fenced: called when the supervisor has declared this incarnation dead.
+            on_role: called with the role that this member is to have.
             interval: seconds between two heartbeats.
             tell: called when the supervisor asks what this member is; default: what any process can tell.
         """
@@ -53,6 +55,7 @@ class HeartbeatClient:
         self._describe = describe
         self._on_members = on_members
         self._on_fenced = on_fenced
+        self._on_role = on_role
         self._interval = interval
         self._tell = tell or self._tell_process
         self._telling: asyncio.Task[None] | None = None
@@ -163,6 +166,8 @@ class HeartbeatClient:
         self._generation = response.generation or self._generation
         self._members = response.members if response.complete else merged(self._members, response.members)
         self._on_members(self._members)
+        if response.role:
+            self._on_role(response.role)
 
 
 def merged(known: Sequence[Member], partial: Sequence[Member]) -> list[Member]:

@@ -7,7 +7,7 @@ class WorkerId(NamedTuple):
     """One incarnation of one worker. Every part of kvrelay identifies a worker by it."""
 
     name: str
-    """Unique in the cluster, e.g. `prefill-0`; a replacement of the worker keeps it."""
+    """Unique in the cluster, e.g. `worker-0`; a replacement of the worker keeps it."""
     incarnation: str
     """Drawn when the process starts: a message for an earlier process of this name can be refused."""
 

@@ -17,10 +17,10 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     name: str
-    """Unique in the cluster, e.g. `prefill-0`; stays the same when the worker is replaced."""
+    """Unique in the cluster, e.g. `worker-0`; stays the same when the worker is replaced."""
 
     role: WorkerRole
-    """What it does with requests."""
+    """What it does with requests, until the supervisor gives it another role."""
 
     model: str
     """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
@@ -47,6 +47,9 @@ class WorkerConfig:
     drain_seconds: float = 30.0
     """Time that requests are given to finish when the worker is to end."""
 
+    switch_seconds: float = 0.5
+    """Time that requests are given to finish when the worker takes another role; then they move to other workers."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engine."""
 
@@ -63,6 +66,7 @@ class WorkerConfig:
         metrics = self.metrics_port
         require(metrics is None or 0 <= metrics <= 65535, "metrics_port", metrics, "0 to 65535, or null")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
+        require(0 <= self.switch_seconds <= 3600, "switch_seconds", self.switch_seconds, "0 to 3600")
         full = self.transfer.encrypt == "full"
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         require(self.max_waiting >= 1, "max_waiting", self.max_waiting, "1 or more")

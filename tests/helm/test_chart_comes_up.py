@@ -97,8 +97,8 @@ def test_each_member_runs_in_its_own_pod(found: dict[str, Any]) -> None:
     (router,) = found["status"]["routers"]
     assert (router["address"], router["state"]) == ("127.0.0.3:50051", "ready")
     assert {worker["name"]: worker["state"] for worker in found["status"]["workers"]} == {
-        "prefill-0": "ready",
-        "decode-0": "ready",
+        "worker-0": "ready",
+        "worker-1": "ready",
     }
     # The supervisor stays on the head, where its members look for it again.
     assert found["state"]["supervisor"].startswith("127.0.0.2:")
@@ -117,6 +117,6 @@ def test_what_actors_log_is_printed_in_their_pod(found: dict[str, Any]) -> None:
     assert names == {
         "headgroup": {"supervisor"},
         "router": {"router-0"},
-        "prefill": {"prefill-0"},
-        "decode": {"decode-0"},
+        "prefill": {"worker-0"},
+        "decode": {"worker-1"},
     }

@@ -192,11 +192,11 @@ def test_requests_are_served_while_the_gcs_is_gone(ray: RayCluster) -> None:
         assert len(stream.tokens) == stream.count
     assert {worker["name"]: worker["incarnation"] for worker in ray.status()["workers"]} == before
     if ray.redis:
-        lost = ray.worker("decode-0")
+        lost = ray.worker("worker-1")
         os.kill(lost["pid"], signal.SIGKILL)
 
         def replaced() -> bool:
-            worker = ray.worker("decode-0")
+            worker = ray.worker("worker-1")
             return bool(worker["state"] == "ready" and worker["incarnation"] != lost["incarnation"])
 
         wait_until(replaced, lambda: f"the lost worker is replaced: {ray.log()}", START_SECONDS)
