@@ -68,6 +68,7 @@ def ready(cluster: Supervised) -> dict[str, Member]:
     }
 
 
+@pytest.mark.slow
 def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_separates_workers(
     cluster: Supervised,
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_
     assert not digests & {member.compatibility for member in before.values()}
 
 
+@pytest.mark.slow
 def test_an_upgrade_that_cannot_start_stops_and_is_taken_back(cluster: Supervised) -> None:
     before = ready(cluster)
     with Load(ROUTER) as load:
@@ -124,9 +126,7 @@ def test_pools_go_to_zero_and_back(cluster: Supervised) -> None:
     cluster.settle(cluster.control.scale({"prefill": 0, "decode": 0}))
     assert list(cluster.desired().values()) == ["router"]
     assert not cluster.status().ready
-    began = time.monotonic()
     cluster.settle(cluster.control.scale({"prefill": 1, "decode": 1}))
-    print(f"cold start {time.monotonic() - began:.1f} s")
     with Load(ROUTER) as load:
         load.more(2)
     assert load.failures == []
