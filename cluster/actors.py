@@ -138,19 +138,9 @@ def own_host(local: bool) -> str:
 
 def _worker(config: WorkerConfig) -> Server:
     from kvrelay.cluster.metrics import WorkerMetrics
+    from kvrelay.cluster.worker import worker_server
 
-    observer = WorkerMetrics(config.name, config.role)
-    if config.role == "prefill":
-        from kvrelay.prefill_worker.server import prefill_server
-
-        return prefill_server(config, observer)
-    if config.role == "decode":
-        from kvrelay.decode_worker.server import decode_server
-
-        return decode_server(config, observer)
-    from kvrelay.worker.server import WorkerServer
-
-    return WorkerServer(config, observer=observer)
+    return worker_server(config, WorkerMetrics(config.name))
 
 
 def _router(config: RouterConfig) -> Server:

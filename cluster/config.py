@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
 
+from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
@@ -110,7 +111,8 @@ class RouterSection(RouterOptions):
     port_step: int = 1
     """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same:
     routers with addresses of their own, or routers on one machine, which share the ports. Each connection is then one
-    router's, so more of them serve more streams."""
+    router's, so more of them serve more streams. Routers that share ports are upgraded without a gap, even a single
+    one: the next one serves before the present one leaves."""
 
     cpus: Amount = 1.0
     """CPUs that Ray reserves for each router."""
@@ -172,6 +174,8 @@ class ClusterConfig(Section):
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
+    switch_seconds: float = Field(default=0.5, ge=0, le=3600)
+    """Time that a worker's requests are given to finish when it takes another role; then they move to other workers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -201,11 +205,13 @@ class ClusterConfig(Section):
     def _require_ports(self) -> None:
         chosen = self.router.grpc_port > 0 and self.router.http_port != 0
         allowed = "1 or more, since the routers would share ports that are not chosen"
-        require(not self._share_ports or chosen, "router.port_step", self.router.port_step, allowed)
+        shared = self.share_ports and self.router.replicas > 1
+        require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
 
     @property
-    def _share_ports(self) -> bool:
-        return self.local and self.router.replicas > 1 and self.router.port_step == 0
+    def share_ports(self) -> bool:
+        """Whether routers on this machine serve the same ports."""
+        return self.local and self.router.port_step == 0 and self.router.grpc_port > 0
 
     def _require_resources(self, role: WorkerRole | None) -> None:
         reserved = bool(self.bundle(role))
@@ -228,47 +234,57 @@ class ClusterConfig(Section):
         except ValueError as error:
             raise ValueError(f"{role}.engine.{error}") from None
 
-    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
-        """Each worker's options, without the supervisor's address: `prefill-0`, `prefill-1`, ..., `decode-0`, ...
+    def members(self) -> dict[str, MemberRole]:
+        """The members that a cluster begins with: `worker-0`, `worker-1`, ..., `router-0`, ... A worker's name is not
+        tied to its role."""
+        roles = [role for role in ROLES for _ in range(self.role(role).replicas)]
+        workers: dict[str, MemberRole] = {f"worker-{index}": role for index, role in enumerate(roles)}
+        return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
-        Default of `threads`: on one machine the workers share its `cores` (default: those that this process may use);
-        on a Ray cluster each takes the CPUs that are reserved for it.
+    def worker_config(self, name: str, role: WorkerRole, cores: int | None = None) -> WorkerConfig:
+        """A worker's options, without the supervisor's address.
+
+        Default of `threads`: on one machine the workers that the cluster begins with share its `cores` (default: those
+        that this process may use); on a Ray cluster each takes the CPUs that are reserved for it.
         """
-        workers = sum(self.role(role).replicas for role in ROLES)
+        workers = sum(self.role(each).replicas for each in ROLES)
         share = max(1, (cores or available_cores()) // workers)
-        return [
-            WorkerConfig(
-                name=f"{role}-{index}",
-                role=role,
-                model=self.model.path,
-                dtype=self.model.dtype,
-                engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
-                transfer=self.transfer,
-                drain_seconds=self.drain_seconds,
-                security=self.security,
-            )
-            for role in ROLES
-            for index in range(self.role(role).replicas)
-        ]
+        return WorkerConfig(
+            name=name,
+            role=role,
+            model=self.model.path,
+            dtype=self.model.dtype,
+            engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
+            transfer=self.transfer,
+            drain_seconds=self.drain_seconds,
+            switch_seconds=self.switch_seconds,
+            security=self.security,
+        )
 
-    def router_configs(self) -> list[RouterConfig]:
-        """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""
+    def worker_configs(self, cores: int | None = None) -> list[WorkerConfig]:
+        """The options of each worker that the cluster begins with, as `worker_config`."""
+        return [self.worker_config(name, role, cores) for name, role in self.members().items() if role != "router"]
+
+    def router_config(self, name: str) -> RouterConfig:
+        """A router's options, without the supervisor's address. The ports of `router-1` are one `port_step` higher."""
         section = self.router
         known = {option.name for option in fields(RouterOptions)} - {"grpc_port", "http_port"}
-        options = {name: getattr(section, name) for name in known}
-        return [
-            RouterConfig(
-                **options,
-                name=f"router-{index}",
-                grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
-                http_port=section.http_port and section.http_port + index * section.port_step,
-                share_port=self._share_ports,
-                model=self.model.path,
-                drain_seconds=self.drain_seconds,
-                security=self.security,
-            )
-            for index in range(section.replicas)
-        ]
+        options = {option: getattr(section, option) for option in known}
+        distance = int(name.rpartition("-")[2]) * section.port_step
+        return RouterConfig(
+            **options,
+            name=name,
+            grpc_port=section.grpc_port and section.grpc_port + distance,
+            http_port=section.http_port and section.http_port + distance,
+            share_port=self.share_ports,
+            model=self.model.path,
+            drain_seconds=self.drain_seconds,
+            security=self.security,
+        )
+
+    def router_configs(self) -> list[RouterConfig]:
+        """The options of each router that the cluster begins with, as `router_config`."""
+        return [self.router_config(name) for name, role in self.members().items() if role == "router"]
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
         """Ray resources that one worker of this role reserves; those of one router for None."""

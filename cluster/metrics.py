@@ -5,6 +5,7 @@ Prometheus scrapes them from every node of the Ray cluster; Ray adds the prefix 
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from kvrelay.internal.v1.supervisor_pb2 import Member, Role
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.router.metrics import COUNTERS, HISTOGRAMS, QUEUE, REQUESTS
 from kvrelay.router.trace import RequestRecord
@@ -42,23 +43,32 @@ class RouterMetrics:
 
 
 class WorkerMetrics:
-    """A worker's observer of its load."""
+    """A worker's observer of its heartbeats."""
 
-    def __init__(self, worker: str, role: str) -> None:
+    def __init__(self, worker: str) -> None:
         keys = ("worker", "role")
         self._blocks = Gauge("kvrelay_worker_kv_blocks", "KV blocks by state: free, cached, held.", (*keys, "state"))
         self._requests = Gauge("kvrelay_worker_requests", "Requests by state: waiting, running.", (*keys, "state"))
         self._pending = Gauge("kvrelay_worker_pending_tokens", "Tokens of requests still to be computed.", keys)
         self._computed = Counter("kvrelay_worker_computed_tokens", "Tokens computed since start.", keys)
-        self._tags = {"worker": worker, "role": role}
+        self._tags = {"worker": worker}
         self._counted = 0
 
-    def __call__(self, load: Load) -> None:
+    def __call__(self, member: Member, load: Load) -> None:
+        """Takes one heartbeat. The figures of a role that the worker has given up become zero."""
+        role = Role.Name(member.role).removeprefix("ROLE_").lower()
+        before = self._tags.get("role", role)
+        if role != before:
+            self._set_gauges(Load())
+        self._tags = {**self._tags, "role": role}
+        self._set_gauges(load)
+        if load.computed_tokens > self._counted:
+            self._computed.inc(load.computed_tokens - self._counted, self._tags)
+            self._counted = load.computed_tokens
+
+    def _set_gauges(self, load: Load) -> None:
         for state in ("free", "cached", "held"):
             self._blocks.set(getattr(load.blocks, state), {**self._tags, "state": state})
         for state in ("waiting", "running"):
             self._requests.set(getattr(load.requests, state), {**self._tags, "state": state})
         self._pending.set(load.pending_tokens, self._tags)
-        if load.computed_tokens > self._counted:
-            self._computed.inc(load.computed_tokens - self._counted, self._tags)
-            self._counted = load.computed_tokens

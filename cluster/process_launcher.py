@@ -11,19 +11,28 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from kvrelay.cluster import processes
+from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.processes import Process
-from kvrelay.cluster.replacement import Ended
+from kvrelay.cluster.replacement import Ended, Plan
 from kvrelay.engine.config import require
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
 
 logger = logging.getLogger(__name__)
 
+MODULE_ROLES: dict[str, MemberRole] = {
+    "kvrelay.prefill_worker": "prefill",
+    "kvrelay.decode_worker": "decode",
+    "kvrelay.worker": "colocated",
+    "kvrelay.router": "router",
+}
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,7 +41,8 @@ class MemberProcess:
     """What one member's process is started with."""
 
     module: str
-    """Python module to run: `kvrelay.prefill_worker`, `kvrelay.decode_worker`, `kvrelay.worker` or `kvrelay.router`."""
+    """Python module to run: `kvrelay.cluster.worker`, a worker that can change its role; or one with one role,
+    `kvrelay.prefill_worker`, `kvrelay.decode_worker`, `kvrelay.worker`; or `kvrelay.router`."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Its options, but `name` and `supervisor`, which are set here. `security` is the supervisor's by default."""
@@ -41,18 +51,93 @@ class MemberProcess:
         require(self.module != "", "module", self.module, "a Python module")
 
 
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """A configuration: the processes of a cluster on one machine."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid"}
+
+    members: dict[str, MemberProcess] = field(default_factory=dict)
+    """Those that the cluster begins with, by name."""
+
+    templates: dict[str, MemberProcess] = field(default_factory=dict)
+    """What others are started as, by role; default: as the first of `members` with the role."""
+
+    def __post_init__(self) -> None:
+        for name in self.members:
+            self.role(name)
+        for role in self.templates:
+            require(role in MEMBER_ROLES, "templates", role, ", ".join(MEMBER_ROLES))
+
+    def role(self, name: str) -> MemberRole:
+        """The role of one of `members`: that of its options, of its module, or the first part of its name.
+
+        Raises:
+            ValueError: none of them is a role.
+        """
+        member = self.members[name]
+        named = member.options.get("role") or MODULE_ROLES.get(member.module) or name.partition("-")[0]
+        role = next((role for role in MEMBER_ROLES if role == named), None)
+        if role is None:
+            raise ValueError(f"members.{name}.options.role is {named}; allowed: {', '.join(MEMBER_ROLES)}")
+        return role
+
+    def template(self, role: MemberRole) -> MemberProcess | None:
+        """What a member of this role that isn't one of `members` is started as."""
+        of_role = (member for name, member in self.members.items() if self.role(name) == role)
+        return self.templates.get(role) or next(of_role, None)
+
+    def process(self, name: str, role: MemberRole) -> MemberProcess:
+        """What a member is started as.
+
+        Raises:
+            ValueError: it is not one of `members`, and there is no template of its role.
+        """
+        own = self.members.get(name)
+        if own is not None and role == "router":
+            return own
+        found = own if own is not None and self.role(name) == role else self.template(role) or own
+        if found is None:
+            raise ValueError(f"templates.{role} is missing, which {name} would be started as")
+        return replace(found, options=found.options if role == "router" else {**found.options, "role": role})
+
+
+PROCESSES = TypeAdapter(Processes)
+
+
 class ProcessLauncher:
     """The supervisor's Launcher of plain processes."""
 
-    def __init__(self, folder: Path, members: dict[str, MemberProcess], security: SecurityConfig) -> None:
+    def __init__(self, folder: Path, processes: Processes, security: SecurityConfig) -> None:
         """`security`: of members that have none of their own."""
+        self.config = PROCESSES.dump_json(processes).decode()
         self._security = asdict(security)
-        self.names = tuple(members)
         self._folder = folder
-        self._members = members
         self._running: dict[str, Process] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopping: set[str] = set()
+
+    def members(self, config: str) -> dict[str, MemberRole]:
+        """Those of `Processes.members`."""
+        of = _parse(config)
+        return {name: of.role(name) for name in of.members}
+
+    def upgrade(self, present: str, config: str) -> str:
+        """The same, checked: everything can change."""
+        return PROCESSES.dump_json(_parse(config)).decode()
+
+    def startable(self, config: str, role: MemberRole) -> str:
+        """Further routers must share the port of the first."""
+        template = _parse(config).template(role)
+        if template is None:
+            return f"templates.{role} is missing, which further {role} members would be started as"
+        if role == "router" and not _shared(template):
+            return "router.share_port is False; allowed: True for another router on this machine"
+        return ""
+
+    def cycled(self, config: str) -> frozenset[MemberRole]:
+        """The routers, unless they share their port."""
+        template = _parse(config).template("router")
+        return frozenset() if template is None or _shared(template) else frozenset({"router"})
 
     async def adopt(self, name: str) -> bool:
         """Finds the process that NAME.pid names, if it still runs."""
@@ -62,25 +147,21 @@ class ProcessLauncher:
         self._running[name] = process
         return True
 
-    async def run(self, name: str, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
         """Returns when the member's process has ended; starts one first, unless one was just adopted."""
         process = self._running.get(name)
         if process is None or not process.alive:
-            process = self._running[name] = await asyncio.to_thread(self._start, name, supervisor)
-            if name in self._stopping:
-                _signal(process, signal.SIGKILL)  # asked to end before it was there
+            process = self._running[name] = await asyncio.to_thread(self._start, name, plan, supervisor)
         await _end_of(process)
         return self._ended(name)
 
     async def stop(self, name: str, grace: float) -> None:
         """SIGTERM, then SIGKILL if it doesn't end in time."""
-        self._stopping.add(name)
         process = self._running.get(name)
         if process is not None:
             _signal(process, signal.SIGTERM)
             for killed in await asyncio.to_thread(processes.end, [process], grace + STOP_SECONDS + EXIT_SECONDS):
                 logger.error("did not end in time and was killed", extra={"member": name, "pid": killed.pid})
-            self._reap(name)
 
     async def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -88,8 +169,8 @@ class ProcessLauncher:
         if process is not None:
             _signal(process, signal.SIGKILL)
 
-    def _start(self, name: str, supervisor: str) -> Process:
-        member = self._members[name]
+    def _start(self, name: str, plan: Plan, supervisor: str) -> Process:
+        member = _parse(plan.config).process(name, plan.role)
         options, log = self._folder / f"{name}.json", self._folder / f"{name}.log"
         given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
         options.write_text(json.dumps(given, indent=2))
@@ -121,18 +202,13 @@ class ProcessLauncher:
             return None
 
     def _ended(self, name: str) -> Ended:
-        code = self._reap(name)
-        if name in self._stopping:
-            return Ended()
+        child = self._children.pop(name, None)
+        code = None if child is None else child.wait()
         if code is None:
             return Ended("its process has ended")  # an adopted one is somebody else's child
         if code < 0:
             return Ended(f"killed by {signal.Signals(-code).name}")
         return Ended(f"exit code {code}: {self._last_line(name)}", mistake=code == USAGE_CODE)
-
-    def _reap(self, name: str) -> int | None:
-        child = self._children.pop(name, None)
-        return None if child is None else child.wait()
 
     def _last_line(self, name: str) -> str:
         """What the process said last."""
@@ -140,6 +216,24 @@ class ProcessLauncher:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "no output"
+
+
+def _parse(config: str) -> Processes:
+    """A configuration.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    try:
+        return PROCESSES.validate_json(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(f"{where or 'the configuration'}: {problem['msg'].removeprefix('Value error, ')}") from None
+
+
+def _shared(router: MemberProcess) -> bool:
+    return bool(router.options.get("share_port"))
 
 
 async def _end_of(process: Process) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import ray
@@ -17,8 +18,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.replacement import Ended
+from kvrelay.cluster.desired import MemberRole
+from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
+from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +36,38 @@ class RayLauncher:
     """The supervisor's Launcher of Ray actors."""
 
     def __init__(self, config: ClusterConfig, token: str) -> None:
-        """`token`: the join token, unless `config` names a file with it."""
-        self._config = config
+        """
+        Args:
+            config: that a new cluster begins with.
+            token: the join token, unless `config` names a file with it.
+        """
+        self.config = config.model_dump_json()
         self._token = token
         self._namespace = config.ray.namespace
-        self._workers = {worker.name: worker for worker in config.worker_configs()}
-        self._routers = {router.name: router for router in config.router_configs()}
-        self._bundles = {name: config.bundle(worker.role) for name, worker in self._workers.items()}
-        self._bundles |= dict.fromkeys(self._routers, config.bundle(None))
         self._actors: dict[str, Any] = {}
         self._adopted: set[str] = set()
-        self.names = tuple(self._bundles)
+        self._stopped: set[str] = set()
+        """Names whose present `run` is to start nothing more."""
+
+    def members(self, config: str) -> dict[str, MemberRole]:
+        """Those of `ClusterConfig.members`."""
+        return parsed(config).members()
+
+    def upgrade(self, present: str, config: str) -> str:
+        """The configuration with the secrets of the present one.
+
+        Raises:
+            ValueError: it can't be used, or differs in what can't change while the cluster runs.
+        """
+        return upgraded(parsed(present), parsed(config)).model_dump_json()
+
+    def startable(self, config: str, role: MemberRole) -> str:
+        """Everything can be; a router's ports follow from its name."""
+        return ""
+
+    def cycled(self, config: str) -> frozenset[MemberRole]:
+        """The routers, unless they share their ports: clients look for each at its own."""
+        return frozenset() if parsed(config).share_ports else frozenset({"router"})
 
     async def adopt(self, name: str) -> bool:
         """Finds the running actor of this name."""
@@ -53,14 +78,19 @@ class RayLauncher:
         self._adopted.add(name)
         return True
 
-    async def run(self, name: str, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
         """Starts the member's actor in its placement group, unless one was adopted; returns when it has ended."""
+        self._stopped.discard(name)
         if name in self._adopted:
             self._adopted.discard(name)
         else:
             await asyncio.to_thread(self._end, name)
-            group = await self._group(name)
-            self._actors[name] = self._create(name, supervisor, group)
+            config = parsed(plan.config)
+            bundle = config.bundle(None if plan.role == "router" else plan.role)
+            group = await self._group(name, bundle)
+            if group is None:
+                return Ended()
+            self._actors[name] = self._create(name, plan, supervisor, group)
         ended = await _watch(self._actors[name])
         # Not if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
@@ -68,6 +98,7 @@ class RayLauncher:
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
+        self._stopped.add(name)
         actor = self._actors.get(name)
         if actor is not None:
             try:
@@ -75,9 +106,7 @@ class RayLauncher:
             except (RayError, TimeoutError) as error:
                 logger.info("killed", extra={"member": name, "reason": str(error) or "it did not stop in time"})
             ray.kill(actor)
-        group = await asyncio.to_thread(self._find_group, name)
-        if group is not None:
-            remove_placement_group(group)
+        await asyncio.to_thread(self._release, name)
 
     async def kill(self, name: str) -> None:
         """Ends the member's process at once."""
@@ -85,16 +114,30 @@ class RayLauncher:
         if actor is not None:
             ray.kill(actor)
 
-    async def _group(self, name: str) -> PlacementGroup:
-        """The member's reservation, when it has its resources."""
+    async def _group(self, name: str, bundle: dict[str, float]) -> PlacementGroup | None:
+        """The member's reservation, when it has its resources; None if the member is stopped before.
+
+        A reservation that waits is a demand that Ray's autoscaler sees.
+        """
         group = await asyncio.to_thread(self._find_group, name)
+        if group is not None and group.bundle_specs != [bundle]:  # of an earlier role or configuration
+            await asyncio.to_thread(self._release, name)
+            group = None
         if group is None:
-            label = self._label(name)
-            group = placement_group([self._bundles[name]], strategy="STRICT_PACK", name=label, lifetime="detached")
+            group = placement_group([bundle], strategy="STRICT_PACK", name=self._label(name), lifetime="detached")
         # Asks Ray's GCS; `group.ready()` would start a process for that.
         while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            logger.warning("waiting for resources", extra={"member": name, "resources": self._bundles[name]})
+            if name in self._stopped:
+                return None
+            logger.warning("waiting for resources", extra={"member": name, "resources": bundle})
         return group
+
+    def _release(self, name: str) -> None:
+        """Gives a reservation back; returns when Ray has forgotten its name."""
+        deadline = time.monotonic() + UNNAMED_SECONDS
+        while (group := self._find_group(name)) is not None and time.monotonic() < deadline:
+            remove_placement_group(group)
+            time.sleep(0.05)
 
     def _label(self, name: str) -> str:
         return f"{self._namespace}/{name}"
@@ -125,18 +168,48 @@ class RayLauncher:
                 raise RuntimeError(f"actor {name} still has its name {UNNAMED_SECONDS:g} s after it was killed")
             time.sleep(0.05)
 
-    def _create(self, name: str, supervisor: str, group: PlacementGroup) -> Any:
-        worker = self._workers.get(name)
-        bundle = dict(self._bundles[name])
+    def _create(self, name: str, plan: Plan, supervisor: str, group: PlacementGroup) -> Any:
+        config, role = parsed(plan.config), plan.role
+        bundle = config.bundle(None if role == "router" else role)
         options = actor_options(self._namespace, name) | {
             "num_cpus": bundle.pop("CPU", 0),
             "num_gpus": bundle.pop("GPU", 0),
             "resources": bundle,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
-        kind, config = (RouterActor, self._routers[name]) if worker is None else (WorkerActor, worker)
-        member = replace(config, supervisor=supervisor)
-        return ray.remote(kind).options(**options).remote(member, self._config.local, self._token)
+        kind: type[RouterActor | WorkerActor]
+        member: RouterConfig | WorkerConfig
+        if role == "router":
+            kind, member = RouterActor, replace(config.router_config(name), supervisor=supervisor)
+        else:
+            kind, member = WorkerActor, replace(config.worker_config(name, role), supervisor=supervisor)
+        return ray.remote(kind).options(**options).remote(member, config.local, self._token)
+
+
+@cache
+def parsed(config: str) -> ClusterConfig:
+    """A configuration in JSON.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    return ClusterConfig.model_validate_json(config)
+
+
+def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
+    """The configuration that follows the present one, with its secrets.
+
+    Raises:
+        ValueError: it differs in what can't change while the cluster runs.
+    """
+    for section in ("ray", "heartbeat"):
+        if getattr(config, section) != getattr(present, section):
+            raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")
+    given, kept = config.security, present.security
+    for name in ("tls", "join_token_path", "certificates"):
+        if getattr(given, name) not in ("", getattr(kept, name)):
+            raise ValueError(f"security.{name} is {getattr(given, name)}; it can't change while the cluster runs")
+    return config.model_copy(update={"security": kept})
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.cluster.desired import MemberRole
+
 FIRST_SECONDS = 0.5
 MOST_SECONDS = 30.0
 LONG_LIFE_SECONDS = 60.0
@@ -18,16 +20,44 @@ class Ended:
     """Its configuration made it fail at start (a missing model, a port in use), so another try would fail as well."""
 
 
-class Launcher(Protocol):
-    """Starts, finds and ends the processes of members, at most one for each name at any time."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one process is started as."""
 
-    names: tuple[str, ...]
-    """The members that must run."""
+    role: MemberRole
+    config: str
+    """Text of the cluster's configuration."""
+
+
+class Launcher(Protocol):
+    """Starts, finds and ends the processes of members, at most one for each name at any time.
+
+    It reads configurations, which are text to the others: a whole cluster's options, as JSON.
+    """
+
+    config: str
+    """The one that a new cluster begins with."""
+
+    def members(self, config: str) -> dict[str, MemberRole]:
+        """The members that a new cluster begins with."""
+
+    def upgrade(self, present: str, config: str) -> str:
+        """The configuration that follows the present one, complete.
+
+        Raises:
+            ValueError: it can't be used, or differs in what can't change while the cluster runs; the text says why.
+        """
+
+    def startable(self, config: str, role: MemberRole) -> str:
+        """Why no further member of this role can be started; empty if it can."""
+
+    def cycled(self, config: str) -> frozenset[MemberRole]:
+        """The roles whose members must end before their successors start: those with an address of their own."""
 
     async def adopt(self, name: str) -> bool:
         """Finds a process that an earlier supervisor has started, for `run` to watch; False if none runs."""
 
-    async def run(self, name: str, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
         """Returns when the member's process has ended. Starts one first, unless one was just adopted.
 
         Args:
@@ -35,7 +65,10 @@ class Launcher(Protocol):
         """
 
     async def stop(self, name: str, grace: float) -> None:
-        """Gives the member `grace` seconds to finish, and ends its process in any case."""
+        """Gives the member `grace` seconds to finish, and ends its process in any case.
+
+        May be called before `run` has started it; then it is called again.
+        """
 
     async def kill(self, name: str) -> None:
         """Ends the member's process at once."""

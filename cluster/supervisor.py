@@ -1,26 +1,29 @@
-"""The supervisor: hears every member's heartbeats, sends each of them the membership, and replaces lost members.
+"""The supervisor: hears every member's heartbeats, sends each of them the membership, and keeps the desired members.
 
 A plain server: `python -m kvrelay.cluster.supervisor --config FILE`. With `members` it keeps one process running for
-each name on this machine; without, it replaces nobody. On Ray it keeps actors (`cluster/supervisor_actor.py`).
+each name on this machine, and starts and ends more by commands (`cluster/fleet.py`); without, it starts nobody. On Ray
+it keeps actors (`cluster/supervisor_actor.py`).
 
 Requests and tokens never pass through here: without the supervisor, running streams go on. A restarted one continues
-from its record: it takes its address again, knows the generations that were issued, and watches the members' processes
-that run.
+from its record: it takes its address again, knows the generations that were issued and the desired state, and watches
+the members' processes that run.
 """
 
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvrelay.cluster.keepers import Keepers, Progress
+from kvrelay.cluster.commands import Commands
+from kvrelay.cluster.fleet import Fleet, to_record
+from kvrelay.cluster.keepers import Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
-from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
+from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
@@ -31,9 +34,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     GetStatusRequest,
     GetStatusResponse,
     Member,
+    Role,
     SupervisorRecord,
 )
-from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
+from kvrelay.internal.v1.supervisor_pb2_grpc import add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.identity import WorkerId
@@ -66,8 +70,12 @@ class SupervisorConfig(HeartbeatConfig):
     """File that a restarted supervisor continues from; empty keeps no record."""
 
     members: dict[str, MemberProcess] = field(default_factory=dict)
-    """Processes to keep running on this machine, by name; needs `state_path`. Its folder gets NAME.json, the options
-    that the process is started with, NAME.log, its output, and NAME.pid."""
+    """Processes to begin with on this machine, by name; needs `state_path`. Its folder gets NAME.json, the options that
+    the process is started with, NAME.log, its output, and NAME.pid. Later the desired state in the record counts."""
+
+    templates: dict[str, MemberProcess] = field(default_factory=dict)
+    """What further members are started as, by role: prefill, decode, colocated, router. Default: as the first of
+    `members` with the role."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """Who may call it, and what protects it."""
@@ -100,6 +108,8 @@ class _Published:
     version: int = -1
     members: tuple[Member, ...] = ()
     complete: bool = False
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Those that members are to have, by name."""
 
     def generation(self, worker: WorkerId) -> int:
         """The generation of a member in it; 0 if it isn't."""
@@ -113,19 +123,20 @@ class WrongPart(ValueError):
     """A heartbeat of a role that the caller's certificate doesn't name."""
 
 
-class SupervisorServer(SupervisorServiceServicer):
-    """Serves SupervisorService over a Membership, and keeps the members of its launcher running."""
+class SupervisorServer(Commands):
+    """Serves SupervisorService over a Membership, and keeps the desired members of its launcher running."""
 
     def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None, store: Store | None = None) -> None:
         """
         Args:
             config: the options.
-            launcher: keeps other processes than those of `config.members`.
+            launcher: starts other processes than those of `config.members`.
             store: keeps the record elsewhere than in `config.state_path`.
 
         Raises:
-            ValueError: the record can't be read, there is no join token, or a certificate can't be used.
+            ValueError: the record can't be read, there is no join token, or a certificate or a member can't be used.
         """
+        super().__init__()
         self.config = config
         self._credentials = Credentials.of("supervisor", config.security)
         self.membership = Membership(config, drain_seconds=config.drain_seconds)
@@ -133,14 +144,15 @@ class SupervisorServer(SupervisorServiceServicer):
             store = FileStore(Path(config.state_path))
         if launcher is None and config.members:
             folder = Path(config.state_path).absolute().parent
-            launcher = ProcessLauncher(folder, config.members, config.security)
+            launcher = ProcessLauncher(folder, Processes(config.members, config.templates), config.security)
         record = None if store is None else store.load()
         self._last_address = ""
         if record is not None:
             self.membership.restore(record.membership)
             self._last_address = record.address
         self._recorder = None if store is None else Recorder(store)
-        self._keepers = None if launcher is None else Keepers(launcher, self.membership, self._on_change)
+        if launcher is not None:
+            self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -166,8 +178,9 @@ class SupervisorServer(SupervisorServiceServicer):
         self._run("publish", self._publish())
         self._run("tick", self._tick())
         self._on_change()
-        if self._keepers is not None:
-            self._keepers.start(self.address)
+        if self.fleet is not None:
+            self.fleet.start(self.address)
+            self._run("fleet", self.fleet.run())
 
     async def stop(self, grace: float) -> None:
         """Ends every member, then itself.
@@ -177,10 +190,14 @@ class SupervisorServer(SupervisorServiceServicer):
         Args:
             grace: seconds for the members to finish their requests, all together.
         """
-        if self._keepers is not None and self._failure is not None and not self._failure.done():
-            await self._keepers.stop(grace)
-        if self._keepers is not None:
-            await self._keepers.close()
+        failed = self._failure is None or self._failure.done()
+        for task in self._tasks:
+            if failed or task.get_name() == "fleet":
+                task.cancel()
+        if self.fleet is not None:
+            if not failed:
+                await self.fleet.stop(grace)
+            await self.fleet.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -199,7 +216,7 @@ class SupervisorServer(SupervisorServiceServicer):
     def startup(self) -> Startup:
         """How far every expected member is."""
         members = self.membership.members()
-        progress = [] if self._keepers is None else self._keepers.progress()
+        progress = [] if self.fleet is None else self.fleet.progress()
         return Startup(self.membership.ready, ready_routers(members), ready_http(members), progress)
 
     async def _bind(self) -> grpc.aio.Server:
@@ -220,38 +237,50 @@ class SupervisorServer(SupervisorServiceServicer):
             await asyncio.sleep(TICK_SECONDS)
 
     def _record(self) -> SupervisorRecord:
-        return SupervisorRecord(membership=self.membership.snapshot(), address=self.address)
+        record = SupervisorRecord(membership=self.membership.snapshot(), address=self.address)
+        if self.fleet is not None:
+            self.fleet.add_to(record)
+        return record
+
+    async def _save(self) -> bool:
+        """Writes the record; whether it is written, or there is none to write."""
+        return self._recorder is None or await self._recorder.save(self._record())
 
     async def _tick(self) -> None:
         while True:
             for worker, reason in self.membership.tick():
                 extra = {"member": worker.name, "incarnation": worker.incarnation, "reason": reason}
                 logger.warning("declared dead", extra=extra)
-                if self._keepers is not None:
-                    self._keepers.kill(worker.name)
-            if self._keepers is not None:
-                self._keepers.note_served()
+                if self.fleet is not None:
+                    self.fleet.kill(worker.name)
             self._credentials.check()
             self._on_change()
             await asyncio.sleep(TICK_SECONDS)
 
     def _on_change(self) -> None:
-        if self.membership.version != self._published.version:
+        if self._version != self._published.version:
             self._dirty.set()
+
+    @property
+    def _version(self) -> int:
+        """Grows with each change that members must learn of."""
+        return self.membership.version + (0 if self.fleet is None else self.fleet.desired.revision)
 
     async def _publish(self) -> None:
         """Sends each membership to all Attend streams, once its record is saved."""
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            version, complete, members = self.membership.version, self.membership.complete, self.membership.members()
+            version, complete, members = self._version, self.membership.complete, self.membership.members()
+            fleet = self.fleet
+            roles = {} if fleet is None else {member.name: fleet.role(member.name) for member in members}
             copies = []
             for member in members:
                 copies.append(Member())
                 copies[-1].CopyFrom(member)
-            if self._recorder is not None and not await self._recorder.save(self._record()):
+            if not await self._save():
                 asyncio.get_running_loop().call_later(1.0, self._dirty.set)
-            self._published = _Published(version, tuple(copies), complete)
+            self._published = _Published(version, tuple(copies), complete, roles)
             self._news.set()
             self._news = asyncio.Event()
 
@@ -293,6 +322,7 @@ class SupervisorServer(SupervisorServiceServicer):
                             members=now.members,
                             generation=now.generation(worker),
                             complete=now.complete,
+                            role=now.roles.get(worker.name, Role.ROLE_UNSPECIFIED),
                         )
                     )
                     sent = now
@@ -333,13 +363,18 @@ class SupervisorServer(SupervisorServiceServicer):
                 return True
             self._on_change()
             if not joined.done():
-                joined.set_result((WorkerId(member.name, member.incarnation), self.membership.version))
+                joined.set_result((WorkerId(member.name, member.incarnation), self._version))
         return False
 
     async def GetStatus(
         self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> GetStatusResponse:
-        return GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
+        status = GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
+        if self.fleet is not None:
+            status.desired.CopyFrom(to_record(self.fleet.desired))
+            status.settled = self.fleet.settled
+            status.troubles.update(self.fleet.troubles())
+        return status
 
 
 if __name__ == "__main__":

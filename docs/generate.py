@@ -107,7 +107,7 @@ def _type(field: dict[str, Any]) -> str:
 def metrics() -> str:
     """The page metrics.md."""
     lines = []
-    for observer in (RouterMetrics("router-0"), WorkerMetrics("prefill-0", "prefill")):
+    for observer in (RouterMetrics("router-0"), WorkerMetrics("worker-0")):
         for value in vars(observer).values():
             values = value.values() if isinstance(value, dict) else [value]
             lines += [_metric(metric) for metric in values if isinstance(metric, Metric)]

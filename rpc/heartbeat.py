@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import grpc
 
-from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member, Role
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
@@ -32,6 +32,7 @@ class HeartbeatClient:
         describe: Callable[[], tuple[Member, Load | None]],
         on_members: Callable[[Sequence[Member]], None],
         on_fenced: Callable[[], None],
+        on_role: Callable[[Role], None] = lambda role: None,
         interval: float = 0.5,
     ) -> None:
         """
@@ -41,6 +42,7 @@ class HeartbeatClient:
             describe: called before every heartbeat; returns this member and its load.
             on_members: called with every new membership.
             on_fenced: called when the supervisor has declared this incarnation dead.
+            on_role: called with the role that this member is to have.
             interval: seconds between two heartbeats.
         """
         self._supervisor = supervisor
@@ -48,6 +50,7 @@ class HeartbeatClient:
         self._describe = describe
         self._on_members = on_members
         self._on_fenced = on_fenced
+        self._on_role = on_role
         self._interval = interval
         self._generation = 0
         """Of this member, once the supervisor has issued it."""
@@ -129,6 +132,8 @@ class HeartbeatClient:
         self._generation = response.generation or self._generation
         self._members = response.members if response.complete else merged(self._members, response.members)
         self._on_members(self._members)
+        if response.role:
+            self._on_role(response.role)
 
 
 def merged(known: Sequence[Member], partial: Sequence[Member]) -> list[Member]:

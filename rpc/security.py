@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 Part = Literal["supervisor", "router", "worker", "operator"]
-"""What a process of a cluster is. The operator is the command line, which asks for the status."""
+"""What a process of a cluster is. The operator is the command line, which asks for the status and gives commands."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -19,6 +19,11 @@ HEALTH = "/grpc.health.v1.Health/"
 CALLERS: Mapping[str, frozenset[Part]] = {
     "/kvrelay.internal.v1.SupervisorService/Attend": frozenset({"router", "worker"}),
     "/kvrelay.internal.v1.SupervisorService/GetStatus": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/Scale": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/Drain": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/SetRole": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/Upgrade": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/Restart": frozenset({"operator"}),
     "/kvrelay.internal.v1.WorkerService/Relay": frozenset({"router"}),
     "/kvrelay.internal.v1.HandoffService/Control": frozenset({"worker"}),
 }

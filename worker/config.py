@@ -20,7 +20,7 @@ class WorkerConfig:
     """Unique in the cluster, e.g. `prefill-0`; stays the same when the worker is replaced."""
 
     role: WorkerRole
-    """What it does with requests."""
+    """What it does with requests, until the supervisor gives it another role."""
 
     model: str
     """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
@@ -44,6 +44,9 @@ class WorkerConfig:
     drain_seconds: float = 30.0
     """Time that requests are given to finish when the worker is to end."""
 
+    switch_seconds: float = 0.5
+    """Time that requests are given to finish when the worker takes another role; then they move to other workers."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Options of the engine."""
 
@@ -58,6 +61,7 @@ class WorkerConfig:
         require(self.role in ("prefill", "decode", "colocated"), "role", self.role, "prefill, decode, colocated")
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
+        require(0 <= self.switch_seconds <= 3600, "switch_seconds", self.switch_seconds, "0 to 3600")
         full = self.transfer.encrypt == "full"
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")
         require(self.max_waiting >= 1, "max_waiting", self.max_waiting, "1 or more")

@@ -19,7 +19,8 @@ from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.transports.registry import available_transports, entries
-from kvrelay.worker.worker import Key, Role, Worker
+from kvrelay.worker.role import Key, Role
+from kvrelay.worker.worker import Worker
 
 CAUSES = {
     Code.CLOSED: Failure.CAUSE_PEER_LOST,

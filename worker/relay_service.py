@@ -19,10 +19,11 @@ WRITE_TIMEOUT_SECONDS = 5.0
 
 
 class RelayService(WorkerServiceServicer):
-    """Serves `kvrelay.internal.v1.WorkerService` for one worker."""
+    """Serves `kvrelay.internal.v1.WorkerService` for one incarnation of a worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._id = worker.id
 
     async def Relay(
         self,
@@ -37,10 +38,10 @@ class RelayService(WorkerServiceServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {HELLO_SECONDS:g} s")
         if first is None or first.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a relay must be hello")
-        if first.hello.worker_incarnation != worker.id.incarnation:
+        if first.hello.worker_incarnation != self._id.incarnation:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this is {worker.id}, not incarnation {first.hello.worker_incarnation!r}",
+                f"this is {self._id}, not incarnation {first.hello.worker_incarnation!r}",
             )
         stream = RelayStream(first.hello.router, worker.load)
         reader = asyncio.create_task(self._read(request_iterator, stream), name=f"relay {stream.router}")
@@ -62,6 +63,8 @@ class RelayService(WorkerServiceServicer):
     async def _read(self, requests: AsyncIterator[RelayRequest], stream: RelayStream) -> None:
         try:
             async for request in requests:
+                if self._worker.id != self._id:
+                    return  # it has taken another role since
                 match request.WhichOneof("message"):
                     case "submit":
                         stream.submits_seen += 1

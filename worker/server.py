@@ -5,15 +5,21 @@
     DRAINING   completes what it has, takes nothing new
     (gone)     after SIGTERM and draining, after a failure of the engine, or fenced by the supervisor
 
+When the supervisor gives it another role, it drains, and goes on as another incarnation: with the new role, new ports
+and the same engine. So all that belongs to the old role is fenced as that of a process which has ended.
+
 Two threads: the event loop (gRPC and everything here) and the engine thread (`EngineThread`).
 """
 
 import asyncio
 import logging
 import os
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -31,6 +37,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
+from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from kvrelay.models import resolve
@@ -38,16 +45,24 @@ from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.role import Role
+from kvrelay.worker.worker import Worker, WorkerHooks
 
 logger = logging.getLogger(__name__)
 
-ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
+ROLES: dict[WorkerRole, MemberRole] = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
 
 Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Engine, Runner]]
 """Makes the engine of a worker, and its runner; as `build_engine`."""
+
+
+RoleFactory = Callable[[Worker], Role]
+Observer = Callable[[Member, Load], None]
+"""Gets what each heartbeat tells."""
+REBIND_SECONDS = 5.0
+"""How long a worker with a port of its own tries to bind it again, in another role."""
 
 
 class WorkerServer:
@@ -56,22 +71,30 @@ class WorkerServer:
     def __init__(
         self,
         config: WorkerConfig,
-        role: Callable[[Worker], Role] = Role,
-        observer: Callable[[Load], None] | None = None,
+        roles: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role}),
+        observer: Observer | None = None,
         build: Build = build_engine,
     ) -> None:
-        """`observer` gets the load at every heartbeat.
+        """
+        Args:
+            roles: those that this process can take.
 
         Raises:
-            ValueError: there is no join token, or a certificate can't be used.
+            ValueError: `config.role` is none of them, there is no join token, or a certificate can't be used.
         """
+        if config.role not in roles:
+            raise ValueError(f"role is {config.role}; allowed: {', '.join(roles)}, which this module has")
         self.config = config
         self.credentials = Credentials.of("worker", config.security)
-        self.id = WorkerId(config.name, uuid.uuid4().hex)
-        self._role = role
+        self._roles = roles
         self._observer = observer
         self._build = build
         self._shell: WorkerShell | None = None
+        self._worker: Worker | None = None
+        self._failure: asyncio.Future[BaseException] | None = None
+        self._switch: asyncio.Task[None] | None = None
+        self._wanted: WorkerRole | None = None
+        """The role that the supervisor has asked for last."""
 
     async def start(self) -> None:
         """Binds, sends heartbeats, loads the model; returns when ready.
@@ -81,12 +104,21 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         config = self.config
-        shell = self._shell = WorkerShell(config, self.id, self.credentials, self._observer)
+        self._failure = asyncio.get_running_loop().create_future()
+        shell = self._open(config)
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
-        hooks = WorkerHooks(shell.beat, shell.fail)
-        await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
+        hooks = WorkerHooks(lambda: self._bound.beat(), self._fail)
+        role = self._roles[config.role]
+        self._worker = Worker(config, shell.id, engine, runner, role, hooks, self.credentials)
+        await shell.serve(self._worker)
+        self._consider_role()
+
+    @property
+    def id(self) -> WorkerId:
+        """The present incarnation, once `start` has bound its port."""
+        return self._bound.id
 
     @property
     def address(self) -> str:
@@ -96,53 +128,135 @@ class WorkerServer:
     @property
     def worker(self) -> Worker:
         """The worker, once `start` has returned."""
-        worker = self._bound.worker
-        if worker is None:
-            raise RuntimeError(f"{self.id.name} is still loading")
-        return worker
+        if self._worker is None:
+            raise RuntimeError(f"{self.config.name} is still loading")
+        return self._worker
 
     async def stop(self, grace: float) -> None:
         """Takes nothing new, gives live requests `grace` seconds to end, then ends everything."""
+        if self._switch is not None:
+            self._switch.cancel()
+            await asyncio.wait((self._switch,))
+        # A worker that has failed is not given any grace.
+        failed = self._failure is not None and self._failure.done()
         if self._shell is not None:
-            await self._shell.stop(grace)
+            await self._shell.stop(0.0 if failed else grace)
+        if self._worker is not None:
+            await self._worker.stop()
 
     async def failed(self) -> BaseException:
         """Returns when the worker can't go on, with the reason."""
+        if self._failure is None:
+            raise RuntimeError(f"{self.config.name} was not started")
         # Shielded: whoever stops waiting for a failure must not end the future with its own task.
-        return await asyncio.shield(self._bound.failure)
+        return await asyncio.shield(self._failure)
 
     @property
     def _bound(self) -> "WorkerShell":
         if self._shell is None:
-            raise RuntimeError(f"{self.id.name} was not started")
+            raise RuntimeError(f"{self.config.name} was not started")
         return self._shell
+
+    def _open(self, config: WorkerConfig) -> "WorkerShell":
+        """Binds and sends heartbeats as a new incarnation."""
+        identity = WorkerId(config.name, uuid.uuid4().hex)
+        duties = ShellDuties(self._observer, self._fail, self._on_role)
+        self._shell = WorkerShell(config, identity, self.credentials, tuple(self._roles), duties)
+        return self._shell
+
+    def _fail(self, error: BaseException) -> None:
+        """The worker can't go on. Any thread."""
+        failure = self._failure
+
+        def settle() -> None:
+            if failure is not None and not failure.done():
+                failure.set_result(error)
+
+        if failure is not None:
+            failure.get_loop().call_soon_threadsafe(settle)
+
+    def _on_role(self, number: MemberRole) -> None:
+        """The supervisor has said which role this worker is to have."""
+        self._wanted = next((role for role, known in ROLES.items() if known == number), None)
+        self._consider_role()
+
+    def _consider_role(self) -> None:
+        """Takes the role that was asked for, unless the model still loads or another switch goes on: then later."""
+        wanted = self._wanted
+        if wanted in (None, self._bound.config.role) or self._switch is not None or not self._bound.serving:
+            return
+        if wanted not in self._roles:
+            logger.error("can't take this role", extra={"role": wanted, "roles": list(self._roles)})
+            return
+        self._switch = asyncio.create_task(self._switch_to(wanted), name=f"to {wanted}")
+        self._switch.add_done_callback(self._on_switched)
+
+    async def _switch_to(self, role: WorkerRole) -> None:
+        """Gives the present role up and takes another one."""
+        began = time.monotonic()
+        shell, worker = self._bound, self.worker
+        logger.info("taking another role", extra={"role": role, "before": shell.config.role})
+        await shell.stop(shell.config.switch_seconds)
+        config = replace(shell.config, role=role)
+        while True:
+            try:
+                fresh = self._open(config)
+                break
+            except OSError:
+                if time.monotonic() - began > REBIND_SECONDS + config.switch_seconds:
+                    raise
+            await asyncio.sleep(0.05)
+        fresh.on_loaded(1.0)
+        await worker.take_role(fresh.id, config, self._roles[role])
+        await fresh.serve(worker)
+        logger.info("took another role", extra={"role": role, "seconds": round(time.monotonic() - began, 3)})
+
+    def _on_switched(self, task: "asyncio.Task[None]") -> None:
+        """A worker that is neither in its old role nor in the new one ends; its successor starts with the new one."""
+        self._switch = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("can't take another role", exc_info=error)
+            self._fail(error)
+        elif not task.cancelled():
+            self._consider_role()
+
+
+@dataclass(frozen=True, slots=True)
+class ShellDuties:
+    """Whom a shell tells what it learns."""
+
+    observer: Observer | None
+    failed: Callable[[BaseException], None]
+    on_role: Callable[[MemberRole], None]
 
 
 class WorkerShell:
-    """Ports and heartbeats of a worker process, from its start on; the worker itself joins when its model is loaded."""
+    """Ports and heartbeats of one incarnation, from its start on; the worker itself joins when its model is loaded."""
 
     def __init__(
         self,
         config: WorkerConfig,
         identity: WorkerId,
         credentials: Credentials,
-        observer: Callable[[Load], None] | None,
+        roles: Sequence[WorkerRole],
+        duties: ShellDuties,
     ) -> None:
         """Binds the port and starts the heartbeats.
+
+        Args:
+            roles: those that this process can take.
 
         Raises:
             OSError: the port is in use.
         """
-        self._config = config
-        self._id = identity
-        self._observer = observer
-        self._loop = asyncio.get_running_loop()
-        self.failure: asyncio.Future[BaseException] = self._loop.create_future()
-        """Set when the worker can't go on."""
+        self.config = config
+        self.id = identity
+        self._roles = [ROLES[role] for role in roles]
+        self._duties = duties
         self._state: MemberState = MEMBER_STATE_STARTING
         self._loaded = 0.0
         self._members: Sequence[Member] = ()
-        self.worker: Worker | None = None
+        self._worker: Worker | None = None
         """None while the model loads."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in its type stubs
         self._server = credentials.server()
@@ -151,7 +265,12 @@ class WorkerShell:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
+                config.supervisor,
+                credentials,
+                self._describe,
+                self._on_members,
+                lambda: duties.failed(Fenced(identity)),
+                duties.on_role,
             )
             self._heartbeat.start()
 
@@ -164,35 +283,29 @@ class WorkerShell:
         if self._heartbeat is not None:
             self._heartbeat.beat()
 
-    def fail(self, error: BaseException) -> None:
-        """The worker can't go on. Any thread."""
-
-        def settle() -> None:
-            if not self.failure.done():
-                self.failure.set_result(error)
-
-        self._loop.call_soon_threadsafe(settle)
-
     async def serve(self, worker: Worker) -> None:
         """Opens the worker to routers and peers."""
-        self.worker = worker
+        self._worker = worker
         worker.role.members_changed(self._members)
         add_WorkerServiceServicer_to_server(RelayService(worker), self._server)
         worker.role.add_services(self._server)
         await self._server.start()
         await self._enter(MEMBER_STATE_READY)
-        logger.info("ready", extra={"address": self.address, "incarnation": self._id.incarnation})
+        logger.info("ready", extra={"address": self.address, "incarnation": self.id.incarnation})
 
     async def stop(self, grace: float) -> None:
-        """Drains the worker and ends everything. A worker that has failed is not given any grace."""
-        if self.worker is not None:
+        """Drains the worker, and ends the ports and heartbeats."""
+        if self._worker is not None:
             await self._enter(MEMBER_STATE_DRAINING)
-            await self.worker.drain(0.0 if self.failure.done() else grace)
+            await self._worker.drain(grace)
         await self._server.stop(0.5)
         if self._heartbeat is not None:
             await self._heartbeat.stop()
-        if self.worker is not None:
-            await self.worker.stop()
+
+    @property
+    def serving(self) -> bool:
+        """Whether it takes requests."""
+        return self._state == MEMBER_STATE_READY
 
     async def _enter(self, state: MemberState) -> None:
         self._state = state
@@ -203,25 +316,26 @@ class WorkerShell:
 
     def _on_members(self, members: Sequence[Member]) -> None:
         self._members = members
-        if self.worker is not None:
-            self.worker.role.members_changed(members)
+        if self._worker is not None:
+            self._worker.role.members_changed(members)
 
     def _describe(self) -> tuple[Member, Load]:
-        worker = self.worker
+        worker = self._worker
         member = Member(
-            name=self._id.name,
-            role=ROLES[self._config.role],
-            incarnation=self._id.incarnation,
+            name=self.id.name,
+            role=ROLES[self.config.role],
+            incarnation=self.id.incarnation,
             address=self.address,
             pid=os.getpid(),
             state=self._state,
             loaded=self._loaded,
+            roles=self._roles,
         )
         if worker is not None:
             worker.describe(member)
         load = Load() if worker is None else worker.load()
-        if self._observer is not None:
-            self._observer(load)
+        if self._duties.observer is not None:
+            self._duties.observer(member, load)
         return member, load
 
 

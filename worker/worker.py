@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import grpc
-
 from kvrelay.engine.constrain.compiler import ConstraintCompiler
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
@@ -24,13 +22,10 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
-    PHASE_COLOCATED,
     ClientCall,
     Failure,
     Load,
     PeerRef,
-    Phase,
-    Promised,
     RequestEvent,
     Submit,
     WorkerHello,
@@ -38,7 +33,6 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
@@ -47,66 +41,17 @@ from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
+from kvrelay.worker.role import Key, Role
 
 logger = logging.getLogger(__name__)
 
 _FENCED = Failure(code=Failure.CODE_FENCED, message="a later call of the client continues this request")
 
-Key = tuple[str, int]
-
 CHECK_SECONDS = 10.0
 """Between two integrity checks of the block pool; a check takes a moment if the pool is large."""
-
-
-class Role:
-    """What a worker does with its requests besides computing them; this one, the co-located role, does nothing more.
-
-    The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
-    `on_step`, which runs on the engine thread.
-    """
-
-    phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
-    """Of the requests that this role takes."""
-    transports: Sequence[str] = ()
-    """How the membership lists this worker's transports, best first."""
-
-    def __init__(self, worker: "Worker") -> None:
-        self.worker = worker
-        self.local = LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, worker.pool.tensor.is_cuda)
-        self.compatibility = self.local.digest(worker.config.transfer)
-        """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
-
-    def add_services(self, server: grpc.aio.Server) -> None:
-        """Adds the role's own gRPC services to `server`, before it starts."""
-
-    def members_changed(self, members: Sequence[Member]) -> None:
-        """The supervisor's membership has changed."""
-
-    def submit(self, request: Request, submit: Submit) -> None:
-        """A request of one of `phases` has come."""
-        self.worker.compute(request)
-
-    def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
-        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed.
-
-        Args:
-            cause: why this worker returns the request, if it does.
-        """
-
-    def promised(self) -> Promised:
-        """Requests of this role that will need blocks and have none yet."""
-        return Promised()
-
-    @property
-    def active(self) -> int:
-        """Hand-offs that may hold blocks."""
-        return 0
-
-    def on_step(self, progress: Sequence[Progress]) -> None:
-        """A step has ended, and its tokens are queued for the routers."""
-
-    async def stop(self, cause: Failure.Cause) -> None:
-        """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
+SETTLE_SECONDS = 10.0
+"""For the hand-offs of a role that the worker gives up to release their blocks."""
+SETTLE_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +117,30 @@ class Worker:
         cause = Failure.CAUSE_PEER_LOST if self._thread.ended else Failure.CAUSE_DRAINING
         me = PeerRef(name=self.id.name, incarnation=self.id.incarnation)
         return {"code": Failure.CODE_RETRY, "message": f"worker {self.id.name}: {why}", "cause": cause, "blamed": [me]}
+
+    async def take_role(self, identity: WorkerId, config: WorkerConfig, role: Callable[["Worker"], Role]) -> None:
+        """Goes on after `drain` as another incarnation with another role; weights, KV pool and prefix cache stay.
+
+        Args:
+            identity: with another incarnation, so that whatever is still under way for the one before is refused.
+
+        Raises:
+            RuntimeError: the role before holds blocks for longer than SETTLE_SECONDS.
+            IntegrityError: a block is lost.
+            EngineEndedError: the engine has ended.
+        """
+        deadline = self._loop.time() + SETTLE_SECONDS
+        await self._thread.call(_nothing)  # what the engine thread has posted to this loop comes before the answer
+        while self._live or self.role.active:
+            if self._loop.time() > deadline:
+                raise RuntimeError(f"{self.role.active} hand-offs of the {self.config.role} role don't end")
+            await asyncio.sleep(SETTLE_POLL_SECONDS)
+        scheduler = self._engine.scheduler
+        await self._thread.call(partial(scheduler.check_integrity, idle=True))
+        self.id, self.config = identity, config
+        scheduler.on_start = None
+        self.role = role(self)
+        self._draining = False
 
     async def stop(self) -> None:
         """Ends the engine thread."""
@@ -445,3 +414,7 @@ class Worker:
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
         self.post_to_loop(self._deliver, events, self._loads.read())
         self.role.on_step(progress)
+
+
+def _nothing() -> None:
+    """A command that only waits for those before it."""

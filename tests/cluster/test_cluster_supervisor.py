@@ -14,7 +14,9 @@ import grpc
 import pytest
 
 from kvrelay.cluster import replacement
-from kvrelay.cluster.replacement import Ended
+from kvrelay.cluster.desired import MemberRole
+from kvrelay.cluster.fleet import ROLES
+from kvrelay.cluster.replacement import Ended, Plan
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import as_json, get_status
 from kvrelay.cluster.supervisor import SupervisorConfig, SupervisorServer
@@ -219,7 +221,7 @@ NAMES = tuple(name for name, _ in PAIR)
 class FakeLauncher:
     """Processes that live until a test ends them; each sends heartbeats as a new incarnation."""
 
-    names = NAMES
+    config = ""
 
     def __init__(self, hopeless: str = "") -> None:
         self.hopeless = hopeless
@@ -229,10 +231,23 @@ class FakeLauncher:
         self.broken = ""
         """The member whose process can't be started."""
 
+    def members(self, config: str) -> dict[str, MemberRole]:
+        roles: tuple[MemberRole, ...] = ("prefill", "decode", "router")
+        return {name: role for name in NAMES for role in roles if name.startswith(role)}
+
+    def upgrade(self, present: str, config: str) -> str:
+        return config
+
+    def startable(self, config: str, role: MemberRole) -> str:
+        return ""
+
+    def cycled(self, config: str) -> frozenset[MemberRole]:
+        return frozenset({"router"})
+
     async def adopt(self, name: str) -> bool:
         return False
 
-    async def run(self, name: str, supervisor: str) -> Ended:
+    async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
         self.count += 1
         self.calls.append(f"run {name}")
         if name == self.broken:
@@ -241,8 +256,7 @@ class FakeLauncher:
             return Ended("model /nope: no such folder", mistake=True)
         assert name not in self.lives, "two processes of one name"
         life = self.lives[name] = asyncio.get_running_loop().create_future()
-        role = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "router": ROLE_ROUTER}[name.partition("-")[0]]
-        fake = FakeMember(supervisor, name, role, f"{name}#{self.count}")
+        fake = FakeMember(supervisor, name, ROLES[plan.role], f"{name}#{self.count}")
         fake.attendance.start()
         try:
             return await life

@@ -120,14 +120,20 @@ def main(config: Path) -> int:
     hash_worker.SlowHashRunner = OrderedRunner  # type: ignore[misc]  # what `build` makes
 
     def server(worker: WorkerConfig) -> WorkerServer:
-        class Role(hash_worker.ROLES[worker.role]):  # type: ignore[misc]  # a class by its role
-            def make_setup(self) -> HandoffSetup:
-                setup: HandoffSetup = super().make_setup()
-                shared = worker.name not in REMOTE
-                return replace(setup, transports={k: v for k, v in setup.transports.items() if shared or k != "shm"})
+        def apart(role: type[HandoffRole]) -> type[HandoffRole]:
+            class Apart(role):  # type: ignore[misc, valid-type]  # a mixin over a value
+                def make_setup(self) -> HandoffSetup:
+                    setup: HandoffSetup = super().make_setup()
+                    shared = worker.name not in REMOTE
+                    return replace(
+                        setup, transports={k: v for k, v in setup.transports.items() if shared or k != "shm"}
+                    )
 
-        role: type[HandoffRole] = detours.detoured(Role)
-        return WorkerServer(worker, role, build=hash_worker.build)
+            return detours.detoured(Apart)
+
+        return WorkerServer(
+            worker, {name: apart(role) for name, role in hash_worker.ROLES.items()}, build=hash_worker.build
+        )
 
     return serve.main(WorkerConfig, server, "A worker on the hash model that takes orders.")
 

@@ -16,8 +16,8 @@ from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
 from kvrelay.router.placement import WorkerView
 from kvrelay.router.server import RouterServer
 from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer
-from kvrelay.worker.worker import Role
 from support.checkpoints import make_checkpoint
 from support.router_fakes import ROLES, FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
 
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def real_worker(checkpoint: Path, role: WorkerRole) -> AsyncIterator[WorkerServer]:
     engine = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=64, threads=1)
     config = WorkerConfig(f"{role}-0", role, str(checkpoint), engine=engine)
-    server = WorkerServer(config, DecodeRole if role == "decode" else Role)
+    server = WorkerServer(config, {"decode": DecodeRole, "colocated": Role})
     await server.start()
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A worker that runs the hash model: `python -m support.hash_worker --config FILE`, of either role.
+"""A worker on the hash model, of either role, which it can change: `python -m support.hash_worker --config FILE`.
 
 Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
 HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
@@ -28,7 +28,7 @@ from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.serve import main
 from kvrelay.worker import server as worker_server
 from kvrelay.worker import worker as worker_module
-from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
 from support import damage
@@ -42,7 +42,7 @@ BEAT_SECONDS = "HASH_BEAT_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
-ROLES: dict[str, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
+ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
 
 
 class SlowHashRunner(HashRunner):
@@ -74,14 +74,18 @@ def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:
 
 
 def hash_server(config: WorkerConfig) -> WorkerServer:
-    role = ROLES[config.role]
+    return WorkerServer(config, {name: armed(role) for name, role in ROLES.items()}, build=build)
+
+
+def armed(role: type[HandoffRole]) -> type[HandoffRole]:
+    """A subclass of `role` that does what the environment says."""
     if DESK in os.environ:
         role = detoured(role)
     if os.environ.get(damage.VARIABLE):
         role = damage.damaged(role)
     if NEWS_SECONDS in os.environ:
         role = late(role, float(os.environ[NEWS_SECONDS]))
-    return WorkerServer(config, role, build=build)
+    return role
 
 
 if __name__ == "__main__":

@@ -24,6 +24,14 @@ class MemberState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMBER_STATE_DRAINING: _ClassVar[MemberState]
     MEMBER_STATE_SUSPECT: _ClassVar[MemberState]
     MEMBER_STATE_DEAD: _ClassVar[MemberState]
+
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_SERVE: _ClassVar[Stage]
+    STAGE_REPLACE: _ClassVar[Stage]
+    STAGE_CYCLE: _ClassVar[Stage]
+    STAGE_LEAVE: _ClassVar[Stage]
+    STAGE_RETURN: _ClassVar[Stage]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -35,9 +43,14 @@ MEMBER_STATE_READY: MemberState
 MEMBER_STATE_DRAINING: MemberState
 MEMBER_STATE_SUSPECT: MemberState
 MEMBER_STATE_DEAD: MemberState
+STAGE_SERVE: Stage
+STAGE_REPLACE: Stage
+STAGE_CYCLE: Stage
+STAGE_LEAVE: Stage
+STAGE_RETURN: Stage
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "roles")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +65,7 @@ class Member(_message.Message):
     SLOW_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -66,7 +80,8 @@ class Member(_message.Message):
     slow_step_seconds: float
     failed: bool
     http_address: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[Role]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
@@ -77,18 +92,20 @@ class AttendRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
-    __slots__ = ("version", "members", "fenced", "generation", "complete")
+    __slots__ = ("version", "members", "fenced", "generation", "complete", "role")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     fenced: bool
     generation: int
     complete: bool
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., fenced: _Optional[bool] = ..., generation: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+    role: Role
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., fenced: _Optional[bool] = ..., generation: _Optional[int] = ..., complete: _Optional[bool] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -107,12 +124,149 @@ class MemberStatus(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("ready", "members")
+    __slots__ = ("ready", "members", "desired", "settled", "troubles")
+    class TroublesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     READY_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
-    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...
+    desired: Desired
+    settled: bool
+    troubles: _containers.ScalarMap[str, str]
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class DesiredMember(_message.Message):
+    __slots__ = ("name", "role", "config", "stage", "replaces")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: Role
+    config: int
+    stage: Stage
+    replaces: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., config: _Optional[int] = ..., stage: _Optional[_Union[Stage, str]] = ..., replaces: _Optional[str] = ...) -> None: ...
+
+class Desired(_message.Message):
+    __slots__ = ("revision", "config", "previous", "members", "halted", "restart_id")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    HALTED_FIELD_NUMBER: _ClassVar[int]
+    RESTART_ID_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    config: int
+    previous: int
+    members: _containers.RepeatedCompositeFieldContainer[DesiredMember]
+    halted: str
+    restart_id: str
+    def __init__(self, revision: _Optional[int] = ..., config: _Optional[int] = ..., previous: _Optional[int] = ..., members: _Optional[_Iterable[_Union[DesiredMember, _Mapping]]] = ..., halted: _Optional[str] = ..., restart_id: _Optional[str] = ...) -> None: ...
+
+class ConfigRecord(_message.Message):
+    __slots__ = ("generation", "text")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    text: str
+    def __init__(self, generation: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class PoolSize(_message.Message):
+    __slots__ = ("role", "count")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    count: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("member", "replace", "force")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    replace: bool
+    force: bool
+    def __init__(self, member: _Optional[str] = ..., replace: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("member", "role", "force")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    role: Role
+    force: bool
+    def __init__(self, member: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class UpgradeRequest(_message.Message):
+    __slots__ = ("config", "rollback", "in_place")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    rollback: bool
+    in_place: bool
+    def __init__(self, config: _Optional[str] = ..., rollback: _Optional[bool] = ..., in_place: _Optional[bool] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("id", "members", "in_place")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    members: _containers.RepeatedScalarFieldContainer[str]
+    in_place: bool
+    def __init__(self, id: _Optional[str] = ..., members: _Optional[_Iterable[str]] = ..., in_place: _Optional[bool] = ...) -> None: ...
+
+class CommandResponse(_message.Message):
+    __slots__ = ("revision", "refusal")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    refusal: Refusal
+    def __init__(self, revision: _Optional[int] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("code", "message")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CODE_UNSPECIFIED: _ClassVar[Refusal.Code]
+        CODE_INVALID: _ClassVar[Refusal.Code]
+        CODE_UNKNOWN_MEMBER: _ClassVar[Refusal.Code]
+        CODE_UNSAFE: _ClassVar[Refusal.Code]
+        CODE_BUSY: _ClassVar[Refusal.Code]
+        CODE_NOT_RECORDED: _ClassVar[Refusal.Code]
+        CODE_UNSUPPORTED: _ClassVar[Refusal.Code]
+    CODE_UNSPECIFIED: Refusal.Code
+    CODE_INVALID: Refusal.Code
+    CODE_UNKNOWN_MEMBER: Refusal.Code
+    CODE_UNSAFE: Refusal.Code
+    CODE_BUSY: Refusal.Code
+    CODE_NOT_RECORDED: Refusal.Code
+    CODE_UNSUPPORTED: Refusal.Code
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: Refusal.Code
+    message: str
+    def __init__(self, code: _Optional[_Union[Refusal.Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class NameRecord(_message.Message):
     __slots__ = ("name", "generation", "member", "acknowledged", "fenced")
@@ -137,9 +291,13 @@ class MembershipRecord(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., names: _Optional[_Iterable[_Union[NameRecord, _Mapping]]] = ...) -> None: ...
 
 class SupervisorRecord(_message.Message):
-    __slots__ = ("membership", "address")
+    __slots__ = ("membership", "address", "desired", "configs")
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    CONFIGS_FIELD_NUMBER: _ClassVar[int]
     membership: MembershipRecord
     address: str
-    def __init__(self, membership: _Optional[_Union[MembershipRecord, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+    desired: Desired
+    configs: _containers.RepeatedCompositeFieldContainer[ConfigRecord]
+    def __init__(self, membership: _Optional[_Union[MembershipRecord, _Mapping]] = ..., address: _Optional[str] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., configs: _Optional[_Iterable[_Union[ConfigRecord, _Mapping]]] = ...) -> None: ...

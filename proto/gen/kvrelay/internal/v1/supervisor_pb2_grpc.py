@@ -44,6 +44,31 @@ class SupervisorServiceStub:
                 request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/Scale',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/Drain',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/SetRole',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+                _registered_method=True)
+        self.Upgrade = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/Upgrade',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/Restart',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.RestartRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+                _registered_method=True)
 
 
 class SupervisorServiceServicer:
@@ -64,6 +89,44 @@ class SupervisorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Commands change the desired state. Each answers when the new state is recorded, or with a refusal that has changed
+        nothing; GetStatus tells how far the cluster is. A command that is repeated changes nothing more.
+
+        Sets the number of members of some roles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Ends one member when its requests are done or have moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Gives a worker another role. Its process, weights, KV pool and prefix cache stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upgrade(self, request, context):
+        """Replaces every member by one with another configuration, one after another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Replaces members by ones with the same configuration, one after another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +139,31 @@ def add_SupervisorServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.FromString,
                     response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.ScaleRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DrainRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.SetRoleRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.SerializeToString,
+            ),
+            'Upgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.UpgradeRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.RestartRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +220,141 @@ class SupervisorService:
             '/kvrelay.internal.v1.SupervisorService/GetStatus',
             kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.SerializeToString,
             kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/Scale',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.ScaleRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/Drain',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DrainRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/SetRole',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.SetRoleRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/Upgrade',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.UpgradeRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/Restart',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.RestartRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.CommandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,346 @@
+"""What a cluster is to be: its members by name, their roles and configurations, and what becomes of each. No I/O.
+
+    stage      the member                                          ends as
+    SERVE      runs                                                -
+    REPLACE    runs until its successor serves                     LEAVE
+    CYCLE      runs until it can be spared                         RETURN
+    LEAVE      finishes or returns its requests, and ends          gone
+    RETURN     finishes or returns its requests, and ends          SERVE, with the present configuration
+
+A name is not tied to a role. The commands below return the state with the change, or refuse; `reconcile` says how the
+cluster gets there. A command that is repeated returns the same state.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Literal
+
+from kvrelay.worker.config import WorkerRole
+
+MemberRole = WorkerRole | Literal["router"]
+WORKER_ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
+MEMBER_ROLES: tuple[MemberRole, ...] = (*WORKER_ROLES, "router")
+MOST_MEMBERS = 1024
+"""Of one role."""
+
+
+class Stage(Enum):
+    """What becomes of a member."""
+
+    SERVE = "serve"
+    REPLACE = "replace"
+    CYCLE = "cycle"
+    LEAVE = "leave"
+    RETURN = "return"
+
+    @property
+    def ends(self) -> bool:
+        """Whether the process is to end now."""
+        return self in (Stage.LEAVE, Stage.RETURN)
+
+
+class Code(Enum):
+    """Why a command is refused; as `kvrelay.internal.v1.Refusal.Code`."""
+
+    INVALID = "invalid"
+    UNKNOWN_MEMBER = "unknown_member"
+    UNSAFE = "unsafe"
+    BUSY = "busy"
+    NOT_RECORDED = "not_recorded"
+    UNSUPPORTED = "unsupported"
+
+
+class Refused(ValueError):
+    """A command can't be followed; nothing has changed."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One desired member."""
+
+    role: MemberRole
+    config: int
+    """Generation of the configuration that it is started with."""
+    stage: Stage = Stage.SERVE
+    replaces: str = ""
+    """The member that leaves when this one serves; it isn't counted before. Empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of one member's process."""
+
+    kept: bool = False
+    """It runs, or is about to be started again."""
+    ending: bool = False
+    """It was asked to end."""
+    ready: bool = False
+    role: MemberRole | None = None
+    """As it reports."""
+    roles: frozenset[str] = frozenset()
+    """Those that its process can take."""
+    digest: str = ""
+    """Workers with equal digests can hand KV over to each other."""
+    requests: int = 0
+    """Waiting and running there."""
+    trouble: str = ""
+    """Why it can't be expected to serve without help; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """The desired state of a cluster."""
+
+    members: Mapping[str, Wanted]
+    config: int = 1
+    """Generation of the configuration that all members are to have."""
+    previous: int = 0
+    """The one before, for a rollback; 0 if there is none."""
+    revision: int = 1
+    """Grows with every change."""
+    halted: str = ""
+    """Why a rolling change has stopped; empty if none has."""
+    restart_id: str = ""
+    """Of the last restart."""
+    configs: Mapping[int, str] = field(default_factory=dict)
+    """Texts of the configurations by generation: the present one, the one before, and those that members have."""
+
+    def count(self, role: MemberRole) -> int:
+        """How many members of the role there are to be."""
+        return len(self.counted(role))
+
+    def counted(self, role: MemberRole) -> list[str]:
+        """The members that `count` counts."""
+        return [
+            name
+            for name, wanted in self.members.items()
+            if wanted.role == role and wanted.stage is not Stage.LEAVE and not wanted.replaces
+        ]
+
+    @property
+    def rolling(self) -> bool:
+        """Whether members are still to be replaced."""
+        stages = {wanted.stage for wanted in self.members.values()}
+        return bool(stages & {Stage.REPLACE, Stage.CYCLE, Stage.RETURN}) and not self.halted
+
+    @property
+    def fresh_config(self) -> int:
+        """Generation for a member that is added: not that of a change that has failed."""
+        return self.previous if self.halted and self.previous else self.config
+
+    def having(self, members: Mapping[str, Wanted], **fields: object) -> "Desired":
+        """This state with other members, and the next revision; itself if nothing differs."""
+        changed: Desired = replace(self, members=dict(members), **fields)  # type: ignore[arg-type]  # dataclass fields
+        if changed == self:
+            return self
+        used = {changed.config, changed.previous, *(wanted.config for wanted in members.values())}
+        configs = {generation: text for generation, text in changed.configs.items() if generation in used}
+        return replace(changed, configs=configs, revision=self.revision + 1)
+
+
+def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRole, int]) -> Desired:
+    """With so many members of each of these roles. Those that serve least leave first.
+
+    Raises:
+        Refused: a number is too large, or no router would be left.
+    """
+    members = dict(desired.members)
+    for role, count in counts.items():
+        least = 1 if role == "router" else 0
+        if not least <= count <= MOST_MEMBERS:
+            raise Refused(Code.INVALID, f"{role} is {count}; allowed: {least} to {MOST_MEMBERS}")
+        present = desired.counted(role)
+        for _ in range(count - len(present)):
+            members[new_name(members, role)] = Wanted(role, desired.fresh_config)
+        surplus = sorted(present, key=lambda name: _worth(name, members[name], seen.get(name, Seen())))
+        for name in surplus[: max(0, len(present) - count)]:
+            leave(members, name)
+    return desired.having(members)
+
+
+def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: bool, force: bool) -> Desired:
+    """Without this member; with `replaced`, another one takes its place first.
+
+    Raises:
+        Refused: it is unknown, or without `force`, no request could be served without it; with `replaced`, also if an
+            upgrade has stopped.
+    """
+    wanted = _known(desired, name)
+    if wanted.stage is Stage.LEAVE or (replaced and wanted.stage is Stage.REPLACE):
+        return desired
+    members = dict(desired.members)
+    if replaced:
+        _check_not_halted(desired)
+        members[name] = replace(wanted, stage=Stage.REPLACE, replaces="")
+        return desired.having(members)
+    if not force:
+        _check_spared(desired, seen, name, "`drain --replace` starts another one first")
+    leave(members, name)
+    return desired.having(members)
+
+
+def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: MemberRole, *, force: bool) -> Desired:
+    """With another role of a worker.
+
+    Raises:
+        Refused: it is unknown, is about to end, or can't have the role; without `force`, also if no request could be
+            served meanwhile.
+    """
+    wanted, now = _known(desired, name), seen.get(name, Seen())
+    if wanted.role == role:
+        return desired
+    if "router" in (wanted.role, role):
+        raise Refused(Code.INVALID, f"role of {name} is {wanted.role}; a worker can't become a router, nor the reverse")
+    if wanted.stage.ends:
+        raise Refused(Code.BUSY, f"{name} is about to end")
+    if now.roles and role not in now.roles:
+        able = ", ".join(sorted(now.roles))
+        raise Refused(Code.INVALID, f"role is {role}; allowed: {able}, which the process of {name} can take")
+    if not force:
+        _check_spared(desired, seen, name, f"`scale {wanted.role}=...` starts another one")
+    members = dict(desired.members)
+    for other, each in desired.members.items():
+        if other == name or each.replaces == name:
+            members[other] = replace(each, role=role)
+    return desired.having(members)
+
+
+def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], cycled: Collection[MemberRole]) -> Desired:
+    """With another configuration for all members; itself if they have or are getting this one.
+
+    Args:
+        counts: numbers of members that change with it.
+        cycled: roles whose members end before their successors start.
+    """
+    if desired.configs.get(desired.config) == text and not desired.halted:
+        return desired
+    generation = max(desired.configs, default=0) + 1
+    configs = {**desired.configs, generation: text}
+    members = {name: wanted for name, wanted in desired.members.items() if not wanted.replaces}
+    rolled = {name: _rolled(wanted, cycled) for name, wanted in members.items()}
+    for name in desired.members.keys() - members.keys():  # a successor with a configuration between the two
+        rolled[name] = replace(desired.members[name], stage=Stage.LEAVE, replaces="")
+    previous = desired.fresh_config
+    changed = desired.having(rolled, config=generation, previous=previous, configs=configs, halted="")
+    return scaled(changed, {}, counts) if counts else changed
+
+
+def rolled_back(desired: Desired, cycled: Collection[MemberRole]) -> Desired:
+    """With the configuration before the present one.
+
+    Raises:
+        Refused: there is none.
+    """
+    if not desired.previous:
+        raise Refused(Code.INVALID, "there is no configuration before the present one")
+    target = desired.previous
+    members = {}
+    for name, wanted in desired.members.items():
+        if wanted.stage is Stage.LEAVE:
+            members[name] = wanted
+        elif wanted.replaces:
+            members[name] = replace(wanted, stage=Stage.LEAVE, replaces="")
+        elif wanted.config == target and wanted.stage is not Stage.RETURN:
+            members[name] = replace(wanted, stage=Stage.SERVE)
+        else:
+            members[name] = _rolled(wanted, cycled)
+    return desired.having(members, config=target, previous=desired.config, halted="")
+
+
+def restarted(desired: Desired, names: Collection[str], cycled: Collection[MemberRole], restart_id: str) -> Desired:
+    """With these members (all, if there are none) replaced by ones of the same configuration.
+
+    Raises:
+        Refused: one is unknown or about to end, or an upgrade has stopped.
+    """
+    if restart_id and restart_id == desired.restart_id:
+        return desired
+    _check_not_halted(desired)
+    members = dict(desired.members)
+    for name in names or [name for name, wanted in members.items() if wanted.stage is not Stage.LEAVE]:
+        wanted = _known(desired, name)
+        if wanted.stage is Stage.LEAVE:
+            raise Refused(Code.BUSY, f"{name} is about to end")
+        if not wanted.replaces:
+            members[name] = _rolled(wanted, cycled)
+    return desired.having(members, restart_id=restart_id)
+
+
+def leave(members: dict[str, Wanted], name: str) -> None:
+    """Has a member leave, and with it the one that was to take its place."""
+    for other, wanted in list(members.items()):
+        if other == name or wanted.replaces == name:
+            members[other] = replace(wanted, stage=Stage.LEAVE, replaces="")
+
+
+def new_name(members: Collection[str], role: MemberRole) -> str:
+    """The first free name: `worker-0`, `worker-1`, ... or `router-0`, `router-1`, ..."""
+    kind = "router" if role == "router" else "worker"
+    return next(name for number in range(len(members) + 1) if (name := f"{kind}-{number}") not in members)
+
+
+def serving(workers: Iterable[tuple[MemberRole | None, str]]) -> bool:
+    """Whether requests can be computed by some of the workers, each (role, digest): by a pair with equal digests, or by
+    a co-located one."""
+    known = set(workers)
+    return any(role == "colocated" or (role == "prefill" and ("decode", digest) in known) for role, digest in known)
+
+
+def able(desired: Desired, seen: Mapping[str, Seen], but: Collection[str] = ()) -> list[tuple[MemberRole | None, str]]:
+    """(role, digest) of each worker, except `but`, that serves in its desired role and is to go on."""
+    return [
+        (now.role, now.digest)
+        for name, wanted in desired.members.items()
+        if name not in but and wanted.role != "router" and not wanted.stage.ends
+        if (now := seen.get(name, Seen())).ready and now.role == wanted.role
+    ]
+
+
+def spared(desired: Desired, seen: Mapping[str, Seen], name: str) -> bool:
+    """Whether requests that can be served now can be served without this member."""
+    if desired.members[name].role == "router":
+        return any(
+            other != name and wanted.role == "router" and not wanted.stage.ends and seen.get(other, Seen()).ready
+            for other, wanted in desired.members.items()
+        )
+    return serving(able(desired, seen, [name])) or not serving(able(desired, seen))
+
+
+def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead: str) -> None:
+    if not spared(desired, seen, name):
+        role = desired.members[name].role
+        raise Refused(
+            Code.UNSAFE, f"{name}: without this {role} member no request can be served; {instead}, --force does it now"
+        )
+
+
+def _check_not_halted(desired: Desired) -> None:
+    if desired.halted:
+        raise Refused(
+            Code.BUSY,
+            f"a rolling change has stopped: {desired.halted}; `upgrade` again, or `upgrade --rollback`, first",
+        )
+
+
+def _rolled(wanted: Wanted, cycled: Collection[MemberRole]) -> Wanted:
+    """A member that is to have another process."""
+    if wanted.stage.ends:
+        return wanted
+    return replace(wanted, stage=Stage.CYCLE if wanted.role in cycled else Stage.REPLACE)
+
+
+def _known(desired: Desired, name: str) -> Wanted:
+    if name not in desired.members:
+        raise Refused(Code.UNKNOWN_MEMBER, f"{name} is no member; there are {', '.join(sorted(desired.members))}")
+    return desired.members[name]
+
+
+def _worth(name: str, wanted: Wanted, now: Seen) -> tuple[bool, bool, int, int, str]:
+    """The order in which members leave a role that shrinks."""
+    number = name.rpartition("-")[2]
+    return now.ready, wanted.stage is Stage.SERVE, now.requests, -int(number) if number.isdecimal() else 0, name
