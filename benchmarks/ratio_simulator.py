@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.cluster.scaling.config import ScalingConfig
+from kvrelay.cluster.scaling.forecast import Split
 from kvrelay.cluster.scaling.policy import Decision, Outlook, Policy
 from kvrelay.cluster.scaling.signals import WINDOW_SECONDS, Meter, PoolRole, RouterReport, WorkerReport
 from kvrelay.router.placement import DecodeCapacity, Demand, LeastWork, Placement, WorkerView
@@ -62,8 +63,8 @@ class CostTable:
 
 
 A100_OPT_66B = CostTable(
-    # DistServe (OSDI 2024), simdistserve/estimators/profile_data at commit 82831f16, Apache-2.0: OPT-66B on two A100-80GB,
-    # its own engine; decode with fewer than 95 streams; 11,600 tokens of KV.
+    # DistServe (OSDI 2024), simdistserve/estimators/profile_data at commit 82831f16, Apache-2.0: OPT-66B on two
+    # A100-80GB, its own engine; decode with fewer than 95 streams; 11,600 tokens of KV.
     prefill_fixed=43.05881e-3,
     prefill_token=0.27422929e-3,
     prefill_square=2.2478e-8,
@@ -230,6 +231,7 @@ class Simulation:
         self._now = 0.0
         self._queue: deque[Job] = deque()
         self._fresh = itertools.count()
+        self._desired = Split(*split)
         roles: list[PoolRole] = ["prefill"] * split[0] + ["decode"] * split[1]
         self._workers = {worker.id: worker for worker in map(self._worker, roles)}
         self._totals = dict.fromkeys(
@@ -407,13 +409,11 @@ class Simulation:
             queued_tokens=tokens,
         )
         signals = self._meter.observe(workers, [router], self._now)
-        decision = self._policy.decide(signals, workers, self._now)
+        decision = self._policy.decide(signals, self._desired, workers, self._now)
         if decision is not None and self._config.enabled:
             self._decisions.append((self._now, decision))
             self._follow(decision)
-        self._samples.append(
-            Sample(self._now, signals.prefill, signals.decode, len(self._queue), self._policy.outlook)
-        )
+        self._samples.append(Sample(self._now, signals.prefill, signals.decode, len(self._queue), self._policy.outlook))
         self._at(self._now + BEAT_SECONDS, self._beat)
 
     def _full(self) -> bool:
@@ -442,6 +442,11 @@ class Simulation:
         )
 
     def _follow(self, decision: Decision) -> None:
+        moved = sum(1 if move.role == "prefill" else -1 for move in decision.moves)
+        self._desired = Split(
+            decision.scale.get("prefill", self._desired.prefill + moved),
+            decision.scale.get("decode", self._desired.decode - moved),
+        )
         for move in decision.moves:
             worker = next(worker for worker in self._workers.values() if worker.id.name == move.worker)
             self._leave(worker)

@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.membership import HeartbeatConfig
+from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.rpc.security import SecurityConfig
@@ -172,6 +173,8 @@ class ClusterConfig(Section):
     ray: RaySection = RaySection()
     security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    """Latency targets, and what changes by itself to meet them."""
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
     switch_seconds: float = Field(default=0.5, ge=0, le=3600)
@@ -276,6 +279,8 @@ class ClusterConfig(Section):
             name=name,
             grpc_port=section.grpc_port and section.grpc_port + distance,
             http_port=section.http_port and section.http_port + distance,
+            ttft_target_seconds=self.scaling.ttft_target_seconds,
+            tpot_target_seconds=self.scaling.tpot_target_seconds,
             share_port=self.share_ports,
             model=self.model.path,
             drain_seconds=self.drain_seconds,

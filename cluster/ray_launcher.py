@@ -202,7 +202,7 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
     Raises:
         ValueError: it differs in what can't change while the cluster runs.
     """
-    for section in ("ray", "heartbeat"):
+    for section in ("ray", "heartbeat", "scaling"):
         if getattr(config, section) != getattr(present, section):
             raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")
     given, kept = config.security, present.security

@@ -26,6 +26,8 @@ from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membershi
 from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
+from kvrelay.cluster.scaling.config import ScalingConfig
+from kvrelay.cluster.scaling.scaler import Scaler
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
@@ -76,6 +78,9 @@ class SupervisorConfig(HeartbeatConfig):
     templates: dict[str, MemberProcess] = field(default_factory=dict)
     """What further members are started as, by role: prefill, decode, colocated, router. Default: as the first of
     `members` with the role."""
+
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    """When workers' roles and their number change by themselves."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """Who may call it, and what protects it."""
@@ -153,6 +158,7 @@ class SupervisorServer(Commands):
         self._recorder = None if store is None else Recorder(store)
         if launcher is not None:
             self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
+        self._scaler = Scaler(config.scaling, self.membership, self.fleet)
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -181,6 +187,7 @@ class SupervisorServer(Commands):
         if self.fleet is not None:
             self.fleet.start(self.address)
             self._run("fleet", self.fleet.run())
+        self._run("scaler", self._scaler.run())
 
     async def stop(self, grace: float) -> None:
         """Ends every member, then itself.
@@ -192,7 +199,7 @@ class SupervisorServer(Commands):
         """
         failed = self._failure is None or self._failure.done()
         for task in self._tasks:
-            if failed or task.get_name() == "fleet":
+            if failed or task.get_name() in ("fleet", "scaler"):
                 task.cancel()
         if self.fleet is not None:
             if not failed:
@@ -370,6 +377,7 @@ class SupervisorServer(Commands):
         self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> GetStatusResponse:
         status = GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
+        status.scaling.CopyFrom(self._scaler.status())
         if self.fleet is not None:
             status.desired.CopyFrom(to_record(self.fleet.desired))
             status.settled = self.fleet.settled

@@ -12,6 +12,7 @@ length is foreseen.
 
 from collections import deque
 
+from kvrelay.engine.lifetime import now
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.runner.base import Runner, StepHandle
@@ -30,6 +31,10 @@ class Engine:
         self.runner = runner
         self.computed_tokens = 0
         """Tokens computed since start."""
+        self.steps = 0
+        """Steps since start."""
+        self.step_seconds = 0.0
+        """What they took together, as far as nothing else was done meanwhile."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     @property
@@ -47,6 +52,7 @@ class Engine:
             Whatever the runner raises; the engine must not be used afterwards. A row whose logits aren't finite raises
             nothing: its sequence fails alone.
         """
+        began = now()
         while True:
             plan = self.scheduler.plan()
             if plan is not None:
@@ -58,6 +64,9 @@ class Engine:
             oldest, handle = self._in_flight.popleft()
             out = handle.result()
             self.computed_tokens += oldest.num_tokens
+            self.steps += 1
+            self.step_seconds += (ended := now()) - began
+            began = ended
             reports = self.scheduler.commit(oldest, out)
             # No reports if all rows of the step belonged to sequences that had ended meanwhile.
             if reports:

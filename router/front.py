@@ -30,6 +30,7 @@ from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Session
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
+from kvrelay.router.traffic import TrafficMeter
 from kvrelay.router.validation import CheckedRequest, check, completions
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
 
@@ -58,10 +59,12 @@ class Front:
         callers: Callers,
         observer: Observer | None,
         defaults: SamplingDefaults,
+        traffic: TrafficMeter,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.requests = Requests()
+        self.traffic = traffic
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -187,6 +190,7 @@ class Front:
         """Notes in log and metrics how a completion ended."""
         now = time.monotonic()
         self.requests.end(trace, outcome, now)
+        self.traffic.end(trace, outcome)
         record = trace.record(outcome, now)
         fields: dict[str, object] = {
             "request": trace.wire_id,
@@ -284,6 +288,7 @@ class Call:
 
     async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
         self._front.requests.begin(trace)
+        self._front.traffic.begin(trace)
         try:
             with self._noting_failure(trace):
                 answer = Answer(request, trace, write)

@@ -42,6 +42,7 @@ from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer, RequestRecord
+from kvrelay.router.traffic import LatencyTargets, TrafficMeter
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
@@ -108,7 +109,10 @@ class RouterServer:
             if observer is not None:
                 observer(record)
 
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, SamplingDefaults.read(folder))
+        self._policy = policy
+        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
+        defaults = SamplingDefaults.read(folder)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults, traffic)
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
@@ -216,6 +220,9 @@ class RouterServer:
         self._metrics.observe_load(load)
         if self._load_observer is not None:
             self._load_observer(load)
+        view = self.registry.view()
+        traffic = self._front.traffic.report(self._queue.demands(), lambda demand: self._policy.waits_for(demand, view))
+        load.traffic.CopyFrom(traffic)
         return member, load
 
     def _wake_queues(self) -> None:

@@ -35,10 +35,10 @@ class ScalingConfig:
     """Decode workers at most."""
 
     min_workers: int = 0
-    """Prefill and decode workers together that stay; 0: as many as there are at the start."""
+    """Prefill and decode workers together that stay; 0: none is removed."""
 
     max_workers: int = 0
-    """Prefill and decode workers together at most; 0: as many as there are at the start."""
+    """Prefill and decode workers together at most; 0: none is added."""
 
     cooldown_seconds: float = 4.0
     """Time after a change has been made before the next one: it has to show its effect first."""

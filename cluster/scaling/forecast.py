@@ -77,11 +77,15 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
         streams, most = old + young, max(1.0, signals.stream_slots) * decode
         running = min(1.0, most / max(streams, 1e-9))
         seconds = token_step.seconds(running * streams / decode)
-        old_ending, young_ending = (running * n / (tokens * seconds) for n, tokens in ((old, length), (young, young_length)))
+        old_ending, young_ending = (
+            running * n / (tokens * seconds) for n, tokens in ((old, length), (young, young_length))
+        )
         computable = rate * prefill
         flow = min(backlog / DT + arrivals * prompt, computable)
         queue = _queue_seconds(arrivals * prompt / computable, prefill, prompt / rate)
-        prefill_sum += min(MOST, (signals.unqueued_seconds + backlog / computable + TAIL * queue) / config.ttft_target_seconds)
+        prefill_sum += min(
+            MOST, (signals.unqueued_seconds + backlog / computable + TAIL * queue) / config.ttft_target_seconds
+        )
         wait = max(0.0, streams - most) / max(old_ending + young_ending, 1e-9)
         token_seconds = seconds + wait / max(1.0, young_length)
         queued = wait if signals.queued_streams else 0.0

@@ -2,7 +2,7 @@
 
     steady      all predicted latencies are within their targets, or no other split is better by enough
     short       a target will be missed, and another split would be better: for CONFIRM_SECONDS it must stay so
-    changing    until the last change is made, and its effect has had time to show
+    changing    until all desired workers serve in their roles, and that has had time to show its effect
     grown, shrunk   no split can meet the targets, or fewer workers have met them for long
 
 Nothing is decided on one look, for a small gain, or before the last change has shown what it does; the way back takes
@@ -26,7 +26,7 @@ GROW_SECONDS = 10.0
 ENOUGH = 0.6
 """Pressure that fewer workers must be expected to stay under for one to be removed."""
 CHANGE_SECONDS = 30.0
-"""After which a change that isn't made yet holds up no other one."""
+"""How long workers that are to serve and don't hold up decisions: a replacement may be starting."""
 REVERSALS_SECONDS = 600.0
 """For which a change of direction makes the next one wait longer."""
 
@@ -74,31 +74,28 @@ class Policy:
         """Since when no split has been enough."""
         self._calm: float | None = None
         """Since when fewer workers have been enough."""
-        self._changing: tuple[Split, float] | None = None
-        """The split that the last decision leads to, until it is reached, and since when."""
+        self._changing: float | None = None
+        """Since when the workers that serve are not the desired ones."""
         self._changed = -float("inf")
         """When the last change was made."""
         self._direction = 0
         """Of the last change: 1 towards prefill, -1 towards decode."""
         self._reversals: deque[float] = deque()
-        self._least = self._most = 0
 
-    def decide(self, signals: Signals, workers: Sequence[WorkerReport], now: float) -> Decision | None:
-        """What is to be changed now; None for nothing.
+    def decide(self, signals: Signals, desired: Split, workers: Sequence[WorkerReport], now: float) -> Decision | None:
+        """What is to be changed now; None for nothing. Who follows a decision changes what is desired.
 
         Args:
+            desired: as the cluster is to be.
             workers: those of both roles.
             now: in seconds on a clock that never goes back.
         """
         split = Split(signals.prefill, signals.decode)
-        if not self._least and split.prefill and split.decode:
-            self._least = self._config.min_workers or split.total
-            self._most = self._config.max_workers or max(split.total, self._least)
         if not (signals.complete and split.prefill and split.decode):
             self.outlook = None
             return None
         self.outlook = outlook = self._look(signals, split)
-        if self._is_changing(split, now):
+        if self._is_changing(split, desired, now):
             return None
         return self._moved(outlook, workers, now) or self._resized(signals, outlook, now)
 
@@ -119,15 +116,15 @@ class Policy:
         most = min(config.max_prefill, total - config.min_decode)
         return (Split(prefill, total - prefill) for prefill in range(least, most + 1))
 
-    def _is_changing(self, split: Split, now: float) -> bool:
-        """Whether the last decision is still on its way."""
-        if self._changing is None:
-            return False
-        target, since = self._changing
-        if split != target and now - since < CHANGE_SECONDS:
-            return True
-        self._changing, self._changed = None, now
-        self._wanted = self._short = self._calm = None
+    def _is_changing(self, split: Split, desired: Split, now: float) -> bool:
+        """Whether desired workers are still to come or to go."""
+        if split != desired:
+            self._changing = now if self._changing is None else self._changing
+            if now - self._changing < CHANGE_SECONDS:
+                return True
+        elif self._changing is not None:
+            self._changing, self._changed = None, now
+            self._wanted = self._short = self._calm = None
         return False
 
     def _moved(self, outlook: Outlook, workers: Sequence[WorkerReport], now: float) -> Decision | None:
@@ -147,9 +144,8 @@ class Policy:
             return None
         if self._direction == -direction:
             self._reversals.append(now)
-        self._direction = direction
+        self._direction, self._changed = direction, now
         target = _after(outlook.split, moves)
-        self._changing = target, now
         short = "prefill" if direction > 0 else "decode"
         value, then = getattr(outlook.now, short), getattr(outlook.then, short)
         reason = (
@@ -169,13 +165,14 @@ class Policy:
     def _resized(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """Workers are added if no split is enough, and removed if fewer have been for long."""
         total = outlook.split.total
-        if outlook.then.worst <= 1.0 or total >= self._most:
+        if outlook.then.worst <= 1.0 or total >= self._config.max_workers:
             self._short = None
         elif self._short is None:
             self._short = now
         if self._short is not None and now - self._short >= GROW_SECONDS and self._cooled(now):
             return self._grown(signals, outlook, now)
-        fewer = self._best(signals, total - 1) if total > self._least else None
+        removable = 0 < self._config.min_workers < total
+        fewer = self._best(signals, total - 1) if removable else None
         if fewer is None or fewer[1].worst > ENOUGH:
             self._calm = None
         elif self._calm is None:
@@ -187,9 +184,9 @@ class Policy:
 
     def _grown(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """With the fewest workers more that are enough, or with all that are allowed."""
-        for total in range(outlook.split.total + 1, self._most + 1):
+        for total in range(outlook.split.total + 1, self._config.max_workers + 1):
             more = self._best(signals, total)
-            if more is not None and (more[1].worst <= 1.0 or total == self._most):
+            if more is not None and (more[1].worst <= 1.0 or total == self._config.max_workers):
                 target, then = more
                 if then.worst >= (1 - GAIN) * outlook.now.worst:
                     return None
@@ -205,8 +202,7 @@ class Policy:
         return min(found, key=lambda each: each[1].worst, default=None)
 
     def _scaled(self, split: Split, target: Split, reason: str, now: float) -> Decision:
-        self._changing = target, now
-        self._direction = 0
+        self._direction, self._changed = 0, now
         text = f"{split} to {target} (prefill:decode): {reason}"
         return Decision(text, scale={"prefill": target.prefill, "decode": target.decode})
 

@@ -212,9 +212,7 @@ class Meter:
             self._growth.popleft()
         return self._signals(workers, routers, now)
 
-    def _grown(
-        self, workers: list[WorkerReport], routers: list[RouterReport], elapsed: float
-    ) -> dict[str, float]:
+    def _grown(self, workers: list[WorkerReport], routers: list[RouterReport], elapsed: float) -> dict[str, float]:
         """By how much each total has grown since the last tick, summed over the members."""
         for fit in self._fits.values():
             fit.fade(max(0.0, 1 - elapsed / FORGET_SECONDS))
@@ -232,7 +230,7 @@ class Meter:
         self._seen = {name: totals for name, totals in self._seen.items() if name in present}
         return grown
 
-    def _new(self, member: WorkerId, report: object, names: tuple[str, ...]) -> dict[str, float]:
+    def _new(self, member: WorkerId, report: WorkerReport | RouterReport, names: tuple[str, ...]) -> dict[str, float]:
         """A member's growth since its last report; nothing with its first one, whose totals may be old."""
         totals = {name: float(getattr(report, name)) for name in names}
         before = self._seen.get(member.name)
@@ -277,7 +275,6 @@ class Meter:
             tpot_attained=total["tpot_attained"] / streams if streams else None,
         )
 
-
     def _young_tokens(self, routers: list[RouterReport], total: Mapping[str, float]) -> float:
         """The old ones tell little: long requests that began before a change of the traffic end long after it."""
         if total["streams"]:
@@ -288,5 +285,7 @@ class Meter:
 
 _WORKER_TOTALS = ("computed_tokens", "steps", "step_seconds")
 _ROUTER_TOTALS = tuple(
-    entry.name for entry in fields(RouterReport) if entry.name != "id" and not entry.name.startswith(("queued_", "young_"))
+    entry.name
+    for entry in fields(RouterReport)
+    if entry.name != "id" and not entry.name.startswith(("queued_", "young_"))
 )
