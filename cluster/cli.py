@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from kvrelay.cluster.cli_control import COMMANDS
 from kvrelay.cluster.errors import ClusterError, RunError
 
 if TYPE_CHECKING:
@@ -250,6 +251,10 @@ def schema() -> None:
     from kvrelay.cluster.config import schema as schema_of
 
     click.echo(json.dumps(schema_of(), indent=2))
+
+
+for command in COMMANDS:
+    main.add_command(command)
 
 
 OPTIONS = {

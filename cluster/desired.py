@@ -171,12 +171,13 @@ def drained(desired: Desired, seen: Mapping[str, Seen], name: str, *, replaced: 
             upgrade has stopped.
     """
     wanted = _known(desired, name)
+    _check_no_successor(name, wanted)
     if wanted.stage is Stage.LEAVE or (replaced and wanted.stage is Stage.REPLACE):
         return desired
     members = dict(desired.members)
     if replaced:
         _check_not_halted(desired)
-        members[name] = replace(wanted, stage=Stage.REPLACE, replaces="")
+        members[name] = replace(wanted, stage=Stage.REPLACE)
         return desired.having(members)
     if not force:
         _check_spared(desired, seen, name, "`drain --replace` starts another one first")
@@ -192,6 +193,7 @@ def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: Membe
             served meanwhile.
     """
     wanted, now = _known(desired, name), seen.get(name, Seen())
+    _check_no_successor(name, wanted)
     if wanted.role == role:
         return desired
     if "router" in (wanted.role, role):
@@ -317,6 +319,11 @@ def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead
         raise Refused(
             Code.UNSAFE, f"{name}: without this {role} member no request can be served; {instead}, --force does it now"
         )
+
+
+def _check_no_successor(name: str, wanted: Wanted) -> None:
+    if wanted.replaces:
+        raise Refused(Code.BUSY, f"{name} is about to take the place of {wanted.replaces}; name that one, or wait")
 
 
 def _check_not_halted(desired: Desired) -> None:

@@ -26,16 +26,28 @@ def check(config: ClusterConfig) -> ClusterConfig:
     """
     if not config.local:
         return config
-    try:
-        folder = resolve(config.model.path)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    check_checkpoint(folder)
+    checked = check_files(config)
     for each in config.router_configs():
         check_port("grpc_port", each.host, each.grpc_port)
         if each.http_port is not None:
             check_port("http_port", each.host, each.http_port)
     check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
+    return checked
+
+
+def check_files(config: ClusterConfig) -> ClusterConfig:
+    """As `check`, without the ports: for a configuration that follows that of a running cluster.
+
+    Raises:
+        UsageError: the model or another file is missing or can't be used.
+    """
+    if not config.local:
+        return config
+    try:
+        folder = resolve(config.model.path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    check_checkpoint(folder)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}
     files: dict[str, Any] = {name: str(Path(path).absolute()) for name, path in given.items() if path}

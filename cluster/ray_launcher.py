@@ -197,19 +197,22 @@ def parsed(config: str) -> ClusterConfig:
 
 
 def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
-    """The configuration that follows the present one, with its secrets.
+    """The configuration that follows the present one, with its secrets, and its place where it names none.
 
     Raises:
         ValueError: it differs in what can't change while the cluster runs.
     """
+    kept: dict[str, Any] = {}
     for section in ("ray", "heartbeat", "scaling"):
-        if getattr(config, section) != getattr(present, section):
+        given, kept[section] = getattr(config, section), getattr(present, section)
+        if given not in (type(given)(), kept[section]):
             raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")
-    given, kept = config.security, present.security
     for name in ("tls", "join_token_path", "certificates"):
-        if getattr(given, name) not in ("", getattr(kept, name)):
-            raise ValueError(f"security.{name} is {getattr(given, name)}; it can't change while the cluster runs")
-    return config.model_copy(update={"security": kept})
+        if getattr(config.security, name) not in ("", getattr(present.security, name)):
+            raise ValueError(
+                f"security.{name} is {getattr(config.security, name)}; it can't change while the cluster runs"
+            )
+    return config.model_copy(update={**kept, "security": present.security})
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

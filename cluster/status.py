@@ -38,13 +38,7 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
     """
     if not cluster.supervisor:
         return None
-    security = SecurityConfig(
-        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
-    )
-    try:
-        credentials = Credentials.of("operator", security)
-    except ValueError as error:
-        raise RunError(str(error)) from None
+    credentials = operator(cluster)
     with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
         try:
             response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
@@ -55,6 +49,21 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
                 raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
             return None
     return response
+
+
+def operator(cluster: ClusterState) -> Credentials:
+    """What the command line proves itself with.
+
+    Raises:
+        RunError: the join token or a certificate can't be read.
+    """
+    security = SecurityConfig(
+        cluster.join_token_path, "mutual" if cluster.certificates else "off", cluster.certificates
+    )
+    try:
+        return Credentials.of("operator", security)
+    except ValueError as error:
+        raise RunError(str(error)) from None
 
 
 def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:

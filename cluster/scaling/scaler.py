@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvrelay.cluster.desired import MemberRole, Refused
-from kvrelay.cluster.fleet import Fleet, number_of
+from kvrelay.cluster.fleet import ROLES, Fleet
 from kvrelay.cluster.membership import Membership
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Split
@@ -102,11 +102,11 @@ class Scaler:
     async def _follow(self, fleet: Fleet, decision: Decision) -> None:
         noted = ScalingDecision(time=time.time(), reason=decision.reason)
         counts: dict[MemberRole, int] = {role: count for role, count in decision.scale.items()}  # noqa: C416  # the key's type is wider
-        noted.pools.extend(PoolSize(role=number_of(role), count=count) for role, count in counts.items())
+        noted.pools.extend(PoolSize(role=ROLES[role], count=count) for role, count in counts.items())
         try:
             for move in decision.moves:
                 await fleet.set_role(move.worker, move.role)
-                noted.moves[move.worker] = number_of(move.role)
+                noted.moves[move.worker] = ROLES[move.role]
             if counts:
                 await fleet.scale(counts)
         except Refused as refused:

@@ -10,13 +10,16 @@ from typing import Any
 
 import grpc
 
+from kvrelay.cluster.control import Control
 from kvrelay.cluster.processes import Process as Running
 from kvrelay.cluster.processes import find
+from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     GetStatusRequest,
     GetStatusResponse,
     MemberStatus,
+    Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from support.access import METADATA
@@ -60,8 +63,10 @@ class Supervised:
         return next((status for status in self.status().members if status.member.name == name), MemberStatus())
 
     def ready(self) -> bool:
-        states = {status.member.name: status.member.state for status in self.status().members}
-        return all(states.get(name) == MEMBER_STATE_READY for name in self.config["members"])
+        """Whether all desired members are ready."""
+        status = self.status()
+        states = {entry.member.name: entry.member.state for entry in status.members}
+        return all(states.get(member.name) == MEMBER_STATE_READY for member in status.desired.members)
 
     def pid(self, name: str) -> int:
         """Of the process that was started last under this name."""
@@ -71,13 +76,29 @@ class Supervised:
         return pid
 
     def pids(self) -> dict[str, int]:
-        return {name: self.pid(name) for name in self.config["members"]}
+        return {path.stem: self.pid(path.stem) for path in self.folder.glob("*.pid")}
 
     def alive(self) -> list[int]:
         """The processes of members that run, with those of earlier lives."""
         with suppress(FileNotFoundError):
             self.pids()
         return sorted(running.pid for running in self.seen if running.alive)
+
+    @property
+    def control(self) -> Control:
+        """Gives commands, as the command line does."""
+        return Control(ClusterState(pid=None, namespace="", supervisor=self.address))
+
+    def settle(self, revision: int, seconds: float = START_SECONDS) -> None:
+        """Waits until the cluster is as desired."""
+        self.control.wait(revision, seconds, lambda members: None)
+
+    def desired(self) -> dict[str, str]:
+        """The role of each desired member, by name."""
+        return {
+            member.name: Role.Name(member.role).removeprefix("ROLE_").lower()
+            for member in self.status().desired.members
+        }
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
