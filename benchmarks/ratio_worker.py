@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
 from ratio_simulator import A100_OPT_66B, BLOCK, CostTable  # noqa: E402  # from this folder
-from support.hash_runner import HashRunner, hash_spec  # noqa: E402  # from the tests' folder
 
 from kvrelay.decode_worker.role import DecodeRole  # noqa: E402
 from kvrelay.engine.build import engine_on  # noqa: E402
@@ -27,6 +26,7 @@ from kvrelay.prefill_worker.role import PrefillRole  # noqa: E402
 from kvrelay.rpc.serve import main  # noqa: E402
 from kvrelay.worker.config import WorkerConfig  # noqa: E402
 from kvrelay.worker.server import WorkerServer  # noqa: E402
+from support.hash_runner import HashRunner, hash_spec  # noqa: E402  # from the tests' folder
 
 TABLE = A100_OPT_66B
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")

@@ -40,10 +40,10 @@ class ScalingConfig:
     max_workers: int = 0
     """Prefill and decode workers together at most; 0: none is added."""
 
-    cooldown_seconds: float = 4.0
+    cooldown_seconds: float = 2.0
     """Time after a change has been made before the next one: it has to show its effect first."""
 
-    reversal_seconds: float = 12.0
+    reversal_seconds: float = 8.0
     """The same for a change in the other direction; twice as long after each such change within ten minutes."""
 
     calm_seconds: float = 300.0

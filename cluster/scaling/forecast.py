@@ -7,6 +7,10 @@ prompt becomes a stream on decode, or waits for a slot there, and ends after a n
 
 A pool's pressure is a predicted latency over its target, so above 1 targets are missed. Prefill's is the time to the
 first token; decode's is the time between tokens, or the wait for its slots if that is worse.
+
+A request that misses its target by a little is as lost as one that misses it by far. So what counts is not how large
+the pressures are, but for how long they are above 1: a split that empties one queue at once, and lets the other one
+grow, is a bad one.
 """
 
 import math
@@ -15,15 +19,15 @@ from dataclasses import dataclass
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.signals import Signals, StepCost
 
-HORIZON_SECONDS = 10.0
+HORIZON_SECONDS = 20.0
 """How far ahead: a change takes some seconds, and has to pay by then."""
 SWITCH_SECONDS = 2.0
 """During which a worker that changes its role serves in neither."""
-DT = 0.25
+DT = 1.0
 TAIL = 2.3
 """Times the mean of a wait: its 90th percentile, if it is distributed exponentially."""
-MOST = 100.0
-"""Pressures are no larger, so that means of them stay meaningful."""
+MOST = 10.0
+"""Pressures are shown no larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Forecast:
     """Pressure on prefill."""
     decode: float
     """Pressure on decode."""
+    cost: float
+    """Of the larger pressure p: 2 p / (1 + p), which is 1 on the target and 2 at most."""
 
     @property
     def worst(self) -> float:
@@ -69,7 +75,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
     # One standard deviation fewer: what is no more than chance is no reason for a change.
     arrivals = signals.arrivals * (1 - 1 / math.sqrt(max(1, signals.arrivals_counted)))
     backlog, old, young = signals.backlog_tokens, signals.streams, 0.0
-    prefill_sum = decode_sum = 0.0
+    prefill_sum = decode_sum = cost_sum = 0.0
     for tick in range(count := round(HORIZON_SECONDS / DT)):
         switching = tick * DT < SWITCH_SECONDS
         prefill = min(split.prefill, before.prefill) if switching else split.prefill
@@ -83,17 +89,20 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
         computable = rate * prefill
         flow = min(backlog / DT + arrivals * prompt, computable)
         queue = _queue_seconds(arrivals * prompt / computable, prefill, prompt / rate)
-        prefill_sum += min(
-            MOST, (signals.unqueued_seconds + backlog / computable + TAIL * queue) / config.ttft_target_seconds
-        )
+        first_seconds = signals.unqueued_seconds + backlog / computable + TAIL * queue
+        prefill_pressure = first_seconds / config.ttft_target_seconds
         wait = max(0.0, streams - most) / max(old_ending + young_ending, 1e-9)
         token_seconds = seconds + wait / max(1.0, young_length)
         queued = wait if signals.queued_streams else 0.0
-        decode_sum += min(MOST, max(token_seconds / config.tpot_target_seconds, queued / config.ttft_target_seconds))
+        decode_pressure = max(token_seconds / config.tpot_target_seconds, queued / config.ttft_target_seconds)
+        prefill_sum += min(MOST, prefill_pressure)
+        decode_sum += min(MOST, decode_pressure)
+        worst = max(prefill_pressure, decode_pressure)
+        cost_sum += 2 * worst / (1 + worst)
         backlog = max(0.0, backlog + (arrivals * prompt - flow) * DT)
         old = max(0.0, old - old_ending * DT)
         young = max(0.0, young + (flow / prompt - young_ending) * DT)
-    return Forecast(prefill_sum / count, decode_sum / count)
+    return Forecast(prefill_sum / count, decode_sum / count, cost_sum / count)
 
 
 def _rate(step: StepCost, signals: Signals) -> float:

@@ -17,14 +17,14 @@ from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.forecast import Forecast, Split, forecast
 from kvrelay.cluster.scaling.signals import PoolRole, Signals, WorkerReport
 
-GAIN = 0.2
-"""Share of the worst pressure that a change must be expected to take away."""
+GAIN = 0.1
+"""Share of the forecast's cost that a change must be expected to take away."""
 CONFIRM_SECONDS = 1.0
 """How long a change must have been the right one."""
 GROW_SECONDS = 10.0
 """How long no split must have been enough before a worker is added."""
-ENOUGH = 0.6
-"""Pressure that fewer workers must be expected to stay under for one to be removed."""
+ENOUGH = 0.75
+"""Cost that fewer workers must be expected to stay under for one to be removed: that of a pressure of 0.6."""
 CHANGE_SECONDS = 30.0
 """How long workers that are to serve and don't hold up decisions: a replacement may be starting."""
 REVERSALS_SECONDS = 600.0
@@ -57,8 +57,9 @@ class Outlook:
     now: Forecast
     """With this split."""
     best: Split
+    """The best one, looked for if a target will be missed."""
     then: Forecast
-    """With the best one."""
+    """With that one."""
 
 
 class Policy:
@@ -102,11 +103,12 @@ class Policy:
     def _look(self, signals: Signals, split: Split) -> Outlook:
         present = forecast(signals, split, self._config)
         best, then = split, present
-        for other in self._splits(split.total):
+        others = self._splits(split.total) if present.cost > 1.0 else ()
+        for other in others:
             if other != split:
                 expected = forecast(signals, other, self._config)
                 # Of equally good ones, the one with fewer moves.
-                if (expected.worst, _distance(other, split)) < (then.worst, _distance(best, split)):
+                if (expected.cost, _distance(other, split)) < (then.cost, _distance(best, split)):
                     best, then = other, expected
         return Outlook(split, present, best, then)
 
@@ -129,8 +131,8 @@ class Policy:
 
     def _moved(self, outlook: Outlook, workers: Sequence[WorkerReport], now: float) -> Decision | None:
         """Roles are changed if a target will be missed and that helps."""
-        missed = outlook.now.worst > 1.0
-        better = outlook.then.worst < (1 - GAIN) * outlook.now.worst
+        missed = outlook.now.cost > 1.0
+        better = outlook.then.cost < (1 - GAIN) * outlook.now.cost
         direction = _direction(outlook.split, outlook.best)
         if not (missed and better and direction):
             self._wanted = None
@@ -144,13 +146,13 @@ class Policy:
             return None
         if self._direction == -direction:
             self._reversals.append(now)
-        self._direction, self._changed = direction, now
+        self._direction, self._changed, self._changing = direction, now, None
         target = _after(outlook.split, moves)
         short = "prefill" if direction > 0 else "decode"
         value, then = getattr(outlook.now, short), getattr(outlook.then, short)
         reason = (
-            f"{outlook.split} to {target} (prefill:decode): {short} would be at {value:.1f} of its target, "
-            f"with the change at {then:.1f}"
+            f"{outlook.split} to {target} (prefill:decode): {short} would be at {value:.2f} of its target, "
+            f"with the change at {then:.2f}"
         )
         return Decision(reason, moves)
 
@@ -165,7 +167,7 @@ class Policy:
     def _resized(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """Workers are added if no split is enough, and removed if fewer have been for long."""
         total = outlook.split.total
-        if outlook.then.worst <= 1.0 or total >= self._config.max_workers:
+        if outlook.then.cost <= 1.0 or total >= self._config.max_workers:
             self._short = None
         elif self._short is None:
             self._short = now
@@ -173,7 +175,7 @@ class Policy:
             return self._grown(signals, outlook, now)
         removable = 0 < self._config.min_workers < total
         fewer = self._best(signals, total - 1) if removable else None
-        if fewer is None or fewer[1].worst > ENOUGH:
+        if fewer is None or fewer[1].cost > ENOUGH:
             self._calm = None
         elif self._calm is None:
             self._calm = now
@@ -186,23 +188,23 @@ class Policy:
         """With the fewest workers more that are enough, or with all that are allowed."""
         for total in range(outlook.split.total + 1, self._config.max_workers + 1):
             more = self._best(signals, total)
-            if more is not None and (more[1].worst <= 1.0 or total == self._config.max_workers):
+            if more is not None and (more[1].cost <= 1.0 or total == self._config.max_workers):
                 target, then = more
-                if then.worst >= (1 - GAIN) * outlook.now.worst:
+                if then.cost >= (1 - GAIN) * outlook.now.cost:
                     return None
                 reason = (
                     f"no split of {outlook.split.total} workers is enough: the best would be at "
-                    f"{outlook.then.worst:.1f} of a target, {target} at {then.worst:.1f}"
+                    f"{outlook.then.worst:.2f} of a target, {target} at {then.worst:.2f}"
                 )
                 return self._scaled(outlook.split, target, reason, now)
         return None
 
     def _best(self, signals: Signals, total: int) -> tuple[Split, Forecast] | None:
         found = [(split, forecast(signals, split, self._config)) for split in self._splits(total)]
-        return min(found, key=lambda each: each[1].worst, default=None)
+        return min(found, key=lambda each: each[1].cost, default=None)
 
     def _scaled(self, split: Split, target: Split, reason: str, now: float) -> Decision:
-        self._direction, self._changed = 0, now
+        self._direction, self._changed, self._changing = 0, now, None
         text = f"{split} to {target} (prefill:decode): {reason}"
         return Decision(text, scale={"prefill": target.prefill, "decode": target.decode})
 

@@ -146,7 +146,7 @@ class _Fit:
     xx: float = 0.0
     xy: float = 0.0
     largest: float = 0.0
-    """Tokens of a step; fades too."""
+    """Tokens of a step."""
 
     def fade(self, keep: float) -> None:
         self.weight *= keep
@@ -154,7 +154,6 @@ class _Fit:
         self.y *= keep
         self.xx *= keep
         self.xy *= keep
-        self.largest *= keep
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
         """Takes so many steps with their sums."""
@@ -214,15 +213,19 @@ class Meter:
 
     def _grown(self, workers: list[WorkerReport], routers: list[RouterReport], elapsed: float) -> dict[str, float]:
         """By how much each total has grown since the last tick, summed over the members."""
-        for fit in self._fits.values():
-            fit.fade(max(0.0, 1 - elapsed / FORGET_SECONDS))
         grown: dict[str, float] = {"elapsed": elapsed}
+        samples: dict[PoolRole, list[tuple[int, int, float]]] = {"prefill": [], "decode": []}
         for worker in workers:
             new = self._new(worker.id, worker, _WORKER_TOTALS)
             if (steps := int(new["steps"])) > 0 and new["step_seconds"] > 0.0:
-                self._fits[worker.role].add(steps, int(new["computed_tokens"]), new["step_seconds"])
+                samples[worker.role].append((steps, int(new["computed_tokens"]), new["step_seconds"]))
             if worker.role == "decode":
                 grown["decoded"] = grown.get("decoded", 0.0) + new["computed_tokens"]
+        for role, taken in samples.items():
+            if taken:  # what an idle role's steps cost stays known
+                self._fits[role].fade(max(0.0, 1 - elapsed / FORGET_SECONDS))
+            for sample in taken:
+                self._fits[role].add(*sample)
         for router in routers:
             for name, amount in self._new(router.id, router, _ROUTER_TOTALS).items():
                 grown[name] = grown.get(name, 0.0) + amount
