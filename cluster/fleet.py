@@ -13,6 +13,7 @@ from kvrelay.cluster.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.replacement import Launcher, Plan
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
     ROLE_COLOCATED,
     ROLE_DECODE,
     ROLE_PREFILL,
@@ -168,8 +169,12 @@ class Fleet:
     # What is known.
 
     def seen(self) -> dict[str, Seen]:
-        """What is known of each member that is kept."""
+        """What is known of each member that is kept.
+
+        A router is ready without workers, too, if there are none: it says so itself only when it can place a request.
+        """
         found = {}
+        idle = not self._membership.paired
         for status in self._membership.statuses():
             member, requests = status.member, status.load.requests
             name = member.name
@@ -177,7 +182,8 @@ class Fleet:
                 found[name] = Seen(
                     kept=True,
                     ending=self._keepers.ending(name),
-                    ready=member.state == MEMBER_STATE_READY,
+                    ready=member.state == MEMBER_STATE_READY
+                    or (idle and member.role == ROLE_ROUTER and member.state == MEMBER_STATE_STARTING),
                     role=role_of(member.role),
                     roles=frozenset(filter(None, map(role_of, member.roles))),
                     digest=member.compatibility,

@@ -37,6 +37,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     MemberStatus,
     NameRecord,
+    Role,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
@@ -272,8 +273,16 @@ class Membership:
     @property
     def ready(self) -> bool:
         """A router, and a prefill and a decode worker or a co-located one, are READY."""
-        roles = {entry.member.role for entry in self._entries.values() if entry.member.state == MEMBER_STATE_READY}
-        return ROLE_ROUTER in roles and (ROLE_COLOCATED in roles or {ROLE_PREFILL, ROLE_DECODE} <= roles)
+        return ROLE_ROUTER in self._ready_roles() and self.paired
+
+    @property
+    def paired(self) -> bool:
+        """A prefill and a decode worker, or a co-located one, are READY."""
+        roles = self._ready_roles()
+        return ROLE_COLOCATED in roles or {ROLE_PREFILL, ROLE_DECODE} <= roles
+
+    def _ready_roles(self) -> set[Role]:
+        return {entry.member.role for entry in self._entries.values() if entry.member.state == MEMBER_STATE_READY}
 
     def _admit(self, member: Member) -> _Entry | None:
         """The entry of an incarnation that is new here; None if it is an earlier one than the present."""

@@ -5,6 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 WAKE_SECONDS = 0.005
 """Between two looks of the queues at the workers, each of which takes up to some milliseconds."""
+JOIN_SECONDS = 10.0
+"""How long a router that shares its port waits for workers before it binds it in any case."""
+LINGER_SECONDS = 0.3
+"""For requests that were sent before their client learned that this router listens no more."""
 CALLS_SECONDS = 0.5
 """For calls without a stream to end when the router is to end."""
 
@@ -133,6 +138,7 @@ class RouterServer:
         self._setting_health: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None  # belongs to the running event loop, so `start` makes it
         self._port = self._http_port = 0
+        self._listening = False
 
     @property
     def http_address(self) -> str | None:
@@ -164,6 +170,8 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)
+        if self.config.share_port:
+            await self._join_first()
         clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
         if self._http is not None and self.config.http_port is not None:
@@ -174,21 +182,45 @@ class RouterServer:
                 self.config.host, self.config.http_port, tls, share_port=self.config.share_port
             )
         await server.start()
-        if self._heartbeat is not None:
+        self._listening = True
+        if self.config.share_port:
+            await self._set_health(serving=self.registry.complete)
+        elif self._heartbeat is not None:
             self._heartbeat.start()
         fields = {"address": self.address, "http": self.http_address, "incarnation": self.incarnation}
         logger.info("listening", extra=fields)
         return self._port
 
+    async def _join_first(self) -> None:
+        """Meets the workers before the port is bound: until then, connections find another router."""
+        self._port, self._http_port = self.config.grpc_port, self.config.http_port or 0
+        if self._heartbeat is not None:
+            self._heartbeat.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_SECONDS):
+                while not self.registry.complete:
+                    await self.registry.changed()
+
     async def stop(self, grace: float) -> None:
-        """Takes no new requests, gives the running ones `grace` seconds, then ends them with UNAVAILABLE."""
+        """Takes no new requests, gives the running ones `grace` seconds, then ends them with UNAVAILABLE.
+
+        A router that shares its port first closes it, and takes what is still on its way: the others get the rest.
+        """
         self._state = MEMBER_STATE_DRAINING
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
+        closing = None
+        if self._server is not None and self.config.share_port:
+            closing = asyncio.create_task(self._server.stop(grace + LINGER_SECONDS + CALLS_SECONDS), name="closing")
+            if self._http is not None:
+                await self._http.close_port()
+            await asyncio.sleep(min(grace, LINGER_SECONDS))
         await self._front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
+        if closing is not None:
+            await closing
         if self._http is not None:
             await self._http.stop()
         await self.registry.close()
@@ -253,7 +285,7 @@ class RouterServer:
         self._serving = serving
         if self._state != MEMBER_STATE_DRAINING:
             # `kvrelay status` and the supervisor rely on it: READY means that a request sent now finds workers.
-            self._state = MEMBER_STATE_READY if serving else MEMBER_STATE_STARTING
+            self._state = MEMBER_STATE_READY if serving and self._listening else MEMBER_STATE_STARTING
         if self._heartbeat is not None:
             self._heartbeat.beat()
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

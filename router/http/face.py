@@ -103,6 +103,12 @@ class HttpFace:
             raise OSError(f"http_port {port}: already in use, or not to be bound, on {host}") from error
         return int(runner.addresses[0][1])
 
+    async def close_port(self) -> None:
+        """Takes no new connections."""
+        if self._runner is not None:
+            for site in self._runner.sites:
+                await site.stop()
+
     async def stop(self) -> None:
         """Closes all connections; `Front.stop` has ended the calls."""
         if self._runner is not None:
