@@ -35,7 +35,7 @@ WORKERS = 8
 TARGETS = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
 PREFILL_HEAVY = (14.0, 640, 32)
 """Requests a second, tokens of prompt and completion: 20 to 1."""
-DECODE_HEAVY = (13.0, 32, 128)
+DECODE_HEAVY = (11.0, 32, 128)
 """1 to 4."""
 CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
 ASKED_SECONDS = 15.0

@@ -116,6 +116,7 @@ def status(as_json: bool) -> None:
     """
     from kvrelay.cluster import state
     from kvrelay.cluster import status as status_of
+    from kvrelay.cluster.scaling.shown import scaling_lines
 
     current = state.current()
     found = None if current is None else status_of.get_status(current)
@@ -127,8 +128,8 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in status_of.incompatible_workers(found):
-            console.print(line)
+        for line in (*status_of.incompatible_workers(found), *scaling_lines(found.scaling)):
+            console.print(line, highlight=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:

@@ -103,7 +103,7 @@ class Policy:
     def _look(self, signals: Signals, split: Split) -> Outlook:
         present = forecast(signals, split, self._config)
         best, then = split, present
-        others = self._splits(split.total) if present.cost > 1.0 else ()
+        others = self._splits(split.total) if present.missed else ()
         for other in others:
             if other != split:
                 expected = forecast(signals, other, self._config)
@@ -131,7 +131,7 @@ class Policy:
 
     def _moved(self, outlook: Outlook, workers: Sequence[WorkerReport], now: float) -> Decision | None:
         """Roles are changed if a target will be missed and that helps."""
-        missed = outlook.now.cost > 1.0
+        missed = outlook.now.missed
         better = outlook.then.cost < (1 - GAIN) * outlook.now.cost
         direction = _direction(outlook.split, outlook.best)
         if not (missed and better and direction):
