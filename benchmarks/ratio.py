@@ -9,7 +9,8 @@ policy, run on real processes: supervisor, router, eight workers on the hash mod
 (`ratio_simulator.py` has the cost table and its source), clients over gRPC. `--simulate` leaves the processes out.
 
 After a flip, the cluster has converged again from the moment on from which 90 % of the requests that arrive in any
-CONVERGED_SECONDS of the phase meet both targets.
+CONVERGED_SECONDS of the phase meet both targets. The requests of a phase's last seconds are left out there: they run on
+in the next one.
 """
 
 import argparse
@@ -38,6 +39,8 @@ PREFILL_HEAVY = (14.0, 640, 32)
 DECODE_HEAVY = (11.0, 32, 128)
 """1 to 4."""
 CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
+TOUCHED_SECONDS = 10.0
+"""Before a flip, in which requests arrive that it touches."""
 ASKED_SECONDS = 15.0
 DRAIN_SECONDS = 30.0
 """For the last requests, in the simulation."""
@@ -73,7 +76,10 @@ def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
         "goodput": round(sum(job.good(TARGETS) for job in jobs) / total, 3),
         "offered": round(len(jobs) / total, 3),
         "met_both_targets": [round(_share(jobs, *bounds), 3) for bounds in zip(begins, ends, strict=True)],
-        "converged_seconds": [converged(jobs, *bounds) for bounds in zip(begins[1:], ends[1:], strict=True)],
+        "converged_seconds": [
+            converged(jobs, begin, end - TOUCHED_SECONDS) for begin, end in zip(begins[1:], ends[1:], strict=True)
+        ],
+        "asked_seconds": ASKED_SECONDS,
     }
 
 
