@@ -1,6 +1,6 @@
 """Does the ratio of prefill to decode workers follow the traffic? Eight workers, traffic that flips and flips back.
 
-    python benchmarks/ratio.py [--seconds 45] [--splits 2] [--simulate] [--out FILE] [--picture FILE]
+    python benchmarks/ratio.py [--seconds 50] [--splits 2] [--simulate] [--out FILE] [--picture FILE]
 
 Three phases of `--seconds`: 20 input tokens for each output token, then 1 for 4, then as at the start. Requests come at
 random times, whatever the answers do. Goodput is requests a second that met both targets, time to first token and mean
@@ -29,6 +29,7 @@ from typing import Any
 from ratio_cluster import Answer, Cluster, Observation, cluster
 from ratio_picture import picture
 from ratio_simulator import A100_OPT_66B, Job, Phase, Run, Simulation, traffic
+from turns import end_on_signal
 
 from kvrelay.cluster.scaling.config import ScalingConfig
 
@@ -36,7 +37,7 @@ WORKERS = 8
 TARGETS = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
 PREFILL_HEAVY = (14.0, 640, 32)
 """Requests a second, tokens of prompt and completion: 20 to 1."""
-DECODE_HEAVY = (11.0, 32, 128)
+DECODE_HEAVY = (12.0, 32, 128)
 """1 to 4."""
 CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
 TOUCHED_SECONDS = 10.0
@@ -114,13 +115,14 @@ def real(running: Cluster, parts: Sequence[Phase], seed: int) -> tuple[list[Job]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=45.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of each phase")
     parser.add_argument("--splits", type=int, default=2, help="static splits that real processes run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--simulate", action="store_true", help="without real processes")
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--picture", type=Path, help="SVG file for the picture of the real run")
     args = parser.parse_args()
+    end_on_signal()
     parts, start = phases(args.seconds), (WORKERS // 2, WORKERS // 2)
     result: dict[str, Any] = {
         "setting": {

@@ -11,7 +11,7 @@ from ratio_simulator import A100_OPT_66B, Phase, Simulation, traffic
 from kvrelay.cluster.scaling.config import ScalingConfig
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
-LONG_PROMPTS, LONG_COMPLETIONS = (14.0, 640, 32), (11.0, 32, 128)
+LONG_PROMPTS, LONG_COMPLETIONS = (14.0, 640, 32), (12.0, 32, 128)
 
 
 def test_the_split_follows_traffic_that_flips() -> None:

@@ -227,7 +227,9 @@ def test_the_number_of_workers_stays_unless_it_is_allowed_to_change() -> None:
 
 def test_a_forecast_gets_better_with_more_of_the_role_that_is_short() -> None:
     for signals, role in ((FULL_PREFILL, "prefill"), (FULL_DECODE, "decode")):
-        splits = [Split(4, 4), Split(5, 3), Split(6, 2)] if role == "prefill" else [Split(4, 4), Split(3, 5), Split(2, 6)]
+        splits = (
+            [Split(4, 4), Split(5, 3), Split(6, 2)] if role == "prefill" else [Split(4, 4), Split(3, 5), Split(2, 6)]
+        )
         pressures = [getattr(forecast(signals, split, CONFIG), role) for split in splits]
         assert pressures == sorted(pressures, reverse=True)
         assert pressures[0] > 1.0
