@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import ray
 import ray.util
 
+from kvrelay.cluster.ray_metrics import RayExport
 from kvrelay.cluster.replacement import Ended
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
@@ -137,18 +138,15 @@ def own_host(local: bool) -> str:
 
 
 def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.metrics import WorkerMetrics
     from kvrelay.cluster.worker import worker_server
 
-    return worker_server(config, WorkerMetrics(config.name))
+    return worker_server(config)
 
 
 def _router(config: RouterConfig) -> Server:
-    from kvrelay.cluster.metrics import RouterMetrics
     from kvrelay.router.server import RouterServer
 
-    metrics = RouterMetrics(config.name)
-    return RouterServer(config, metrics, load_observer=metrics.observe_load)
+    return RouterServer(config)
 
 
 async def _serve(make: Callable[[], ServerT], started: "Future[ServerT]", stopping: "Future[float]") -> Ended:
@@ -156,6 +154,7 @@ async def _serve(make: Callable[[], ServerT], started: "Future[ServerT]", stoppi
         server = make()
     except ValueError as error:
         return Ended(str(error), mistake=True)
+    RayExport(lambda: server.metrics)
     running = asyncio.create_task(_run(server, started))
     try:
         await asyncio.wait((running, asyncio.wrap_future(stopping)), return_when=asyncio.FIRST_COMPLETED)

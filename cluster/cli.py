@@ -128,7 +128,9 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in (*status_of.incompatible_workers(found), *scaling_lines(found.scaling)):
+        for line in (*status_of.changes(found), *status_of.incompatible_workers(found)):
+            console.print(line)
+        for line in scaling_lines(found.scaling):
             console.print(line, highlight=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
@@ -150,6 +152,7 @@ def status(as_json: bool) -> None:
 @click.option(
     "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
 )
+@click.option("--n", type=click.IntRange(1, 128), metavar="N", help="Completions, one after the other (default 1).")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option(

@@ -14,7 +14,8 @@ import click
 from kvrelay.cluster.errors import RunError
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.control import Control, MemberProgress
+    from kvrelay.cluster.control import Control
+    from kvrelay.cluster.member_progress import MemberProgress
 
 ROLES = ("prefill", "decode", "colocated", "router")
 TIMEOUT_SECONDS = 600.0
@@ -133,16 +134,11 @@ def _follow(give: Callable[["Control"], int], *, no_wait: bool, timeout: float) 
 
     def tell(members: Sequence["MemberProgress"]) -> None:
         texts = {member.name: member.text for member in members}
-        if shown:
-            for name in shown.keys() - texts.keys():
-                click.echo(f"  {name}: gone")
-            for name, text in texts.items():
-                if shown.get(name) != text:
-                    click.echo(f"  {name}: {text}")
-        else:
-            for name, text in texts.items():
-                if not text.endswith(" ready"):
-                    click.echo(f"  {name}: {text}")
+        for name in sorted(shown.keys() - texts.keys()):
+            click.echo(f"  {name}: gone")
+        for member in members:
+            if shown.get(member.name) != member.text and (shown or not member.settled):
+                click.echo(f"  {member.name}: {member.text}")
         shown.clear()
         shown.update(texts)
 

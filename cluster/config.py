@@ -157,6 +157,23 @@ class RaySection(Section):
         return self
 
 
+MetricsPort = Annotated[int | None, Field(ge=0, le=65535)]
+
+
+class MetricsSection(Section):
+    """Ports at which processes serve their metrics as Prometheus text. Routers do so at `router.http_port`, and Ray's
+    agents export those of all in any case."""
+
+    router_port: MetricsPort = None
+    """Of each router, beside its HTTP and without a key; 0 takes a free one, null opens none."""
+
+    worker_port: MetricsPort = None
+    """Of each worker; 0 takes a free one, null opens none."""
+
+    supervisor_port: MetricsPort = None
+    """Of the supervisor, which lists the other processes' at `/targets`; 0 takes a free one, null opens none."""
+
+
 class ClusterConfig(Section):
     """Everything that `kvrelay up` needs, by section."""
 
@@ -175,6 +192,7 @@ class ClusterConfig(Section):
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     scaling: ScalingConfig = ScalingConfig()
     """Latency targets, and what changes by itself to meet them."""
+    metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
     switch_seconds: float = Field(default=0.5, ge=0, le=3600)
@@ -210,6 +228,11 @@ class ClusterConfig(Section):
         allowed = "1 or more, since the routers would share ports that are not chosen"
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
+        workers = sum(self.role(role).replicas for role in ROLES)
+        for name, count in (("router_port", self.router.replicas), ("worker_port", workers)):
+            port = getattr(self.metrics, name)
+            one = not port or count < 2 or not self.local
+            require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
 
     @property
     def share_ports(self) -> bool:
@@ -259,6 +282,7 @@ class ClusterConfig(Section):
             dtype=self.model.dtype,
             engine=self._engine(role, share if self.local else max(1, math.floor(self.role(role).cpus))),
             transfer=self.transfer,
+            metrics_port=self.metrics.worker_port,
             drain_seconds=self.drain_seconds,
             switch_seconds=self.switch_seconds,
             security=self.security,
@@ -282,6 +306,7 @@ class ClusterConfig(Section):
             ttft_target_seconds=self.scaling.ttft_target_seconds,
             tpot_target_seconds=self.scaling.tpot_target_seconds,
             share_port=self.share_ports,
+            metrics_port=self.metrics.router_port,
             model=self.model.path,
             drain_seconds=self.drain_seconds,
             security=self.security,

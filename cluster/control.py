@@ -2,34 +2,24 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from kvrelay.cluster import status as status_of
 from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.member_progress import MemberProgress, progress
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
-    MEMBER_STATE_DRAINING,
-    MEMBER_STATE_READY,
-    MEMBER_STATE_STARTING,
-    STAGE_LEAVE,
-    STAGE_RETURN,
-    STAGE_SERVE,
     CommandResponse,
-    DesiredMember,
     DrainRequest,
-    GetStatusResponse,
-    Member,
     PoolSize,
     Refusal,
     RestartRequest,
     Role,
     ScaleRequest,
     SetRoleRequest,
-    Stage,
     UpgradeRequest,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
@@ -38,16 +28,6 @@ COMMAND_SECONDS = 10.0
 """For the supervisor to answer; it may be starting again."""
 POLL_SECONDS = 0.2
 USAGE = (Refusal.CODE_INVALID, Refusal.CODE_UNKNOWN_MEMBER)
-WORDS = {MEMBER_STATE_STARTING: "loading", MEMBER_STATE_READY: "ready", MEMBER_STATE_DRAINING: "draining"}
-
-
-@dataclass(frozen=True, slots=True)
-class MemberProgress:
-    """How far one member is."""
-
-    name: str
-    text: str
-    """Role and state, for people."""
 
 
 class Control:
@@ -113,7 +93,7 @@ class Control:
                 if status.settled:
                     return
             time.sleep(POLL_SECONDS)
-        missing = ", ".join(f"{each.name} {each.text}" for each in left if not each.text.endswith(" ready"))
+        missing = ", ".join(f"{each.name} {each.text}" for each in left if not each.settled)
         raise RunError(
             f"not done within {seconds:g} s: {missing or 'the supervisor does not answer'}. It goes on; see "
             "`kvrelay status`"
@@ -151,36 +131,3 @@ def _role(role: str) -> str:
     if role not in known:
         raise UsageError(f"role is {role}; allowed: {', '.join(known)}")
     return known[role]
-
-
-def progress(status: GetStatusResponse) -> list[MemberProgress]:
-    """How far every member is that is desired or still there."""
-    present = {entry.member.name: entry.member for entry in status.members}
-    wanted = {member.name: member for member in status.desired.members}
-    return [
-        MemberProgress(name, " ".join(_words(wanted[name], present.get(name), status.troubles.get(name, ""))))
-        for name in sorted(wanted, key=lambda name: (name.rpartition("-")[0] != "worker", len(name), name))
-    ]
-
-
-def _words(wanted: DesiredMember, present: Member | None, trouble: str) -> Iterator[str]:
-    yield Role.Name(wanted.role).removeprefix("ROLE_").lower()
-    if wanted.replaces:
-        yield f"for {wanted.replaces},"
-    if wanted.stage not in (STAGE_SERVE, STAGE_LEAVE, STAGE_RETURN):
-        yield "to be replaced,"
-    if trouble:
-        yield f"failing ({trouble})"
-    elif wanted.stage in (STAGE_LEAVE, STAGE_RETURN):
-        yield "leaving" if wanted.stage == STAGE_LEAVE else "restarting"
-    elif present is None:
-        yield "starting"
-    elif present.state == MEMBER_STATE_READY and present.role != wanted.role:
-        yield "changing its role"
-    else:
-        yield WORDS.get(present.state, "lost")
-
-
-def stage_of(stage: Stage) -> str:
-    """A stage, for people."""
-    return Stage.Name(stage).removeprefix("STAGE_").lower()

@@ -9,16 +9,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.scaling.shown import scaling_json
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     GetStatusRequest,
     GetStatusResponse,
-    MemberState,
     MemberStatus,
-    Role,
+    Stage,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.rpc.compatibility import groups, unpaired
@@ -99,10 +100,12 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     return {
         "supervised": supervised,
         "ready": status.ready,
+        "metrics": status.metrics_address or None,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
         "scaling": scaling_json(status.scaling),
+        "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }
 
@@ -127,8 +130,8 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
         counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
         table.add_row(
             member.name,
-            _role(member.role),
-            _state(member.state),
+            role_name(member.role),
+            state_name(member.state),
             str(member.pid),
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
@@ -137,13 +140,41 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
     return table
 
 
+def _desired(status: GetStatusResponse) -> dict[str, Any]:
+    """The desired state, and whether the cluster has it."""
+    desired = status.desired
+    return {
+        "revision": desired.revision,
+        "config": desired.config,
+        "settled": status.settled,
+        "halted": desired.halted or None,
+        "members": [
+            {
+                "name": member.name,
+                "role": role_name(member.role),
+                "config": member.config,
+                "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
+                "replaces": member.replaces or None,
+                "trouble": status.troubles.get(member.name),
+            }
+            for member in desired.members
+        ],
+    }
+
+
+def changes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each member that isn't as desired, and for a rolling change that has stopped; none if all is."""
+    lines = [f"{each.name}: {each.text}" for each in progress(status) if not each.settled]
+    return [*lines, f"the rolling change has stopped: {status.desired.halted}"] if status.desired.halted else lines
+
+
 def _process(entry: MemberStatus) -> dict[str, Any]:
     member = entry.member
     return {
         "pid": member.pid,
         "incarnation": member.incarnation,
         "generation": member.generation,
-        "state": _state(member.state),
+        "state": state_name(member.state),
     }
 
 
@@ -153,6 +184,7 @@ def _router_entry(entry: MemberStatus) -> dict[str, Any]:
         "name": entry.member.name,
         "address": entry.member.address,
         "http": entry.member.http_address or None,
+        "metrics": entry.member.metrics_address or entry.member.http_address or None,
         **_process(entry),
         "requests": requests,
     }
@@ -162,7 +194,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
     blocks, requests = entry.load.blocks, entry.load.requests
     return {
         "name": entry.member.name,
-        "role": _role(entry.member.role),
+        "role": role_name(entry.member.role),
+        "metrics": entry.member.metrics_address or None,
         **_process(entry),
         "compatibility": entry.member.compatibility,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
@@ -173,11 +206,3 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
 def _router(status: GetStatusResponse) -> str | None:
     """host:port of each router that is ready, with commas between."""
     return ",".join(ready_routers(entry.member for entry in status.members)) or None
-
-
-def _role(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _state(state: MemberState) -> str:
-    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()

@@ -23,6 +23,7 @@ from kvrelay.cluster.commands import Commands
 from kvrelay.cluster.fleet import Fleet, to_record
 from kvrelay.cluster.keepers import Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
+from kvrelay.cluster.metrics import SupervisorMetrics
 from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
@@ -43,6 +44,8 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import add_SupervisorServiceService
 from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials, caller_parts
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
+from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.security import Part, SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
@@ -64,6 +67,10 @@ class SupervisorConfig(HeartbeatConfig):
 
     port: int = 0
     """Port of its gRPC; 0 takes the one in the record of `state_path`, or a free one."""
+
+    metrics_port: int | None = None
+    """Port of `/metrics`, and of `/targets`, the list of all members that serve theirs; 0 takes a free one, None opens
+    none."""
 
     drain_seconds: float = 30.0
     """Time that members are given to finish their requests when they are to end."""
@@ -87,6 +94,8 @@ class SupervisorConfig(HeartbeatConfig):
 
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
+        metrics = self.metrics_port
+        require(metrics is None or 0 <= metrics <= 65535, "metrics_port", metrics, "0 to 65535, or null")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
         require(
             not self.members or self.state_path != "", "state_path", self.state_path, "a file, as there are members"
@@ -159,6 +168,9 @@ class SupervisorServer(Commands):
         if launcher is not None:
             self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
         self._scaler = Scaler(config.scaling, self.membership, self.fleet)
+        self._metrics = SupervisorMetrics(self.membership, self._scaler)
+        self._metrics_port = MetricsPort(self.metrics, lambda: self._metrics.targets(self._metrics_address))
+        self._metrics_address = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -166,6 +178,11 @@ class SupervisorServer(Commands):
         self._published = _Published()
         self._news = asyncio.Event()
         self._failure: asyncio.Future[BaseException] | None = None
+
+    @property
+    def metrics(self) -> MetricSet:
+        """The supervisor's metrics."""
+        return self._metrics.metrics
 
     @property
     def address(self) -> str:
@@ -180,6 +197,9 @@ class SupervisorServer(Commands):
         """
         self._failure = asyncio.get_running_loop().create_future()
         self._server = await self._bind()
+        if self.config.metrics_port is not None:
+            port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
+            self._metrics_address = join(self.config.host, port)
         await self._server.start()
         self._run("publish", self._publish())
         self._run("tick", self._tick())
@@ -213,6 +233,7 @@ class SupervisorServer(Commands):
             self._recorder.close()
         if self._server is not None:
             await self._server.stop(0.2)
+        await self._metrics_port.stop()
 
     async def failed(self) -> BaseException:
         """Returns the reason when the supervisor can't go on."""
@@ -376,8 +397,12 @@ class SupervisorServer(Commands):
     async def GetStatus(
         self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> GetStatusResponse:
-        status = GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
-        status.scaling.CopyFrom(self._scaler.status())
+        status = GetStatusResponse(
+            ready=self.membership.ready,
+            members=self.membership.statuses(),
+            metrics_address=self._metrics_address,
+            scaling=self._scaler.status(),
+        )
         if self.fleet is not None:
             status.desired.CopyFrom(to_record(self.fleet.desired))
             status.settled = self.fleet.settled

@@ -46,6 +46,7 @@ def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
         drain_seconds=config.drain_seconds,
         scaling=config.scaling,
         security=config.security,
+        metrics_port=config.metrics.supervisor_port,
     )
     return SupervisorServer(options, RayLauncher(config, token), RayStore(config.ray.namespace))
 

@@ -7,18 +7,18 @@ from kvrelay.prefill_worker.role import PrefillRole
 from kvrelay.rpc.serve import main
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 from kvrelay.worker.role import Role
-from kvrelay.worker.server import Observer, RoleFactory, WorkerServer
+from kvrelay.worker.server import RoleFactory, WorkerServer
 
 ROLES: dict[WorkerRole, RoleFactory] = {"prefill": PrefillRole, "decode": DecodeRole, "colocated": Role}
 
 
-def worker_server(config: WorkerConfig, observer: Observer | None = None) -> WorkerServer:
+def worker_server(config: WorkerConfig) -> WorkerServer:
     """A server of one worker, not started yet.
 
     Raises:
         ValueError: there is no join token, or a certificate can't be used.
     """
-    return WorkerServer(config, ROLES, observer)
+    return WorkerServer(config, ROLES)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ length is foreseen.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from kvrelay.engine.lifetime import now
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.runner.base import Runner, StepHandle
 from kvrelay.engine.scheduler import Scheduler
@@ -35,6 +36,8 @@ class Engine:
         """Steps since start."""
         self.step_seconds = 0.0
         """What they took together, as far as nothing else was done meanwhile."""
+        self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
+        """Called with each step that was committed, and the seconds that `step` took for it."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     @property
@@ -64,10 +67,13 @@ class Engine:
             oldest, handle = self._in_flight.popleft()
             out = handle.result()
             self.computed_tokens += oldest.num_tokens
-            self.steps += 1
-            self.step_seconds += (ended := now()) - began
-            began = ended
             reports = self.scheduler.commit(oldest, out)
+            ended = now()
+            self.steps += 1
+            self.step_seconds += ended - began
+            if self.on_step is not None:
+                self.on_step(oldest, out, ended - began)
+            began = ended
             # No reports if all rows of the step belonged to sequences that had ended meanwhile.
             if reports:
                 return reports

@@ -194,6 +194,7 @@ class KVSender(Endpoint[Sending]):
 
     def _refuse(self, key: Key, code: Code, message: str) -> None:
         """Reports a hand-off that can't begin; later, because `begin` must have returned first."""
+        self.failures[code.value] += 1
         self.runtime.post(self._host.export_failed, key, code, message)
 
     def _apply(self, transfer: Sending, actions: Iterable[SendAction]) -> None:
@@ -213,6 +214,7 @@ class KVSender(Endpoint[Sending]):
                 case Committed():
                     self._host.exported(key, self._stats(transfer))
                 case Failed(code, message):
+                    self.failures[code.value] += 1
                     self._host.export_failed(key, code, message)
         if transfer.machine.over and self._transfers.get(key) is transfer:
             del self._transfers[key]
@@ -280,6 +282,7 @@ class KVSender(Endpoint[Sending]):
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
+        self.links_ended += 1
         pair.stream.put(CloseLink(end.epoch, reason))
         transfers = self._of(pair)
         if transfers:

@@ -27,8 +27,9 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_PREFILL, RequestEvent, Submit, TransferReport
 from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.prefill_worker.kv_sender import Sending
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole, peer_of
@@ -53,8 +54,8 @@ class PrefillRole(HandoffRole):
         worker.on_sequence_start(self._on_start)
 
     @property
-    def active(self) -> int:
-        return self._sender.active
+    def endpoint(self) -> Endpoint[Sending]:
+        return self._sender
 
     async def close(self, code: Code) -> None:
         await self._client.close(code)
@@ -119,6 +120,7 @@ class PrefillRole(HandoffRole):
 
     def exported(self, key: Key, stats: TransferStats) -> None:
         failpoint("prefill.after_ack", key)
+        self.worker.metrics.sent(stats)
         report = TransferReport(
             transfer_seconds=stats.transfer_seconds,
             handoff_seconds=stats.handoff_seconds,

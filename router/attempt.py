@@ -143,7 +143,8 @@ class Attempt:
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
         self._paused = False
-        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
+        expected_tokens = expected[0].tokens if expected else 0
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
         if decode is prefill:
             self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
@@ -208,6 +209,7 @@ class Attempt:
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trace_id = self._trace.context.trace_id
             submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
@@ -219,6 +221,7 @@ class Attempt:
                 self.wake,
                 cached_tokens=self._expected[0].tokens if self._expected else 0,
             )
+        self._trace.tries[-1].submitted = time.monotonic()
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""

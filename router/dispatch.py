@@ -6,6 +6,7 @@ from kvrelay.router.budget import RetryBudget
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import TokenBytes
 from kvrelay.router.health import FleetHealth
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.pacer import Pacer
 from kvrelay.router.placement import LeastWork
 from kvrelay.router.queue import PlacementQueue
@@ -26,3 +27,4 @@ class Dispatch:
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
+    metrics: RouterMetrics

@@ -44,6 +44,8 @@ class _Worker:
     listed: bool = True
     """In the latest membership. A supervisor that has just started doesn't list every member yet."""
     stream: WorkerStream | None = None
+    dialed: bool = False
+    """Whether an attempt to connect has ended."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -107,6 +109,7 @@ class WorkerRegistry:
         self._on_load = on_load
         self._unpaired: list[str] = []
         self._workers: dict[WorkerId, _Worker] = {}
+        self._settled = False
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
 
@@ -117,8 +120,10 @@ class WorkerRegistry:
 
     @property
     def complete(self) -> bool:
-        """Whether a request can be placed."""
-        return complete(self.view())
+        """Whether a request can be placed. A router that starts waits until each worker was dialed: the first requests
+        would all go to the first workers reached.
+        """
+        return self._settled and complete(self.view())
 
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy sees them now."""
@@ -220,6 +225,8 @@ class WorkerRegistry:
                 worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load
             )
             await stream.run()
+            worker.dialed = True
+            self._notify()
             failures = 0 if stream.model is not None else failures + 1
             if failures <= 1:
                 logger.warning("worker lost", extra=_log_fields(worker) | {"reason": stream.lost})
@@ -306,7 +313,14 @@ class WorkerRegistry:
             trials=stream.trials,
         )
 
+    def _settles(self) -> bool:
+        """Whether a worker is connected, and no attempt to connect to another one is the first one."""
+        workers = [worker for worker in self._workers.values() if worker.takes_requests]
+        connected = [worker for worker in workers if worker.stream is not None and worker.stream.serving is not None]
+        return bool(connected) and all(worker.dialed or worker in connected for worker in workers)
+
     def _notify(self) -> None:
+        self._settled = self._settled or self._settles()
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()

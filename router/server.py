@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -32,7 +31,7 @@ from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
-from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.pacer import Pacer
 from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
@@ -40,14 +39,16 @@ from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.sampling import SamplingDefaults
+from kvrelay.router.spans import SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
-from kvrelay.router.trace import Observer, RequestRecord
+from kvrelay.router.trace import Observer
 from kvrelay.router.traffic import LatencyTargets, TrafficMeter
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
@@ -72,13 +73,11 @@ class RouterServer:
         self,
         config: RouterConfig,
         observer: Observer | None = None,
-        load_observer: Callable[[Load], None] | None = None,
     ) -> None:
         """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
-            load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
             ValueError: the model folder, the join token, the API keys or a certificate can't be used.
@@ -86,7 +85,6 @@ class RouterServer:
         self.config = config
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
-        self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
@@ -106,24 +104,28 @@ class RouterServer:
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
-        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes)
-        self._metrics = PrometheusMetrics(config.name)
-
-        def observe(record: RequestRecord) -> None:
-            self._metrics(record)
-            if observer is not None:
-                observer(record)
-
+        metrics = RouterMetrics(config.name, config.classes)
+        dispatch = Dispatch(
+            config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
+        )
+        self._spans = (
+            SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
+        )
         self._policy = policy
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
         defaults = SamplingDefaults.read(folder)
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, defaults, traffic)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, traffic, self._spans)
+        metrics.watch(lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view)
+        self.metrics = metrics.metrics
+        """The router's metrics."""
+        self._metrics_port = MetricsPort(self.metrics)
+        self._metrics_address = ""
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
             source = self._tokenizer.template_source
             format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
-            self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
+            self._http = HttpFace(self._front, self.metrics.registry, Chats(self._tokenizer, format_, reasons=splits))
             if config.page:
                 self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
@@ -157,6 +159,11 @@ class RouterServer:
         """Requests in the queues for capacity on a decode worker, or for workers without another request on trial."""
         return len(self._queue) + len(self._trials)
 
+    @property
+    def running(self) -> int:
+        """Calls that don't wait in the queues."""
+        return max(0, self._front.running - self.waiting)
+
     async def start(self) -> int:
         """Binds, serves and joins the membership; returns the port.
 
@@ -182,6 +189,9 @@ class RouterServer:
                 self.config.host, self.config.http_port, tls, share_port=self.config.share_port
             )
         await server.start()
+        if self.config.metrics_port is not None:
+            port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
+            self._metrics_address = join(self.config.advertised_host or self.config.host, port)
         self._listening = True
         if self.config.share_port:
             await self._set_health(serving=self.registry.complete)
@@ -223,12 +233,15 @@ class RouterServer:
             await closing
         if self._http is not None:
             await self._http.stop()
+        await self._metrics_port.stop()
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         if self._setting_health is not None:
             await self._setting_health
         self._tokenizer.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     async def failed(self) -> BaseException:
         """Returns when the router can't continue, with the reason."""
@@ -244,18 +257,13 @@ class RouterServer:
             incarnation=self.incarnation,
             address=self.address,
             http_address=self.http_address or "",
+            metrics_address=self._metrics_address,
             pid=os.getpid(),
             state=self._state,
         )
-        running = max(0, self._front.running - self.waiting)
-        load = Load(requests=Requests(waiting=self.waiting, running=running))
-        self._metrics.observe_load(load)
-        if self._load_observer is not None:
-            self._load_observer(load)
         view = self.registry.view()
         traffic = self._front.traffic.report(self._queue.demands(), lambda demand: self._policy.waits_for(demand, view))
-        load.traffic.CopyFrom(traffic)
-        return member, load
+        return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
 
     def _wake_queues(self) -> None:
         """Workers report with every step; the queues look at most once in WAKE_SECONDS."""

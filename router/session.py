@@ -149,7 +149,7 @@ class Session:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
         queue = self._dispatch.queue
-        asked = time.monotonic()
+        asked = self._trace.asked = time.monotonic()
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
@@ -181,6 +181,7 @@ class Session:
     def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
+        self._dispatch.metrics.attempted()
         self._tried |= placement.workers
         streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
@@ -195,8 +196,7 @@ class Session:
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
-        if trace.submitted is None:
-            trace.submitted = now
+        trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -301,10 +301,13 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        self._trace.failed(failure.reason)
+        self._dispatch.metrics.attempt_failed(failure.reason)
         if failure.cause == Failure.CAUSE_TRIAL:
             return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
+            self._dispatch.metrics.superseded()
             raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
         reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
@@ -439,6 +442,7 @@ class Session:
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""
         return {
+            "trace_id": self._trace.context.trace_id,
             "request": self._trace.wire_id,
             "attempt": self._trace.attempts,
             "prefill": self._trace.prefill_worker,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
+from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
@@ -16,6 +17,11 @@ class RequestRecord:
     """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
 
     outcome: Outcome
+    service: str = ""
+    """The class of service; empty if the request failed before that was known."""
+    tenant: str = ""
+    attempts: int = 0
+    """Placements, the failed ones too."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -37,6 +43,8 @@ class RequestRecord:
     handoff_seconds: float | None = None
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
+    prediction_errors: tuple[int, ...] = ()
+    """Of each attempt whose prompt was computed: by how many tokens what was expected in the prefix cache was wrong."""
 
 
 Observer = Callable[[RequestRecord], None]
@@ -48,6 +56,47 @@ class Handoff(NamedTuple):
     prefill: str
     decode: str
     nbytes: int
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """What the router knows of one placement of a request. Times are on its monotonic clock."""
+
+    asked: float
+    """When the request began to wait for workers."""
+    placed: float
+    prefill_worker: str
+    decode_worker: str
+    """Empty if the first token is the last."""
+    expected_tokens: int
+    """Tokens of the prompt that the prefill worker was expected to have in its cache."""
+    submitted: float | None = None
+    """When its workers were told."""
+    ended: float | None = None
+    failure: str = ""
+    """Why it failed (`AttemptFailure.reason`)."""
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """As those of `RequestTrace`."""
+    prefill: PrefillReport | None = None
+    prefill_at: float | None = None
+    transfer: TransferReport | None = None
+    transfer_at: float | None = None
+    decode: DecodeReport | None = None
+    decode_at: float | None = None
+    first_sent: float | None = None
+    """When tokens of this attempt were sent to the client first, and last."""
+    last_sent: float | None = None
+
+    def note(self, event: RequestEvent, now: float) -> None:
+        """Takes what an event of the attempt reports."""
+        if event.computed_tokens and self.prefill is None:
+            self.chunks.append((now, event.computed_tokens))
+        if event.HasField("prefill"):
+            self.prefill, self.prefill_at = event.prefill, now
+        if event.HasField("transfer"):
+            self.transfer, self.transfer_at = event.transfer, now
+        if event.HasField("decode"):
+            self.decode, self.decode_at = event.decode, self.decode_at or now
 
 
 @dataclass(slots=True)
@@ -71,9 +120,9 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
+    """Attempts that ended because a worker drains."""
     turned_away: int = 0
     """Attempts that a worker refused because another request was on trial there."""
-    """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
     decode_worker: str = ""
@@ -85,8 +134,14 @@ class RequestTrace:
     """Of all attempts."""
     decode: DecodeReport | None = None
     tenant: str = ""
-    placed: list[float] = field(default_factory=list)
-    """When each attempt began."""
+    service: str = ""
+    """The class of service."""
+    context: TraceContext = field(default_factory=TraceContext.new)
+    """Of the call, for logs and spans."""
+    asked: float | None = None
+    """When the request began to wait for workers: at first, or after the latest failed attempt."""
+    tries: list[AttemptTrace] = field(default_factory=list)
+    """Each attempt."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
     prefill_at: float | None = None
@@ -106,15 +161,23 @@ class RequestTrace:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
 
-    def placed_on(self, prefill: str, decode: str) -> None:
+    @property
+    def placed(self) -> list[float]:
+        """When each attempt began."""
+        return [each.placed for each in self.tries]
+
+    def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:
         """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
         self.prefill_worker, self.decode_worker = prefill, decode
-        self.placed.append(time.monotonic())
+        now = time.monotonic()
+        self.tries.append(AttemptTrace(self.asked or now, now, prefill, decode, expected_tokens))
         self.chunks.clear()
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
         """Takes what an event of the latest attempt reports. Most events report nothing."""
+        if self.tries:
+            self.tries[-1].note(event, time.monotonic())
         if event.computed_tokens and self.prefill is None:
             self.chunks.append((time.monotonic(), event.computed_tokens))
         if event.HasField("prefill") and self.prefill is None:
@@ -132,11 +195,21 @@ class RequestTrace:
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
 
-    def sent(self, now: float) -> None:
-        """Notes that tokens were sent to the client."""
+    def failed(self, reason: str) -> None:
+        """Notes that the latest attempt has failed, and that the request waits for workers again."""
+        latest = self.tries[-1]
+        latest.failure, latest.ended = reason, time.monotonic()
+        self.asked = latest.ended
+
+    def sent(self, now: float) -> float | None:
+        """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
+        before, self.last_sent = self.last_sent, now
         if self.first_sent is None:
             self.first_sent = now
-        self.last_sent = now
+        if self.tries:
+            latest = self.tries[-1]
+            latest.first_sent, latest.last_sent = latest.first_sent or now, now
+        return None if before is None else now - before
 
     def timeline(self, now: float) -> Timeline:
         """The figures for the client; 0 for a stage that the request did not reach."""
@@ -170,6 +243,9 @@ class RequestTrace:
         begun = self.first_sent is not None
         return RequestRecord(
             outcome=outcome,
+            service=self.service,
+            tenant=self.tenant,
+            attempts=self.attempts,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
@@ -186,4 +262,9 @@ class RequestTrace:
             handoff_seconds=None if transfer is None else transfer.handoff_seconds,
             transfer_bytes=self.transfer_bytes,
             decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
+            prediction_errors=tuple(
+                abs(each.expected_tokens - each.prefill.cached_tokens)
+                for each in self.tries
+                if each.prefill is not None
+            ),
         )

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from kvrelay.rpc import log
+from kvrelay.rpc.metrics.metric_set import MetricSet
 
 ConfigT = TypeVar("ConfigT")
 STOP_GRACE_SECONDS = 5.0
@@ -39,6 +40,10 @@ class Server(Protocol):
     @property
     def address(self) -> str:
         """host:port, valid after `start`."""
+
+    @property
+    def metrics(self) -> MetricSet:
+        """Its metrics."""
 
     async def start(self) -> Any:
         """Binds and serves.

@@ -21,3 +21,7 @@ class LiveRequest:
     client_call: ClientCall
     trial_tokens: int
     """Tokens until its trial ends (`Submit.trial_tokens`)."""
+    trace_id: str
+    """For log lines."""
+    decode_reported: bool = False
+    """Whether the router was told of its first step after a hand-off."""

@@ -1,7 +1,7 @@
 """What a worker does with its requests besides computing them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -9,6 +9,7 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, Phase, Promised, Submit
+from kvrelay.transfer.endpoint import Endpoint
 from kvrelay.transfer.handshake import LocalWorker
 
 if TYPE_CHECKING:
@@ -57,9 +58,14 @@ class Role:
         return Promised()
 
     @property
+    def endpoint(self) -> Endpoint[Any] | None:
+        """This worker's end of its hand-offs; None for a role without."""
+        return None
+
+    @property
     def active(self) -> int:
         """Hand-offs that may hold blocks."""
-        return 0
+        return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
         """A step has ended, and its tokens are queued for the routers."""

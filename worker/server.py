@@ -45,7 +45,10 @@ from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
+from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
 from kvrelay.worker.role import Role
 from kvrelay.worker.worker import Worker, WorkerHooks
@@ -59,8 +62,6 @@ Build = Callable[[Path, Dtype, EngineConfig, Callable[[float], None]], tuple[Eng
 
 
 RoleFactory = Callable[[Worker], Role]
-Observer = Callable[[Member, Load], None]
-"""Gets what each heartbeat tells."""
 REBIND_SECONDS = 5.0
 """How long a worker with a port of its own tries to bind it again, in another role."""
 
@@ -72,7 +73,6 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         roles: Mapping[WorkerRole, RoleFactory] = MappingProxyType({"colocated": Role}),
-        observer: Observer | None = None,
         build: Build = build_engine,
     ) -> None:
         """
@@ -87,7 +87,7 @@ class WorkerServer:
         self.config = config
         self.credentials = Credentials.of("worker", config.security)
         self._roles = roles
-        self._observer = observer
+        self._metrics = WorkerMetrics(config.name, config.role)
         self._build = build
         self._shell: WorkerShell | None = None
         self._worker: Worker | None = None
@@ -106,10 +106,11 @@ class WorkerServer:
         config = self.config
         self._failure = asyncio.get_running_loop().create_future()
         shell = self._open(config)
+        await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
-        hooks = WorkerHooks(lambda: self._bound.beat(), self._fail)
+        hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
         self._worker = Worker(config, shell.id, engine, runner, role, hooks, self.credentials)
         await shell.serve(self._worker)
@@ -119,6 +120,11 @@ class WorkerServer:
     def id(self) -> WorkerId:
         """The present incarnation, once `start` has bound its port."""
         return self._bound.id
+
+    @property
+    def metrics(self) -> MetricSet:
+        """The metrics of the present incarnation: its labels name the role."""
+        return self._metrics.metrics
 
     @property
     def address(self) -> str:
@@ -160,7 +166,7 @@ class WorkerServer:
     def _open(self, config: WorkerConfig) -> "WorkerShell":
         """Binds and sends heartbeats as a new incarnation."""
         identity = WorkerId(config.name, uuid.uuid4().hex)
-        duties = ShellDuties(self._observer, self._fail, self._on_role)
+        duties = ShellDuties(self._metrics.metrics, self._fail, self._on_role)
         self._shell = WorkerShell(config, identity, self.credentials, tuple(self._roles), duties)
         return self._shell
 
@@ -198,6 +204,7 @@ class WorkerServer:
         logger.info("taking another role", extra={"role": role, "before": shell.config.role})
         await shell.stop(shell.config.switch_seconds)
         config = replace(shell.config, role=role)
+        self._metrics = WorkerMetrics(config.name, role)
         while True:
             try:
                 fresh = self._open(config)
@@ -207,7 +214,8 @@ class WorkerServer:
                     raise
             await asyncio.sleep(0.05)
         fresh.on_loaded(1.0)
-        await worker.take_role(fresh.id, config, self._roles[role])
+        await fresh.open_metrics()
+        await worker.take_role(fresh.id, config, self._roles[role], self._metrics)
         await fresh.serve(worker)
         logger.info("took another role", extra={"role": role, "seconds": round(time.monotonic() - began, 3)})
 
@@ -223,9 +231,9 @@ class WorkerServer:
 
 @dataclass(frozen=True, slots=True)
 class ShellDuties:
-    """Whom a shell tells what it learns."""
+    """What a shell serves, and whom it tells what it learns."""
 
-    observer: Observer | None
+    metrics: MetricSet
     failed: Callable[[BaseException], None]
     on_role: Callable[[MemberRole], None]
 
@@ -252,7 +260,8 @@ class WorkerShell:
         self.config = config
         self.id = identity
         self._roles = [ROLES[role] for role in roles]
-        self._duties = duties
+        self._metrics_port = MetricsPort(duties.metrics)
+        self._metrics_address = ""
         self._state: MemberState = MEMBER_STATE_STARTING
         self._loaded = 0.0
         self._members: Sequence[Member] = ()
@@ -273,6 +282,16 @@ class WorkerShell:
                 duties.on_role,
             )
             self._heartbeat.start()
+
+    async def open_metrics(self) -> None:
+        """Serves the metrics where they have a port.
+
+        Raises:
+            OSError: it is in use.
+        """
+        host, port = self.config.host, self.config.metrics_port
+        if port is not None:
+            self._metrics_address = join(host, await self._metrics_port.start(host, port))
 
     def on_loaded(self, share: float) -> None:
         """`share` of the weights is loaded, 0 to 1. Any thread."""
@@ -299,6 +318,7 @@ class WorkerShell:
             await self._enter(MEMBER_STATE_DRAINING)
             await self._worker.drain(grace)
         await self._server.stop(0.5)
+        await self._metrics_port.stop()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
 
@@ -330,13 +350,11 @@ class WorkerShell:
             state=self._state,
             loaded=self._loaded,
             roles=self._roles,
+            metrics_address=self._metrics_address,
         )
         if worker is not None:
             worker.describe(member)
-        load = Load() if worker is None else worker.load()
-        if self._duties.observer is not None:
-            self._duties.observer(member, load)
-        return member, load
+        return member, Load() if worker is None else worker.load()
 
 
 class Fenced(RuntimeError):

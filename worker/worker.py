@@ -39,6 +39,7 @@ from kvrelay.worker.events import event_of
 from kvrelay.worker.fences import Fences
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
+from kvrelay.worker.metrics import Watched, WorkerMetrics
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
 from kvrelay.worker.role import Key, Role
@@ -62,6 +63,7 @@ class WorkerHooks:
     """Blocks were freed: send a heartbeat now."""
     failed: Callable[[BaseException], None]
     """The worker can't go on."""
+    metrics: WorkerMetrics
 
 
 class Worker:
@@ -81,6 +83,7 @@ class Worker:
         self.config = config
         self.id = identity
         self.credentials = credentials
+        self.metrics = hooks.metrics
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
@@ -99,6 +102,7 @@ class Worker:
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
+        self.metrics.watch(Watched(engine, self.load, self.role.endpoint))
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -118,11 +122,14 @@ class Worker:
         me = PeerRef(name=self.id.name, incarnation=self.id.incarnation)
         return {"code": Failure.CODE_RETRY, "message": f"worker {self.id.name}: {why}", "cause": cause, "blamed": [me]}
 
-    async def take_role(self, identity: WorkerId, config: WorkerConfig, role: Callable[["Worker"], Role]) -> None:
+    async def take_role(
+        self, identity: WorkerId, config: WorkerConfig, role: Callable[["Worker"], Role], metrics: WorkerMetrics
+    ) -> None:
         """Goes on after `drain` as another incarnation with another role; weights, KV pool and prefix cache stay.
 
         Args:
             identity: with another incarnation, so that whatever is still under way for the one before is refused.
+            metrics: of the new role.
 
         Raises:
             RuntimeError: the role before holds blocks for longer than SETTLE_SECONDS.
@@ -139,7 +146,9 @@ class Worker:
         await self._thread.call(partial(scheduler.check_integrity, idle=True))
         self.id, self.config = identity, config
         scheduler.on_start = None
+        self.metrics = metrics
         self.role = role(self)
+        self.metrics.watch(Watched(self._engine, self.load, self.role.endpoint))
         self._draining = False
 
     async def stop(self) -> None:
@@ -244,6 +253,11 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
+        if event.HasField("prefill"):
+            self.metrics.prefilled(event.prefill)
+        if event.HasField("decode") and not live.decode_reported:
+            live.decode_reported = True
+            self.metrics.decoded(event.decode)
         live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
         if event.token_ids and live.expiry is not None:
             live.expiry.cancel()
@@ -253,9 +267,12 @@ class Worker:
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
-        if key not in self._live:
+        live = self._live.get(key)
+        if live is None:
             return
-        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
+        self.metrics.returned(failure.code)
+        fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
+        logger.warning("request failed", extra=fields | {"reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key, failure.cause)
         self.send(event, last=True)
@@ -288,6 +305,7 @@ class Worker:
         key = key_of(submit)
         refusal = self._refusal(submit)
         if refusal is not None:
+            self.metrics.returned(refusal.code)
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
         request = request_of(submit, self.spec)
@@ -296,7 +314,9 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
+        self._live[key] = LiveRequest(
+            request, submit.peer, stream, expiry, client_call, submit.trial_tokens, submit.trace_id
+        )
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:

@@ -7,8 +7,9 @@ heartbeats --> membership --> reports --> Meter --> signals --> Policy --> decis
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 from kvrelay.cluster.desired import MemberRole, Refused
 from kvrelay.cluster.fleet import ROLES, Fleet
@@ -39,6 +40,10 @@ KEPT = 20
 POOLS: dict[Role, PoolRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
 
 
+DecisionKind = Literal["roles", "workers", "refused"]
+DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
+
+
 class Scaler:
     """Of one supervisor. Off, or if the supervisor starts no members, it only measures."""
 
@@ -56,6 +61,8 @@ class Scaler:
         self._meter, self._policy = Meter(), Policy(config)
         self._signals: Signals | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT)
+        self.counts: Counter[DecisionKind] = Counter()
+        """Decisions so far."""
         self._queued = Scaling()
         """The figures of queues."""
         self._queue_seconds: dict[WorkerId, tuple[float, float]] = {}
@@ -112,6 +119,7 @@ class Scaler:
         except Refused as refused:
             noted.refused = str(refused)
         self._decisions.append(noted)
+        self.counts["refused" if noted.refused else "workers" if counts else "roles"] += 1
         fields = {
             "reason": decision.reason,
             "moves": {move.worker: move.role for move in decision.moves},

@@ -43,11 +43,12 @@ def scaling_lines(scaling: Scaling) -> Iterator[str]:
     """For `kvrelay status`; nothing of a supervisor that tells nothing."""
     if not scaling.ttft_target_seconds:
         return
+    prefill, decode = _pressure(scaling, "prefill_pressure"), _pressure(scaling, "decode_pressure")
     yield (
         f"scaling {'on' if scaling.enabled else 'off'}   "
         f"TTFT within {scaling.ttft_target_seconds:g} s: {_share(scaling, 'ttft_attained')}   "
         f"TPOT within {1000 * scaling.tpot_target_seconds:g} ms: {_share(scaling, 'tpot_attained')}   "
-        f"predicted/target: prefill {_pressure(scaling, 'prefill_pressure')}, decode {_pressure(scaling, 'decode_pressure')}   "
+        f"predicted/target: prefill {prefill}, decode {decode}   "
         f"waiting: prefill {scaling.prefill_queue}, decode {scaling.decode_queue}"
     )
     for decision in scaling.decisions[-SHOWN:]:

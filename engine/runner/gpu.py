@@ -49,6 +49,8 @@ class Extras:
 
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
+    graph: bool = False
+    """Whether a captured graph was launched."""
 
 
 class GpuStep:
@@ -75,6 +77,7 @@ class GpuStep:
             tuple(refused.items()),
             None if special is None else special.logprobs(plan.num_rows),
             read_prompts(self._extras.prompts),
+            self._extras.graph,
         )
 
 
@@ -161,7 +164,8 @@ class GpuRunner:
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
-        return Extras(self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled))
+        special = self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled)
+        return Extras(special, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""

@@ -45,12 +45,12 @@ class Reply:
         """
         Args:
             kind: `object` of a whole answer.
-            head: further fields at the beginning of each answer: id and model.
+            head: further fields at the beginning of each answer: id, model and system_fingerprint.
             make: the choice for a completion of a prompt.
         """
         self._body = body
         self._make = make
-        self._head = {"id": head["id"], "object": kind, "created": int(time.time()), "model": head["model"]}
+        self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head}
         self._chunk_head = self._head | {"object": kind if kind == "text_completion" else f"{kind}.chunk"}
         self._prompts: dict[int, CheckedRequest] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

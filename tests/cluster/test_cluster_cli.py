@@ -203,6 +203,9 @@ class FakeRouter(InferenceServiceServicer):
         if request.text == "full":
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 requests are in flight")
         try:
+            for index in reversed(range(1, request.n)):
+                yield GenerateResponse(text=f"{request.text} {index}", index=index)
+                yield GenerateResponse(index=index, finish_reason=FINISH_REASON_LENGTH, timeline=Timeline())
             for character in request.text:
                 yield GenerateResponse(text=character.upper(), token_ids=[ord(character)])
             if request.text == "wait":
@@ -284,6 +287,15 @@ def test_generate_as_json(target: str) -> None:
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
     assert answer["timeline"]["queue_seconds"] == 0.001
     assert answer["timeline"]["transfer_bytes"] == 4_000_000
+
+
+def test_generate_prints_several_completions_in_their_order(router: FakeRouter, target: str) -> None:
+    result = call("generate", "abc", "--target", target, "--n", "3")
+    assert result.stdout == "ABC\n--- 2 of 3\nabc 1\n--- 3 of 3\nabc 2\n"
+    assert router.requests[0].n == 3
+    answer = json.loads(call("generate", "abc", "--target", target, "--n", "3", "--json").stdout)
+    assert [each["text"] for each in answer["completions"]] == ["ABC", "abc 1", "abc 2"]
+    assert call("generate", "abc", "--target", target, "--n", "2", "--timeline").stdout.count("hand-off") == 2
 
 
 def test_generate_shows_where_the_time_went(target: str) -> None:

@@ -123,13 +123,14 @@ def test_workers_get_the_options_of_their_role() -> None:
         }
     )
     workers = {worker.name: worker for worker in config.worker_configs(cores=9)}
-    assert list(workers) == ["prefill-0", "prefill-1", "decode-0"]
+    assert list(workers) == ["worker-0", "worker-1", "worker-2"]
+    assert [worker.role for worker in workers.values()] == ["prefill", "prefill", "decode"]
     for worker in workers.values():
         assert (worker.model, worker.dtype) == ("/m", "float32")
         assert (worker.engine.block_size, worker.engine.max_sequences) == (32, 7)
         assert worker.transfer.lease_seconds == 2
-    assert workers["prefill-1"].engine.kv_memory_bytes == 1000
-    assert workers["decode-0"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
+    assert workers["worker-1"].engine.kv_memory_bytes == 1000
+    assert workers["worker-2"].engine.kv_memory_bytes == EngineConfig().kv_memory_bytes
     assert [worker.engine.threads for worker in workers.values()] == [3, 3, 5]
     assert config.router_configs() == [RouterConfig(model="/m")]
 

@@ -146,8 +146,8 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     status = world.json("status")
     assert status["ready"] is True
     assert {(worker["name"], worker["role"], worker["state"]) for worker in status["workers"]} == {
-        ("prefill-0", "prefill", "ready"),
-        ("decode-0", "decode", "ready"),
+        ("worker-0", "prefill", "ready"),
+        ("worker-1", "decode", "ready"),
     }
     routers = {router["name"]: router["address"] for router in status["routers"]}
     assert status["router"] == world.remembered()["router"] == f"{routers['router-0']},{routers['router-1']}"
@@ -157,13 +157,13 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     assert len(answer["token_ids"]) == 12
     assert answer["finish_reason"] == "length"
     assert answer["timeline"]["transfer_bytes"] > 0
-    assert {answer["timeline"]["prefill_worker"], answer["timeline"]["decode_worker"]} == {"prefill-0", "decode-0"}
+    assert {answer["timeline"]["prefill_worker"], answer["timeline"]["decode_worker"]} == {"worker-0", "worker-1"}
 
     second = world.up("--detach")
     assert second.returncode == 1
     assert f"already running (pid {owner})" in second.stderr
 
-    lost = {name: world.member(name) for name in ("decode-0", "prefill-0", "router-1")}
+    lost = {name: world.member(name) for name in ("worker-1", "worker-0", "router-1")}
     for member in lost.values():
         os.kill(member["pid"], signal.SIGKILL)
 
@@ -179,8 +179,8 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
     assert world.generate()["token_ids"] == answer["token_ids"]
 
     says = ray_says(world.remembered()["ray_address"], dashboard=True)
-    assert sorted(says["actors"]) == ["decode-0", "kvrelay-supervisor", "prefill-0", "router-0", "router-1"]
-    assert {"prefill-0 (prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
+    assert sorted(says["actors"]) == ["kvrelay-supervisor", "router-0", "router-1", "worker-0", "worker-1"]
+    assert {"worker-0 (prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
     until(lambda: visible(says["metrics"]) >= METRICS, f"metrics: {METRICS - visible(says['metrics'])}")
 
     assert len(started_by(world)) > 5
@@ -228,10 +228,10 @@ def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go
     assert json.loads(output)["usage"]["completion_tokens"] == 900
 
     # A worker that was adopted is watched as before.
-    lost = world.member("decode-0")
+    lost = world.member("worker-1")
     os.kill(lost["pid"], signal.SIGKILL)
     until(
-        lambda: (worker := world.member("decode-0"))["state"] == "ready" and worker["generation"] > lost["generation"],
+        lambda: (worker := world.member("worker-1"))["state"] == "ready" and worker["generation"] > lost["generation"],
         "replaced",
         START_SECONDS,
     )
@@ -239,6 +239,60 @@ def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go
     down = world.call("down", seconds=STOP_SECONDS)
     assert down.returncode == 0, down.stderr + world.log()
     assert started_by(world) == []
+
+
+def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(world: World) -> None:
+    up = world.up("--detach", "--config", str(configured(world)))
+    assert up.returncode == 0, up.stderr + world.log()
+    answer = world.generate()["token_ids"]
+
+    def change(*arguments: str) -> str:
+        done = world.call(*arguments, seconds=START_SECONDS)
+        assert done.returncode == 0, done.stderr
+        assert world.generate()["token_ids"] == answer
+        return done.stdout
+
+    assert "done: 1 prefill, 2 decode, 1 router" in change("scale", "decode=2")
+    before = world.member("worker-2")
+    change("role", "worker-2", "prefill")
+    after = world.member("worker-2")
+    assert (after["pid"], after["role"]) == (before["pid"], "prefill")
+    assert after["generation"] > before["generation"]
+    refused = world.call("drain", "worker-1")
+    assert refused.returncode == 1
+    assert "without this decode member no request can be served" in refused.stderr
+    change("drain", "worker-0")
+    assert {worker["name"]: worker["role"] for worker in world.json("status")["workers"]} == {
+        "worker-1": "decode",
+        "worker-2": "prefill",
+    }
+    says = ray_says(world.remembered()["ray_address"], dashboard=False)
+    assert sorted(says["groups"]) == [f"kvrelay/{name}" for name in ("router-0", "worker-1", "worker-2")]
+
+
+def configured(world: World) -> Path:
+    """A configuration without what a test doesn't need."""
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 1\n")
+    return config
+
+
+@pytest.mark.slow
+def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
+    up = world.up("--detach", "--config", str(configured(world)))
+    assert up.returncode == 0, up.stderr + world.log()
+    answer, before = world.generate()["token_ids"], world.json("status")
+    config = world.folder / "next.yaml"
+    router = "router: {grpc_port: 0, http_port: null}"
+    config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
+    upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
+    assert upgraded.returncode == 0, upgraded.stderr
+    after = world.json("status")
+    assert not {each["pid"] for each in after["workers"]} & {each["pid"] for each in before["workers"]}
+    assert world.generate("--target", after["router"])["token_ids"] == answer
+    back = world.call("upgrade", "--rollback", "--no-wait")
+    assert back.returncode == 0, back.stderr
+    assert "accepted" in back.stdout
 
 
 def title(process: Process) -> bytes:
@@ -278,7 +332,7 @@ def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(wo
     up = world.up("--detach", "--config", str(config))
     assert up.returncode == 2, up.stderr + world.log()
     assert {line.partition(": ")[0] for line in up.stderr.splitlines()} == {"kvrelay"}
-    assert re.search(r"(prefill|decode)-0: .*kv_memory_bytes is 1000", up.stderr)
+    assert re.search(r"worker-[01]: .*kv_memory_bytes is 1000", up.stderr)
     assert started_by(world) == []
     assert world.call("status").returncode == 1
 

@@ -15,6 +15,7 @@ from kvrelay.rpc.identity import WorkerId
 
 CONFIG = ScalingConfig(enabled=True, ttft_target_seconds=1.0, tpot_target_seconds=0.1)
 TICK = 0.5
+HALVES = Split(4, 4)
 CALM = Signals(
     prefill=4,
     decode=4,
@@ -42,7 +43,7 @@ FULL = replace(FULL_PREFILL, arrivals=200.0, arrivals_counted=800, streams=800.0
 class Cluster:
     """Workers that do at once what the policy says."""
 
-    def __init__(self, config: ScalingConfig = CONFIG, split: Split = Split(4, 4)) -> None:
+    def __init__(self, config: ScalingConfig = CONFIG, split: Split = HALVES) -> None:
         self.policy = Policy(config)
         self.roles: dict[str, PoolRole] = {}
         self.now = 0.0

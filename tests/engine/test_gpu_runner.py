@@ -82,7 +82,7 @@ def serve_scored(
 @interpreted
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
-    """Chunked prompts, mixed steps, decode a step ahead, windows, more sequences than rows; greedy and drawn."""
+    """Chunked prompts, mixed steps, decode a step ahead, windows; greedy and drawn; once, more sequences than rows."""
     folder = make_checkpoint(tmp_path / "tiny", architecture, num_hidden_layers=2)
     likely = serve(build_cpu_runner(folder, "float32", OPTIONS), [(7, SamplingParams(max_tokens=3, temperature=0.0))])[
         0
@@ -94,6 +94,7 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
         (16, SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=stop)),
         (17, SamplingParams(max_tokens=3, temperature=0.7, top_k=20, min_p=0.01, seed=2**63)),
     ]
+    asked = asked if architecture == "llama" else asked[:2]
     assert serve(gpu_runner(folder), asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
 
 

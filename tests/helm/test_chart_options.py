@@ -37,12 +37,15 @@ def test_the_pair_over_rdma(pair, tmp_path):
 
 
 def test_engine_options_of_a_role_win_over_everyones(pair, tmp_path):
-    options = {item.name: item.engine for item in pair.config(tmp_path).worker_configs()}
-    assert options["prefill-1"].max_batch_tokens == 8192
-    assert options["decode-3"].max_batch_tokens == 512
-    assert options["prefill-0"].kv_memory_bytes == 16 * 2**30
-    assert options["decode-0"].kv_memory_bytes == 40 * 2**30
-    assert all(item.block_size == 32 and item.threads == 8 for item in options.values())
+    workers = pair.config(tmp_path).worker_configs()
+    prefills = [worker.engine for worker in workers if worker.role == "prefill"]
+    decodes = [worker.engine for worker in workers if worker.role == "decode"]
+    assert (len(prefills), len(decodes)) == (2, 4)
+    assert {engine.max_batch_tokens for engine in prefills} == {8192}
+    assert {engine.max_batch_tokens for engine in decodes} == {512}
+    assert {engine.kv_memory_bytes for engine in prefills} == {16 * 2**30}
+    assert {engine.kv_memory_bytes for engine in decodes} == {40 * 2**30}
+    assert all(engine.block_size == 32 and engine.threads == 8 for engine in (*prefills, *decodes))
 
 
 def test_a_pod_monitor_finds_every_pod(pair):
@@ -58,7 +61,7 @@ def test_colocated_workers_alone(render, tmp_path):
     rendered = render(EXAMPLE["colocated"])
     config = rendered.config(tmp_path)
     assert set(rendered.groups) == {"router", "colocated"}
-    assert [item.name for item in config.worker_configs()] == ["colocated-0", "colocated-1"]
+    assert [item.role for item in config.worker_configs()] == ["colocated", "colocated"]
 
 
 def test_host_network_is_for_those_who_hand_over(render):

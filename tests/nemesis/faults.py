@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import grpc
 
+from kvrelay.cluster.control import Control
+from kvrelay.cluster.errors import RunError
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from nemesis.load import Load
 from nemesis.member import CLOCK_LIBRARY, POISON, REMOTE, give, set_clock
@@ -21,6 +23,8 @@ from support.supervised import Supervised
 
 CLOCK_JUMPS = (-86400, -30, 30, 86400)
 """Seconds."""
+COMMAND_SECONDS = 90.0
+"""For a command to be followed."""
 SPARE_FDS = 2
 """File descriptors that a process may still open under the limit."""
 
@@ -35,7 +39,21 @@ class Ground:
 
     @property
     def workers(self) -> list[str]:
-        return [name for name in self.cluster.config["members"] if not name.startswith("router")]
+        """Those that are desired now; commands change them."""
+        return [name for name, role in self._roles().items() if role != "router"]
+
+    @property
+    def prefills(self) -> list[str]:
+        return [name for name, role in self._roles().items() if role == "prefill"]
+
+    def _roles(self) -> dict[str, str]:
+        """The role of each desired member whose process has started, as the supervisor says."""
+        with suppress(grpc.RpcError):
+            roles = self.cluster.desired()
+            self.cluster.known = {
+                name: role for name, role in roles.items() if (self.cluster.folder / f"{name}.pid").exists()
+            }
+        return self.cluster.known
 
     async def recovered(self, gone: dict[str, int]) -> bool:
         """Whether every member is ready, and the processes of `gone` (by name) are replaced."""
@@ -43,8 +61,10 @@ class Ground:
             status = await asyncio.to_thread(self.cluster.status)
             members = [each.member for each in status.members]
             ready = {member.name: member.pid for member in members if member.state == MEMBER_STATE_READY}
-            replaced = all(ready.get(name, pid) != pid for name, pid in gone.items())
-            return status.ready and ready.keys() >= self.cluster.config["members"].keys() and replaced
+            wanted = {member.name for member in status.desired.members}
+            # A command may have ended the victim for good meanwhile.
+            replaced = all(ready.get(name, pid) != pid for name, pid in gone.items() if name in wanted)
+            return status.ready and ready.keys() >= wanted and replaced and status.settled
         return False
 
 
@@ -108,7 +128,7 @@ def _ordered(order: str) -> Inject:
 
 
 async def _poison(ground: Ground, rng: random.Random) -> dict[str, int]:
-    before = {name: ground.cluster.pid(name) for name in ground.workers if name.startswith("prefill")}
+    before = {name: ground.cluster.pid(name) for name in ground.prefills}
     await ground.load.send("poison", poison=POISON)
     return before
 
@@ -134,7 +154,7 @@ async def _link_reset(ground: Ground, rng: random.Random) -> dict[str, int]:
 
 
 async def _link_silent(ground: Ground, rng: random.Random) -> dict[str, int]:
-    prefill = rng.choice([name for name in ground.workers if name.startswith("prefill")])
+    prefill = rng.choice(ground.prefills)
     link = ground.chaos.link(prefill, rng.choice(REMOTE))
     link.set(HELD, HELD)
     await asyncio.sleep(4.0)
@@ -184,6 +204,41 @@ async def _fd_limit(ground: Ground, rng: random.Random) -> dict[str, int]:
     return {}
 
 
+Command = Callable[[Control, list[str], random.Random], int]
+"""Gives one command to the supervisor; returns the revision of the desired state that has it."""
+
+
+def _commanded(command: Command) -> Inject:
+    """A command that somebody gives in the middle of everything. One that is refused as unsafe is followed by none."""
+
+    async def inject(ground: Ground, rng: random.Random) -> dict[str, int]:
+        def give() -> None:
+            with suppress(RunError):
+                revision = command(ground.cluster.control, sorted(ground.workers), rng)
+                ground.cluster.settle(revision, COMMAND_SECONDS)
+
+        await asyncio.to_thread(give)
+        return {}
+
+    return inject
+
+
+def _scale(control: Control, workers: list[str], rng: random.Random) -> int:
+    return control.scale({"prefill": rng.randint(1, 3), "decode": rng.randint(1, 3)})
+
+
+def _role(control: Control, workers: list[str], rng: random.Random) -> int:
+    return control.set_role(rng.choice(workers), rng.choice(("prefill", "decode")))
+
+
+def _drain(control: Control, workers: list[str], rng: random.Random) -> int:
+    return control.drain(rng.choice(workers), replace=rng.random() < 0.5)
+
+
+def _restart(control: Control, workers: list[str], rng: random.Random) -> int:
+    return control.restart([rng.choice(workers)])
+
+
 def _no_clock() -> str:
     return "" if os.environ.get(CLOCK_LIBRARY) else "there is no C compiler"
 
@@ -205,4 +260,8 @@ FAULTS = (
     Fault("clock jump", _clock_jump, 10.0, _no_clock),
     Fault("log's disk full", _disk_full, 10.0),
     Fault("file descriptors used up", _fd_limit, 30.0),
+    Fault("scale", _commanded(_scale), 60.0),
+    Fault("role", _commanded(_role), 30.0),
+    Fault("drain", _commanded(_drain), 60.0),
+    Fault("restart", _commanded(_restart), 60.0),
 )

@@ -122,7 +122,7 @@ class Nemesis:
                 counts = {name: getattr(blocks, name) for name in ("total", "free", "cached", "held")}
                 report.blocks[each.member.name] = counts
         end = self._figures()
-        report.processes = {name: {"begin": begin[name], "end": end[name]} for name in end}
+        report.processes = {name: {"begin": begin[name], "end": end[name]} for name in end.keys() & begin.keys()}
         report.seconds = round(time.monotonic() - self.began, 1)
         report.summarize(self._stalls)
 
@@ -167,7 +167,7 @@ class Nemesis:
 
     def _judge(self, streams: list[Stream]) -> None:
         """Judges streams that have ended."""
-        for name in self.ground.cluster.config["members"]:
+        for name in self.ground.cluster.config["members"]:  # the routers are never scaled here
             if name.startswith("router"):
                 self._read_log(name)
         history = History()
@@ -212,7 +212,8 @@ class Nemesis:
 
     def _figures(self) -> dict[str, dict[str, float]]:
         cluster = self.ground.cluster
-        pids = cluster.pids() | {"supervisor": cluster.process.pid if cluster.process is not None else 0}
+        pids = {name: cluster.pid(name) for name in cluster.desired()}
+        pids["supervisor"] = cluster.process.pid if cluster.process is not None else 0
         return {name: figures(pid) for name, pid in pids.items()}
 
 

@@ -38,6 +38,8 @@ class Supervised:
     lives: int = 0
     seen: set[Running] = field(default_factory=set)
     """Every process of a member that this harness has come across."""
+    known: dict[str, str] = field(default_factory=dict)
+    """The role of each desired member, as last heard."""
 
     def start(self) -> None:
         """Starts the supervisor, or another one after its end."""
@@ -45,7 +47,10 @@ class Supervised:
         path.write_text(json.dumps(self.config))
         self.lives += 1
         self.process = Process(
-            "kvrelay.cluster.supervisor", ["--config", str(path)], self.folder / f"supervisor-{self.lives}.log"
+            "kvrelay.cluster.supervisor",
+            ["--config", str(path)],
+            self.folder / f"supervisor-{self.lives}.log",
+            forked=True,
         )
         self.address = self.process.address()
 

@@ -50,7 +50,7 @@ STAGE_LEAVE: Stage
 STAGE_RETURN: Stage
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "roles")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "roles", "metrics_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class Member(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
     incarnation: str
@@ -81,7 +82,8 @@ class Member(_message.Message):
     failed: bool
     http_address: str
     roles: _containers.RepeatedScalarFieldContainer[Role]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load")
@@ -124,7 +126,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("ready", "members", "desired", "settled", "troubles", "scaling")
+    __slots__ = ("ready", "members", "desired", "settled", "troubles", "scaling", "metrics_address")
     class TroublesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,13 +140,15 @@ class GetStatusResponse(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     desired: Desired
     settled: bool
     troubles: _containers.ScalarMap[str, str]
     scaling: Scaling
-    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., scaling: _Optional[_Union[Scaling, _Mapping]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., scaling: _Optional[_Union[Scaling, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Scaling(_message.Message):
     __slots__ = ("enabled", "ttft_target_seconds", "tpot_target_seconds", "ttft_attained", "tpot_attained", "prefill_pressure", "decode_pressure", "prefill_queue", "decode_queue", "prefill_queue_seconds", "decode_queue_seconds", "decisions")

@@ -1,0 +1,63 @@
+"""How far each member is from what is desired, for people."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    ROLE_ROUTER,
+    STAGE_LEAVE,
+    STAGE_RETURN,
+    STAGE_SERVE,
+    DesiredMember,
+    GetStatusResponse,
+    Member,
+    Role,
+)
+
+WORDS = {MEMBER_STATE_STARTING: "loading", MEMBER_STATE_READY: "ready", MEMBER_STATE_DRAINING: "draining"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberProgress:
+    """How far one member is."""
+
+    name: str
+    text: str
+    """Role and state."""
+    settled: bool
+    """It is as desired."""
+
+
+def progress(status: GetStatusResponse) -> list[MemberProgress]:
+    """How far every member is that is desired or still there."""
+    present = {entry.member.name: entry.member for entry in status.members}
+    wanted = {member.name: member for member in status.desired.members}
+    found = []
+    for name in sorted(wanted, key=lambda name: (name.rpartition("-")[0] != "worker", len(name), name)):
+        words = " ".join(_words(wanted[name], present.get(name), status.troubles.get(name, "")))
+        # A router is ready when it can place requests; without workers it is as desired nevertheless.
+        idle = wanted[name].role == ROLE_ROUTER and words.endswith(" loading") and not status.ready
+        plain = wanted[name].stage == STAGE_SERVE and not wanted[name].replaces
+        found.append(MemberProgress(name, words, plain and (words.endswith(" ready") or (idle and status.settled))))
+    return found
+
+
+def _words(wanted: DesiredMember, present: Member | None, trouble: str) -> Iterator[str]:
+    yield Role.Name(wanted.role).removeprefix("ROLE_").lower()
+    if wanted.replaces:
+        yield f"for {wanted.replaces},"
+    if wanted.stage not in (STAGE_SERVE, STAGE_LEAVE, STAGE_RETURN):
+        yield "to be replaced,"
+    if trouble:
+        yield f"failing ({trouble})"
+    elif wanted.stage in (STAGE_LEAVE, STAGE_RETURN):
+        yield "leaving" if wanted.stage == STAGE_LEAVE else "restarting"
+    elif present is None:
+        yield "starting"
+    elif present.state == MEMBER_STATE_READY and present.role != wanted.role:
+        yield "changing its role"
+    else:
+        yield WORDS.get(present.state, "lost")
