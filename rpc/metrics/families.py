@@ -412,7 +412,7 @@ PRESSURE = _family(
     "supervisor_pressure_ratio",
     "gauge",
     "ratio",
-    "Latency predicted for the next 20 s over its target: above 1, targets will be missed. 0 while too little is known.",
+    "Latency predicted for the next 20 s over its target: above 1, targets are missed. 0 while too little is known.",
     POOL,
 )
 ATTAINED = _family(
