@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from ratio_cluster import Answer, Cluster, Observation, cluster
+from ratio_costs import A100_OPT_66B
 from ratio_picture import picture
-from ratio_simulator import A100_OPT_66B, Job, Phase, Run, Simulation, traffic
+from ratio_simulator import Job, Phase, Run, Simulation, traffic
 from turns import end_on_signal
 
 from kvrelay.cluster.scaling.config import ScalingConfig

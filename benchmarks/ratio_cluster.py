@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 import psutil
-from ratio_simulator import BLOCK, Job
+from ratio_costs import BLOCK
+from ratio_simulator import Job
 from ratio_worker import TABLE
 
 from kvrelay.cluster.scaling.config import ScalingConfig

@@ -55,8 +55,10 @@ class Forecast:
     """Mean pressure on decode."""
     cost: float
     """Mean over the horizon, of the larger pressure p: 2 p / (1 + p), which is 1 on the target and 2 at most."""
-    end: float
-    """The larger pressure at the horizon's end."""
+    prefill_end: float
+    """Pressure on prefill at the horizon's end."""
+    decode_end: float
+    """Pressure on decode at the horizon's end."""
 
     @property
     def worst(self) -> float:
@@ -65,7 +67,7 @@ class Forecast:
     @property
     def missed(self) -> bool:
         """Whether targets will be missed: on the whole, or in the end."""
-        return self.cost > 1.0 or self.end > 1.0
+        return max(self.cost, self.prefill_end, self.decode_end) > 1.0
 
 
 def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
@@ -82,7 +84,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
     # One standard deviation fewer: what is no more than chance is no reason for a change.
     arrivals = signals.arrivals * (1 - 1 / math.sqrt(max(1, signals.arrivals_counted)))
     backlog, old, young = signals.backlog_tokens, signals.streams, 0.0
-    prefill_sum = decode_sum = cost_sum = worst = 0.0
+    prefill_sum = decode_sum = cost_sum = prefill_pressure = decode_pressure = 0.0
     for tick in range(count := round(HORIZON_SECONDS / DT)):
         switching = tick * DT < SWITCH_SECONDS
         prefill = min(split.prefill, before.prefill) if switching else split.prefill
@@ -109,7 +111,13 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
         backlog = max(0.0, backlog + (arrivals * prompt - flow) * DT)
         old = max(0.0, old - old_ending * DT)
         young = max(0.0, young + (flow / prompt - young_ending) * DT)
-    return Forecast(prefill_sum / count, decode_sum / count, cost_sum / count, min(MOST, worst))
+    return Forecast(
+        prefill_sum / count,
+        decode_sum / count,
+        cost_sum / count,
+        min(MOST, prefill_pressure),
+        min(MOST, decode_pressure),
+    )
 
 
 def _rate(step: StepCost, signals: Signals) -> float:

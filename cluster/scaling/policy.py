@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.cluster.scaling.config import ScalingConfig
-from kvrelay.cluster.scaling.forecast import Forecast, Split, forecast
+from kvrelay.cluster.scaling.forecast import HORIZON_SECONDS, Forecast, Split, forecast
 from kvrelay.cluster.scaling.signals import PoolRole, Signals, WorkerReport
 
 GAIN = 0.1
-"""Share of the forecast's cost that a change must be expected to take away."""
+"""Share of the forecast's cost that a change of roles must be expected to take away."""
 CONFIRM_SECONDS = 1.0
 """How long a change must have been the right one."""
 GROW_SECONDS = 10.0
@@ -149,12 +149,12 @@ class Policy:
         self._direction, self._changed, self._changing = direction, now, None
         target = _after(outlook.split, moves)
         short = "prefill" if direction > 0 else "decode"
-        value, then = getattr(outlook.now, short), getattr(outlook.then, short)
-        reason = (
-            f"{outlook.split} to {target} (prefill:decode): {short} would be at {value:.2f} of its target, "
-            f"with the change at {then:.2f}"
+        present, expected = (
+            f"{getattr(each, short):.2f} of its target, {getattr(each, f'{short}_end'):.2f} after {HORIZON_SECONDS:g} s"
+            for each in (outlook.now, outlook.then)
         )
-        return Decision(reason, moves)
+        change = f"{outlook.split} to {target} (prefill:decode)"
+        return Decision(f"{change}: {short} would be at {present}; with the change at {expected}", moves)
 
     def _wait(self, direction: int, now: float) -> float:
         """Seconds that must be between the last change and one in this direction."""
@@ -190,7 +190,7 @@ class Policy:
             more = self._best(signals, total)
             if more is not None and (more[1].cost <= 1.0 or total == self._config.max_workers):
                 target, then = more
-                if then.cost >= (1 - GAIN) * outlook.now.cost:
+                if then.cost >= outlook.now.cost:
                     return None
                 reason = (
                     f"no split of {outlook.split.total} workers is enough: the best would be at "

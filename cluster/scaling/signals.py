@@ -229,7 +229,7 @@ class Meter:
         for router in routers:
             for name, amount in self._new(router.id, router, _ROUTER_TOTALS).items():
                 grown[name] = grown.get(name, 0.0) + amount
-        present = {report.id.name for report in (*workers, *routers)}
+        present = {worker.id.name for worker in workers} | {router.id.name for router in routers}
         self._seen = {name: totals for name, totals in self._seen.items() if name in present}
         return grown
 

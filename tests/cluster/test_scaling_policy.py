@@ -131,21 +131,21 @@ def test_nothing_is_decided_while_a_change_is_under_way() -> None:
 def test_the_way_back_takes_longer_each_time() -> None:
     cluster = Cluster(replace(CONFIG, cooldown_seconds=2.0, reversal_seconds=8.0))
     for number in range(4):
-        cluster.run(FULL_PREFILL if number % 2 == 0 else FULL_DECODE, 60)
+        cluster.run(FULL_PREFILL if number % 2 == 0 else FULL_DECODE, 40)
     times = [at for at, _ in cluster.decisions]
     directions = [decision.moves[0].role for _, decision in cluster.decisions]
     turns = [number for number in range(1, len(times)) if directions[number] != directions[number - 1]]
     assert len(turns) == 3
     cluster = Cluster(replace(CONFIG, cooldown_seconds=2.0, reversal_seconds=8.0))
-    for _ in range(200):  # each flip comes as soon as the one before has been answered
+    for _ in range(50):  # each flip comes as soon as the one before has been answered
         before = len(cluster.decisions)
         signals = FULL_PREFILL if before % 2 == 0 else FULL_DECODE
-        while len(cluster.decisions) == before and cluster.now < 300:
+        while len(cluster.decisions) == before and cluster.now < 150:
             cluster.tick(signals)
     gaps = [later - earlier for (earlier, _), (later, _) in zip(cluster.decisions, cluster.decisions[1:], strict=False)]
     assert gaps == sorted(gaps)
     assert gaps[0] >= 8.0
-    assert len(gaps) < 10
+    assert len(gaps) < 6
 
 
 def test_a_change_needs_a_gain() -> None:
@@ -158,7 +158,7 @@ def test_a_change_needs_a_gain() -> None:
     assert Cluster(split=Split(1, 1)).run(FULL_PREFILL, 30) == [], "there is nobody to move"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     split=st.builds(Split, st.integers(1, 9), st.integers(1, 9)),
     bounds=st.tuples(st.integers(1, 4), st.integers(4, 9), st.integers(1, 4), st.integers(4, 9)),
@@ -179,7 +179,7 @@ def test_the_bounds_of_each_role_are_kept(split: Split, bounds: tuple[int, int, 
     assert cluster.split.total == split.total
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16), busy=st.floats(0.3, 1.6))
 def test_noise_alone_makes_few_decisions(seed: int, busy: float) -> None:
     """Stationary traffic, from easy to too much; each figure is off by a quarter, differently at each look."""
