@@ -117,7 +117,9 @@ def real(running: Cluster, parts: Sequence[Phase], seed: int) -> tuple[list[Job]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=50.0, help="of each phase")
-    parser.add_argument("--splits", type=int, default=2, help="static splits that real processes run")
+    parser.add_argument(
+        "--splits", type=int, default=2, help="static splits that real processes run; 0: the policy alone"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--simulate", action="store_true", help="without real processes")
     parser.add_argument("--out", type=Path, help="file for the results")
@@ -161,12 +163,13 @@ def main() -> None:
     with cluster(start, TARGETS) as running:
         runs["policy"], seen, found = real(running, parts, args.seed)
         note("real", "policy", found)
-    with cluster(start, replace(TARGETS, enabled=False)) as running:
-        for split in best:
-            running.set_split(split[0])
-            name = f"{split[0]}:{split[1]}"
-            runs[name], _, found = real(running, parts, args.seed)
-            note("real", name, found)
+    if best:
+        with cluster(start, replace(TARGETS, enabled=False)) as running:
+            for split in best:
+                running.set_split(split[0])
+                name = f"{split[0]}:{split[1]}"
+                runs[name], _, found = real(running, parts, args.seed)
+                note("real", name, found)
     if args.picture is not None:
         goods = {
             name: [job.arrival for job in jobs if job.good(TARGETS) and math.isfinite(job.ttft)]
