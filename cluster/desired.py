@@ -314,11 +314,18 @@ def spared(desired: Desired, seen: Mapping[str, Seen], name: str) -> bool:
 
 
 def _check_spared(desired: Desired, seen: Mapping[str, Seen], name: str, instead: str) -> None:
-    if not spared(desired, seen, name):
-        role = desired.members[name].role
+    planned = [wanted.role for other, wanted in desired.members.items() if _stays(wanted) and other != name]
+    role = desired.members[name].role
+    # Now, and when all that was asked for before is done: nothing may serve at this moment.
+    later = serving((each, "") for each in planned) or not serving((each, "") for each in (*planned, role))
+    if not spared(desired, seen, name) or not (later or role == "router"):
         raise Refused(
             Code.UNSAFE, f"{name}: without this {role} member no request can be served; {instead}, --force does it now"
         )
+
+
+def _stays(wanted: Wanted) -> bool:
+    return wanted.stage is not Stage.LEAVE and not wanted.replaces
 
 
 def _check_no_successor(name: str, wanted: Wanted) -> None:

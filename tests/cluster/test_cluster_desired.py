@@ -116,7 +116,7 @@ def command(it: World, draw: random.Random) -> None:
     try:
         match draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"]):
             case "scale":
-                it.desired = changes.scaled(desired, seen, {role: draw.randint(role != "colocated", 4)})
+                it.desired = changes.scaled(desired, seen, {role: draw.randint(1, 4)})
             case "role":
                 it.desired = changes.with_role(desired, seen, name, role, force=False)
             case "drain":
