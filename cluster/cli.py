@@ -132,6 +132,7 @@ def status(as_json: bool) -> None:
     """
     from kvrelay.cluster import state
     from kvrelay.cluster import status as status_of
+    from kvrelay.cluster.scaling.shown import scaling_lines
 
     current = state.current()
     found = None if current is None else status_of.get_status(current)
@@ -149,6 +150,8 @@ def status(as_json: bool) -> None:
             *status_of.context_notes(found),
         ):
             console.print(line)
+        for line in scaling_lines(found.scaling):
+            console.print(line, highlight=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:

@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.membership import HeartbeatConfig
+from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.engine.automatic import Automatic
 from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
@@ -197,6 +198,8 @@ class ClusterConfig(Section):
     ray: RaySection = RaySection()
     security: SecurityConfig = SecurityConfig()
     heartbeat: HeartbeatConfig = HeartbeatConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    """Latency targets, and what changes by itself to meet them."""
     metrics: MetricsSection = MetricsSection()
     drain_seconds: float = Field(default=30.0, ge=0, le=3600)
     """Time that a member is given to finish its requests when it is to end."""
@@ -384,6 +387,8 @@ class ClusterConfig(Section):
             name=name,
             grpc_port=section.grpc_port and section.grpc_port + distance,
             http_port=section.http_port and section.http_port + distance,
+            ttft_target_seconds=self.scaling.ttft_target_seconds,
+            tpot_target_seconds=self.scaling.tpot_target_seconds,
             share_port=self.share_ports,
             metrics_port=self.metrics.router_port,
             model=self.model.path,

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from kvrelay.cluster.membership import Membership
+from kvrelay.cluster.scaling.scaler import DECISION_KINDS, Scaler
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -31,11 +32,14 @@ STATES = (
 
 
 class SupervisorMetrics:
-    """Follows a membership."""
+    """Follows a membership, and what decides about it."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, scaler: Scaler) -> None:
         self.metrics = metrics = MetricSet("supervisor")
         self._membership = membership
+        self._scaler = scaler
+        self._decided = {kind: metrics.total(families.SCALING_DECISIONS, kind) for kind in DECISION_KINDS}
+        self._queued = {role: metrics.total(families.POOL_QUEUE_SECONDS, role) for role in families.POOL.values}
         self._ages: set[str] = set()
         counts = membership.counts
         self._by_role = [
@@ -81,6 +85,20 @@ class SupervisorMetrics:
         self._ages = {status.member.name for status in statuses}
         for status in statuses:
             metrics.gauge(families.HEARTBEAT_AGE, status.member.name).set(status.heartbeat_age_seconds)
+        self._update_scaling()
+
+    def _update_scaling(self) -> None:
+        metrics, scaling = self.metrics, self._scaler.status()
+        for kind, total in self._decided.items():
+            total.set(self._scaler.counts[kind])
+        self._queued["prefill"].set(scaling.prefill_queue_seconds)
+        self._queued["decode"].set(scaling.decode_queue_seconds)
+        metrics.gauge(families.PRESSURE, "prefill").set(scaling.prefill_pressure)
+        metrics.gauge(families.PRESSURE, "decode").set(scaling.decode_pressure)
+        ttft = scaling.ttft_attained if scaling.HasField("ttft_attained") else 1.0
+        tpot = scaling.tpot_attained if scaling.HasField("tpot_attained") else 1.0
+        metrics.gauge(families.ATTAINED, "ttft").set(ttft)
+        metrics.gauge(families.ATTAINED, "tpot").set(tpot)
 
 
 def _target(address: str, part: str, name: str) -> dict[str, Any]:

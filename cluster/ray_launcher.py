@@ -209,7 +209,7 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
         ValueError: it differs in what can't change while the cluster runs.
     """
     kept: dict[str, Any] = {}
-    for section in ("ray", "heartbeat"):
+    for section in ("ray", "heartbeat", "scaling"):
         given, kept[section] = getattr(config, section), getattr(present, section)
         if given not in (type(given)(), kept[section]):
             raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")

@@ -13,6 +13,7 @@ from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.membership import ready_routers
 from kvrelay.cluster.metrics import role_name, state_name
+from kvrelay.cluster.scaling.shown import scaling_json
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
@@ -128,6 +129,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
+        "scaling": scaling_json(status.scaling),
         "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }

@@ -28,6 +28,8 @@ from kvrelay.cluster.metrics import SupervisorMetrics
 from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
+from kvrelay.cluster.scaling.config import ScalingConfig
+from kvrelay.cluster.scaling.scaler import Scaler
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -88,6 +90,9 @@ class SupervisorConfig(HeartbeatConfig):
     templates: dict[str, MemberProcess] = field(default_factory=dict)
     """What further members are started as, by role: prefill, decode, colocated, router. Default: as the first of
     `members` with the role."""
+
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    """When workers' roles and their number change by themselves."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """Who may call it, and what protects it."""
@@ -167,7 +172,8 @@ class SupervisorServer(Commands):
         self._recorder = None if store is None else Recorder(store)
         if launcher is not None:
             self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
-        self._metrics = SupervisorMetrics(self.membership)
+        self._scaler = Scaler(config.scaling, self.membership, self.fleet)
+        self._metrics = SupervisorMetrics(self.membership, self._scaler)
         self._metrics_port = MetricsPort(self.metrics, lambda: self._metrics.targets(self._metrics_address))
         self._metrics_address = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -207,6 +213,7 @@ class SupervisorServer(Commands):
         if self.fleet is not None:
             self.fleet.start(self.address)
             self._run("fleet", self.fleet.run())
+        self._run("scaler", self._scaler.run())
 
     async def stop(self, grace: float) -> None:
         """Ends every member, then itself.
@@ -218,7 +225,7 @@ class SupervisorServer(Commands):
         """
         failed = self._failure is None or self._failure.done()
         for task in self._tasks:
-            if failed or task.get_name() == "fleet":
+            if failed or task.get_name() in ("fleet", "scaler"):
                 task.cancel()
         if self.fleet is not None:
             if not failed:
@@ -411,6 +418,7 @@ class SupervisorServer(Commands):
             ready=self.membership.ready,
             members=self.membership.statuses(),
             metrics_address=self._metrics_address,
+            scaling=self._scaler.status(),
         )
         if self.fleet is not None:
             status.desired.CopyFrom(to_record(self.fleet.desired))

@@ -44,6 +44,7 @@ def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
         **asdict(config.heartbeat),
         host=own_host(config.local),
         drain_seconds=config.drain_seconds,
+        scaling=config.scaling,
         security=config.security,
         metrics_port=config.metrics.supervisor_port,
     )

@@ -32,6 +32,10 @@ class Engine:
         self.runner = runner
         self.computed_tokens = 0
         """Tokens computed since start."""
+        self.steps = 0
+        """Steps since start."""
+        self.step_seconds = 0.0
+        """What they took together, as far as nothing else was done meanwhile."""
         self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
         """Called with each step that was committed, and the seconds that `step` took for it."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
@@ -64,10 +68,12 @@ class Engine:
             out = handle.result()
             self.computed_tokens += oldest.num_tokens
             reports = self.scheduler.commit(oldest, out)
+            ended = now()
+            self.steps += 1
+            self.step_seconds += ended - began
             if self.on_step is not None:
-                ended = now()
                 self.on_step(oldest, out, ended - began)
-                began = ended
+            began = ended
             # No reports if all rows of the step belonged to sequences that had ended meanwhile.
             if reports:
                 return reports

@@ -202,6 +202,12 @@ class RouterConfig(RouterOptions):
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """What the router proves itself with to the supervisor and the workers."""
 
+    ttft_target_seconds: float = 2.0
+    """What it compares times to the first token with, to tell the supervisor how many were within it."""
+
+    tpot_target_seconds: float = 0.1
+    """The same for the mean time between two tokens of a request."""
+
     share_port: bool = False
     """Whether other routers on this machine have the same ports. Each connection is one router's."""
 

@@ -31,6 +31,7 @@ from kvrelay.router.session import Session
 from kvrelay.router.spans import Asked, Ended, SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
+from kvrelay.router.traffic import TrafficMeter
 from kvrelay.router.validation import CheckedRequest, check, completions
 from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
@@ -62,11 +63,13 @@ class Front:
         callers: Callers,
         observer: Observer | None,
         defaults: SamplingDefaults,
+        traffic: TrafficMeter,
         spans: SpanExport | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.requests = Requests()
+        self.traffic = traffic
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
@@ -202,6 +205,7 @@ class Front:
         if ended.failure:
             trace.delayed("ended", ended.failure)
         self.requests.end(trace, outcome, now)
+        self.traffic.end(trace, outcome)
         record = trace.record(outcome, now)
         fields: dict[str, object] = {
             "trace_id": trace.context.trace_id,
@@ -313,6 +317,7 @@ class Call:
 
     async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
         self._front.requests.begin(trace)
+        self._front.traffic.begin(trace)
         try:
             with self._noting_failure(trace):
                 answer = Answer(request, trace, write, self._front._dispatch.metrics.gap)

@@ -164,16 +164,20 @@ class LeastWork:
         """Decides by the workers' state now. Who follows the decision calls `take`."""
         self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
         self._index.keep((worker.id, worker.kv_tokens) for worker in workers)
-        found = [_Group.of(group, demand) for group in _groups([worker for worker in workers if worker.ready])]
-        able = [group for group in found if group is not None]
-        able = [group for group in able if not group.alone] or able
-        groups = [group for group in able if not group.troubled] or able
+        groups = _preferred(demand, workers)
         for group in groups:
             chosen = self._choose(demand, group)
             if chosen is not None:
                 decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role != "prefill" else None
                 return Placement(chosen[0].id, decode)
         return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
+
+    def waits_for(self, demand: Demand, workers: Sequence[WorkerView]) -> WorkerRole:
+        """The role whose workers a request waits for that finds no capacity now."""
+        groups = _preferred(demand, workers)
+        accepted = any(self._accepts(demand, decode, group) for group in groups for decode in group.decodes)
+        decodes = any(group.decodes for group in groups)
+        return "decode" if decodes and not accepted else "prefill"
 
     def take(self, placement: Placement, chain: Sequence[int]) -> list[Expectation]:
         """Notes that a request with this chain is placed.
@@ -298,6 +302,14 @@ class _Group:
 
     def allows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         return self.any_pair or decode.id not in prefill.bad_peers
+
+
+def _preferred(demand: Demand, workers: Sequence[WorkerView]) -> list[_Group]:
+    """The groups that can serve a request, the preferred one first; those with trouble only if there are no others."""
+    found = [_Group.of(group, demand) for group in _groups([worker for worker in workers if worker.ready])]
+    able = [group for group in found if group is not None]
+    able = [group for group in able if not group.alone] or able
+    return [group for group in able if not group.troubled] or able
 
 
 def _usable(workers: Sequence[WorkerView], role: WorkerRole) -> tuple[list[WorkerView], bool]:

@@ -107,6 +107,10 @@ class PlacementQueue:
         """Requests that wait."""
         return len(self._again) + sum(map(len, self._tenants.values()))
 
+    def demands(self) -> list[Demand]:
+        """What the requests that wait need, in turn."""
+        return [waiter.demand for waiter in self._in_turn()]
+
     async def place(
         self,
         demand: Demand,

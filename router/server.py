@@ -44,6 +44,7 @@ from kvrelay.router.spans import SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
 from kvrelay.router.trace import Observer
+from kvrelay.router.traffic import LatencyTargets, TrafficMeter
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
@@ -118,8 +119,10 @@ class RouterServer:
         self._spans = (
             SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
         )
+        self._policy = policy
+        traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
         defaults = SamplingDefaults.read(folder)
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, self._spans)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, traffic, self._spans)
         metrics.watch(lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view)
         self.metrics = metrics.metrics
         """The router's metrics."""
@@ -271,7 +274,9 @@ class RouterServer:
             pid=os.getpid(),
             state=self._state,
         )
-        return member, Load(requests=Requests(waiting=self.waiting, running=self.running))
+        view = self.registry.view()
+        traffic = self._front.traffic.report(self._queue.demands(), lambda demand: self._policy.waits_for(demand, view))
+        return member, Load(requests=Requests(waiting=self.waiting, running=self.running), traffic=traffic)
 
     def _wake_queues(self) -> None:
         """Workers report with every step; the queues look at most once in WAKE_SECONDS."""

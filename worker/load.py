@@ -99,5 +99,7 @@ class LoadReports:
             requests=Requests(waiting=load.waiting, running=load.running, free_slots=load.free_slots),
             pending_tokens=load.pending_tokens,
             computed_tokens=self._engine.computed_tokens,
+            steps=self._engine.steps,
+            step_seconds=self._engine.step_seconds,
         )
         return Reading(read, self._taken_tokens)

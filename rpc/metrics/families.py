@@ -30,6 +30,7 @@ STEP = Label("kind", ("prefill", "decode", "mixed"))
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("starting", "ready", "draining", "suspect", "dead")
 MEMBER_ROLE = Label("role", (*ROLES, "router"))
+POOL = Label("role", ("prefill", "decode"))
 
 FAMILIES: list[Family] = []
 """All of them, in the order of the page."""
@@ -405,6 +406,38 @@ ROLE_CHANGES = _family(
     "members",
     "Members that have changed their role, by the new one.",
     MEMBER_ROLE,
+)
+PRESSURE = _family(
+    "supervisor",
+    "supervisor_pressure_ratio",
+    "gauge",
+    "ratio",
+    "Latency predicted for the next 20 s over its target: above 1, targets are missed. 0 while too little is known.",
+    POOL,
+)
+ATTAINED = _family(
+    "supervisor",
+    "supervisor_attained_ratio",
+    "gauge",
+    "ratio",
+    "Share of the last seconds' requests that met the target of scaling. 1 without requests.",
+    Label("latency", ("ttft", "tpot")),
+)
+POOL_QUEUE_SECONDS = _family(
+    "supervisor",
+    "supervisor_queue_seconds_total",
+    "counter",
+    "seconds",
+    "Time that requests have waited for workers of a role, in the routers and on the workers.",
+    POOL,
+)
+SCALING_DECISIONS = _family(
+    "supervisor",
+    "supervisor_scaling_decisions_total",
+    "counter",
+    "decisions",
+    "Decisions of scaling: to give workers another role, to change their number, or either but refused.",
+    Label("kind", ("roles", "workers", "refused")),
 )
 
 # Every process has it.

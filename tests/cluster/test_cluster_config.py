@@ -303,7 +303,7 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
     options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
     own = {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port", "metrics_port"}
-    assert options == own
+    assert options == own | {"ttft_target_seconds", "tpot_target_seconds"}
     shared = {field.name for field in fields(RouterOptions)}
     assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
 
@@ -314,3 +314,9 @@ def test_every_key_is_documented() -> None:
     for section in sections:
         for key, field in section["properties"].items():
             assert field.get("description") or "$ref" in field, key
+
+
+def test_routers_get_the_targets_of_scaling() -> None:
+    config = ClusterConfig.model_validate({"scaling": {"ttft_target_seconds": 0.4, "tpot_target_seconds": 0.05}})
+    (router,) = config.router_configs()
+    assert (router.ttft_target_seconds, router.tpot_target_seconds) == (0.4, 0.05)

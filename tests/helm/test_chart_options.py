@@ -198,6 +198,7 @@ def test_every_section_of_the_configuration_can_be_given(render, tmp_path):
         engine={"block_size": 32, "prefix_cache": False},
         transfer={"checksum": False, "lease_seconds": 2.5},
         heartbeat={"suspect_seconds": 2, "dead_seconds": 5, "step_dead_seconds": 60},
+        scaling={"enabled": True, "ttft_target_seconds": 0.5},
         drainSeconds=7.5,
         router={"options": {"max_requests": 7}},
         ray={"namespace": "blue"},
@@ -207,6 +208,7 @@ def test_every_section_of_the_configuration_can_be_given(render, tmp_path):
     assert (config.transfer.checksum, config.transfer.lease_seconds) == (False, 2.5)
     assert (config.heartbeat.suspect_seconds, config.heartbeat.dead_seconds) == (2, 5)
     assert (config.heartbeat.step_dead_seconds, config.drain_seconds) == (60, 7.5)
+    assert (config.scaling.enabled, config.scaling.ttft_target_seconds) == (True, 0.5)
     assert (config.router.max_requests, config.ray.namespace) == (7, "blue")
 
 

@@ -163,6 +163,7 @@ def test_labels_that_kuberay_selects_by_cannot_be_set(refusal, key):
         ("EngineConfig", "engine", {"threads"}),
         ("TransferConfig", "transfer", set()),
         ("HeartbeatConfig", "heartbeat", set()),
+        ("ScalingConfig", "scaling", set()),
         (
             "RouterSection",
             "router.options",

@@ -159,7 +159,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("ready", "members", "desired", "settled", "troubles", "metrics_address")
+    __slots__ = ("ready", "members", "desired", "settled", "troubles", "scaling", "metrics_address")
     class TroublesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -172,14 +172,65 @@ class GetStatusResponse(_message.Message):
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     desired: Desired
     settled: bool
     troubles: _containers.ScalarMap[str, str]
+    scaling: Scaling
     metrics_address: str
-    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., scaling: _Optional[_Union[Scaling, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+
+class Scaling(_message.Message):
+    __slots__ = ("enabled", "ttft_target_seconds", "tpot_target_seconds", "ttft_attained", "tpot_attained", "prefill_pressure", "decode_pressure", "prefill_queue", "decode_queue", "prefill_queue_seconds", "decode_queue_seconds", "decisions")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    TPOT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    ttft_target_seconds: float
+    tpot_target_seconds: float
+    ttft_attained: float
+    tpot_attained: float
+    prefill_pressure: float
+    decode_pressure: float
+    prefill_queue: int
+    decode_queue: int
+    prefill_queue_seconds: float
+    decode_queue_seconds: float
+    decisions: _containers.RepeatedCompositeFieldContainer[ScalingDecision]
+    def __init__(self, enabled: _Optional[bool] = ..., ttft_target_seconds: _Optional[float] = ..., tpot_target_seconds: _Optional[float] = ..., ttft_attained: _Optional[float] = ..., tpot_attained: _Optional[float] = ..., prefill_pressure: _Optional[float] = ..., decode_pressure: _Optional[float] = ..., prefill_queue: _Optional[int] = ..., decode_queue: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., decode_queue_seconds: _Optional[float] = ..., decisions: _Optional[_Iterable[_Union[ScalingDecision, _Mapping]]] = ...) -> None: ...
+
+class ScalingDecision(_message.Message):
+    __slots__ = ("time", "reason", "moves", "pools", "refused")
+    class MovesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Role
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Role, str]] = ...) -> None: ...
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    reason: str
+    moves: _containers.ScalarMap[str, Role]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolSize]
+    refused: str
+    def __init__(self, time: _Optional[float] = ..., reason: _Optional[str] = ..., moves: _Optional[_Mapping[str, Role]] = ..., pools: _Optional[_Iterable[_Union[PoolSize, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class DesiredMember(_message.Message):
     __slots__ = ("name", "role", "config", "stage", "replaces")

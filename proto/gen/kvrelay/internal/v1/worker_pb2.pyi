@@ -342,15 +342,57 @@ class Promised(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised")
+    __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     blocks: Blocks
     requests: Requests
     pending_tokens: int
     computed_tokens: int
     promised: Promised
-    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ...) -> None: ...
+    steps: int
+    step_seconds: float
+    traffic: Traffic
+    def __init__(self, blocks: _Optional[_Union[Blocks, _Mapping]] = ..., requests: _Optional[_Union[Requests, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "first_tokens", "ttft_attained", "unqueued_seconds", "streams", "tpot_attained", "prefill_queue_seconds", "decode_queue_seconds", "young_tokens", "young_ended", "queued_prompts", "queued_streams", "queued_tokens")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    UNQUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_ATTAINED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    YOUNG_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    YOUNG_ENDED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_tokens: int
+    ttft_attained: int
+    unqueued_seconds: float
+    streams: int
+    tpot_attained: int
+    prefill_queue_seconds: float
+    decode_queue_seconds: float
+    young_tokens: int
+    young_ended: int
+    queued_prompts: int
+    queued_streams: int
+    queued_tokens: int
+    def __init__(self, requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., first_tokens: _Optional[int] = ..., ttft_attained: _Optional[int] = ..., unqueued_seconds: _Optional[float] = ..., streams: _Optional[int] = ..., tpot_attained: _Optional[int] = ..., prefill_queue_seconds: _Optional[float] = ..., decode_queue_seconds: _Optional[float] = ..., young_tokens: _Optional[int] = ..., young_ended: _Optional[int] = ..., queued_prompts: _Optional[int] = ..., queued_streams: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,182 @@
+"""Does the ratio of prefill to decode workers follow the traffic? Eight workers, traffic that flips and flips back.
+
+    python benchmarks/ratio.py [--seconds 50] [--splits 2] [--simulate] [--out FILE] [--picture FILE]
+
+Three phases of `--seconds`: 20 input tokens for each output token, then 1 for 4, then as at the start. Requests come at
+random times, whatever the answers do. Goodput is requests a second that met both targets, time to first token and mean
+time between tokens, of those that were sent. Every static split is simulated; the best `--splits` of them, and the
+policy, run on real processes: supervisor, router, eight workers on the hash model whose steps last as long as an A100's
+(`ratio_simulator.py` has the cost table and its source), clients over gRPC. `--simulate` leaves the processes out.
+
+After a flip, the cluster has converged again from the moment on from which 90 % of the requests that arrive in any
+CONVERGED_SECONDS of the phase meet both targets. The requests of a phase's last seconds are left out there: they run on
+in the next one.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ratio_cluster import Answer, Cluster, Observation, cluster
+from ratio_costs import A100_OPT_66B
+from ratio_picture import picture
+from ratio_simulator import Job, Phase, Run, Simulation, traffic
+from turns import end_on_signal
+
+from kvrelay.cluster.scaling.config import ScalingConfig
+
+WORKERS = 8
+TARGETS = ScalingConfig(enabled=True, ttft_target_seconds=2.0, tpot_target_seconds=0.1)
+PREFILL_HEAVY = (14.0, 640, 32)
+"""Requests a second, tokens of prompt and completion: 20 to 1."""
+DECODE_HEAVY = (12.0, 32, 128)
+"""1 to 4."""
+CONVERGED_SECONDS, CONVERGED_SHARE = 5.0, 0.9
+TOUCHED_SECONDS = 10.0
+"""Before a flip, in which requests arrive that it touches."""
+ASKED_SECONDS = 15.0
+DRAIN_SECONDS = 30.0
+"""For the last requests, in the simulation."""
+STEP = 0.5
+
+
+def phases(seconds: float) -> list[Phase]:
+    """The traffic: there and back."""
+    return [Phase(seconds, *kind) for kind in (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)]
+
+
+def converged(jobs: Sequence[Job], begin: float, end: float) -> float | None:
+    """Seconds from `begin` until requests met their targets for the rest of the phase; None if they never did."""
+    first = end
+    while first - STEP >= begin and _share(jobs, first - STEP, min(end, first - STEP + CONVERGED_SECONDS)) >= (
+        CONVERGED_SHARE
+    ):
+        first -= STEP
+    return None if first > end - CONVERGED_SECONDS else first - begin
+
+
+def _share(jobs: Sequence[Job], begin: float, end: float) -> float:
+    found = [job.good(TARGETS) for job in jobs if begin <= job.arrival < end]
+    return sum(found) / len(found) if found else 1.0
+
+
+def figures(jobs: Sequence[Job], parts: Sequence[Phase]) -> dict[str, Any]:
+    """What one run was worth."""
+    total = sum(phase.seconds for phase in parts)
+    begins = [sum(phase.seconds for phase in parts[:number]) for number in range(len(parts))]
+    ends = [begin + phase.seconds for begin, phase in zip(begins, parts, strict=True)]
+    return {
+        "goodput": round(sum(job.good(TARGETS) for job in jobs) / total, 3),
+        "offered": round(len(jobs) / total, 3),
+        "met_both_targets": [round(_share(jobs, *bounds), 3) for bounds in zip(begins, ends, strict=True)],
+        "converged_seconds": [
+            converged(jobs, begin, end - TOUCHED_SECONDS) for begin, end in zip(begins[1:], ends[1:], strict=True)
+        ],
+        "asked_seconds": ASKED_SECONDS,
+    }
+
+
+def simulated(
+    parts: Sequence[Phase], split: tuple[int, int], *, enabled: bool, seed: int
+) -> tuple[Run, dict[str, Any]]:
+    """A run of the simulator, and its figures."""
+    total = sum(phase.seconds for phase in parts)
+    config = replace(TARGETS, enabled=enabled)
+    run = Simulation(traffic(parts, seed), A100_OPT_66B, split, config, total + DRAIN_SECONDS).run()
+    found = figures(run.jobs, parts)
+    if enabled:
+        found["decisions"] = [{"time": at, "reason": decision.reason} for at, decision in run.decisions]
+    return run, found
+
+
+def real(running: Cluster, parts: Sequence[Phase], seed: int) -> tuple[list[Job], list[Observation], dict[str, Any]]:
+    """A run of real processes, and its figures."""
+    total, before = sum(phase.seconds for phase in parts), len(running.status().scaling.decisions)
+    began = datetime.now(UTC).timestamp()
+    answers: list[Answer]
+    answers, seen = asyncio.run(running.run(traffic(parts, seed), total))
+    jobs = [answer.job for answer in answers]
+    found = figures(jobs, parts)
+    errors = [answer.error for answer in answers if answer.error]
+    found |= {"requests": len(jobs), "failed": len(errors), "errors": sorted(set(errors))[:5]}
+    decisions = list(running.status().scaling.decisions)[before:]
+    if decisions:
+        found["decisions"] = [{"time": round(each.time - began, 1), "reason": each.reason} for each in decisions]
+    return jobs, seen, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=50.0, help="of each phase")
+    parser.add_argument(
+        "--splits", type=int, default=2, help="static splits that real processes run; 0: the policy alone"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--simulate", action="store_true", help="without real processes")
+    parser.add_argument("--out", type=Path, help="file for the results")
+    parser.add_argument("--picture", type=Path, help="SVG file for the picture of the real run")
+    args = parser.parse_args()
+    end_on_signal()
+    parts, start = phases(args.seconds), (WORKERS // 2, WORKERS // 2)
+    result: dict[str, Any] = {
+        "setting": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cores": os.cpu_count(),
+            "machine": platform.processor() or platform.machine(),
+            "load": os.getloadavg()[0],
+            "python": platform.python_version(),
+            "grpcio": version("grpcio"),
+            "phases": [asdict(phase) for phase in parts],
+            "targets": {"ttft_seconds": TARGETS.ttft_target_seconds, "tpot_seconds": TARGETS.tpot_target_seconds},
+            "seed": args.seed,
+        },
+        "simulated": {},
+    }
+
+    def note(kind: str, name: str, found: dict[str, Any]) -> None:
+        result.setdefault(kind, {})[name] = found
+        print(json.dumps({"kind": kind, "split": name, **found}), flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    statics = {}
+    for prefill in range(1, WORKERS):
+        split = prefill, WORKERS - prefill
+        _, found = simulated(parts, split, enabled=False, seed=args.seed)
+        statics[split] = found["goodput"]
+        note("simulated", f"{split[0]}:{split[1]}", found)
+    _, found = simulated(parts, start, enabled=True, seed=args.seed)
+    note("simulated", "policy", found)
+    if args.simulate:
+        return
+    best = sorted(statics, key=lambda split: -statics[split])[: args.splits]
+    runs: dict[str, list[Job]] = {}
+    with cluster(start, TARGETS) as running:
+        runs["policy"], seen, found = real(running, parts, args.seed)
+        note("real", "policy", found)
+    if best:
+        with cluster(start, replace(TARGETS, enabled=False)) as running:
+            for split in best:
+                running.set_split(split[0])
+                name = f"{split[0]}:{split[1]}"
+                runs[name], _, found = real(running, parts, args.seed)
+                note("real", name, found)
+    if args.picture is not None:
+        goods = {
+            name: [job.arrival for job in jobs if job.good(TARGETS) and math.isfinite(job.ttft)]
+            for name, jobs in runs.items()
+        }
+        args.picture.write_text(picture(seen, goods, [phase.seconds for phase in parts]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Fits the workers' roles and their number to the traffic: asks the policy, and follows what it decides.
+
+heartbeats --> membership --> reports --> Meter --> signals --> Policy --> decision --> fleet
+                                                                             '--> log, metrics, `kvrelay status`
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+from kvrelay.cluster.desired import MemberRole, Refused
+from kvrelay.cluster.fleet import ROLES, Fleet
+from kvrelay.cluster.membership import Membership
+from kvrelay.cluster.scaling.config import ScalingConfig
+from kvrelay.cluster.scaling.forecast import Split
+from kvrelay.cluster.scaling.policy import Decision, Policy
+from kvrelay.cluster.scaling.signals import Meter, PoolRole, RouterReport, Signals, WorkerReport
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    MemberStatus,
+    PoolSize,
+    Role,
+    Scaling,
+    ScalingDecision,
+)
+from kvrelay.rpc.identity import WorkerId
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""As often as members report."""
+KEPT = 20
+"""Decisions that `kvrelay status` shows."""
+POOLS: dict[Role, PoolRole] = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode"}
+
+
+DecisionKind = Literal["roles", "workers", "refused"]
+DECISION_KINDS: tuple[DecisionKind, ...] = get_args(DecisionKind)
+
+
+class Scaler:
+    """Of one supervisor. Off, or if the supervisor starts no members, it only measures."""
+
+    def __init__(
+        self,
+        config: ScalingConfig,
+        membership: Membership,
+        fleet: Fleet | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._fleet = fleet
+        self._clock = clock
+        self._meter, self._policy = Meter(), Policy(config)
+        self._signals: Signals | None = None
+        self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT)
+        self.counts: Counter[DecisionKind] = Counter()
+        """Decisions so far."""
+        self._queued = Scaling()
+        """The figures of queues."""
+        self._queue_seconds: dict[WorkerId, tuple[float, float]] = {}
+        """Of each router, as last reported: for prefill, for decode."""
+
+    async def run(self) -> None:
+        """Decides, for ever."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """Looks at the cluster once, and changes it if the policy says so."""
+        statuses = self._membership.statuses()
+        workers = [_worker_report(status) for status in statuses if status.member.role in POOLS]
+        routers = [status for status in statuses if status.member.role == ROLE_ROUTER]
+        self._note_queues(routers)
+        now = self._clock()
+        signals = self._signals = self._meter.observe(workers, map(_router_report, routers), now)
+        fleet = self._fleet
+        if fleet is None or fleet.desired.rolling:
+            return
+        desired = Split(fleet.desired.count("prefill"), fleet.desired.count("decode"))
+        decision = self._policy.decide(signals, desired, workers, now)
+        if decision is not None and self._config.enabled:
+            await self._follow(fleet, decision)
+
+    def status(self) -> Scaling:
+        """For `kvrelay status` and the metrics."""
+        scaling, signals, outlook = Scaling(), self._signals, self._policy.outlook
+        scaling.CopyFrom(self._queued)
+        scaling.enabled = self._config.enabled
+        scaling.ttft_target_seconds = self._config.ttft_target_seconds
+        scaling.tpot_target_seconds = self._config.tpot_target_seconds
+        if signals is not None and signals.ttft_attained is not None:
+            scaling.ttft_attained = signals.ttft_attained
+        if signals is not None and signals.tpot_attained is not None:
+            scaling.tpot_attained = signals.tpot_attained
+        if outlook is not None:
+            scaling.prefill_pressure, scaling.decode_pressure = outlook.now.prefill, outlook.now.decode
+        scaling.decisions.extend(self._decisions)
+        return scaling
+
+    async def _follow(self, fleet: Fleet, decision: Decision) -> None:
+        noted = ScalingDecision(time=time.time(), reason=decision.reason)
+        counts: dict[MemberRole, int] = {role: count for role, count in decision.scale.items()}  # noqa: C416  # the key's type is wider
+        noted.pools.extend(PoolSize(role=ROLES[role], count=count) for role, count in counts.items())
+        try:
+            for move in decision.moves:
+                await fleet.set_role(move.worker, move.role)
+                noted.moves[move.worker] = ROLES[move.role]
+            if counts:
+                await fleet.scale(counts)
+        except Refused as refused:
+            noted.refused = str(refused)
+        self._decisions.append(noted)
+        self.counts["refused" if noted.refused else "workers" if counts else "roles"] += 1
+        fields = {
+            "reason": decision.reason,
+            "moves": {move.worker: move.role for move in decision.moves},
+            "workers": dict(decision.scale),
+        }
+        if noted.refused:
+            logger.warning("scaling was refused", extra=fields | {"refused": noted.refused})
+        else:
+            logger.info("scaling", extra=fields)
+
+    def _note_queues(self, routers: Sequence[MemberStatus]) -> None:
+        queued, before, now = self._queued, self._queue_seconds, {}
+        for status in routers:
+            router, traffic = _id(status), status.load.traffic
+            now[router] = traffic.prefill_queue_seconds, traffic.decode_queue_seconds
+            prefill, decode = before.get(router, now[router])
+            queued.prefill_queue_seconds += max(0.0, now[router][0] - prefill)
+            queued.decode_queue_seconds += max(0.0, now[router][1] - decode)
+        self._queue_seconds = now
+        queued.prefill_queue = sum(status.load.traffic.queued_prompts for status in routers)
+        queued.decode_queue = sum(status.load.traffic.queued_streams for status in routers)
+
+
+def _id(status: MemberStatus) -> WorkerId:
+    return WorkerId(status.member.name, status.member.incarnation)
+
+
+def _worker_report(status: MemberStatus) -> WorkerReport:
+    member, load = status.member, status.load
+    slots = load.requests.running + load.requests.free_slots
+    if load.requests.running and load.blocks.held:
+        slots = min(slots, load.requests.running * load.blocks.total // load.blocks.held)
+    return WorkerReport(
+        _id(status),
+        POOLS[member.role],
+        member.state == MEMBER_STATE_READY,
+        movable={ROLE_PREFILL, ROLE_DECODE} <= set(member.roles),
+        requests=load.requests.waiting + load.requests.running + load.promised.requests,
+        slots=slots,
+        pending_tokens=load.pending_tokens,
+        computed_tokens=load.computed_tokens,
+        steps=load.steps,
+        step_seconds=load.step_seconds,
+    )
+
+
+def _router_report(status: MemberStatus) -> RouterReport:
+    traffic = status.load.traffic
+    return RouterReport(
+        _id(status),
+        requests=traffic.requests,
+        prompt_tokens=traffic.prompt_tokens,
+        cached_tokens=traffic.cached_tokens,
+        completion_tokens=traffic.completion_tokens,
+        first_tokens=traffic.first_tokens,
+        ttft_attained=traffic.ttft_attained,
+        unqueued_seconds=traffic.unqueued_seconds,
+        streams=traffic.streams,
+        tpot_attained=traffic.tpot_attained,
+        young_tokens=traffic.young_tokens,
+        young_ended=traffic.young_ended,
+        queued_prompts=traffic.queued_prompts,
+        queued_streams=traffic.queued_streams,
+        queued_tokens=traffic.queued_tokens,
+    )

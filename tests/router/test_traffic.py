@@ -1,0 +1,100 @@
+"""What a router counts for the supervisor."""
+
+import time
+
+import pytest
+
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport
+from kvrelay.router import traffic as module
+from kvrelay.router.placement import Demand, WorkerRole
+from kvrelay.router.trace import RequestTrace
+from kvrelay.router.traffic import LatencyTargets, TrafficMeter
+
+TARGETS = LatencyTargets(1.0, 0.1)
+
+
+def begun(meter: TrafficMeter, ttft: float | None, prompt: int = 100, tokens: int = 1) -> RequestTrace:
+    """A running request whose first token came `ttft` seconds after its arrival, just now."""
+    now = time.monotonic()
+    trace = RequestTrace(now - (ttft or 0.0), prompt_tokens=prompt, completion_tokens=0)
+    meter.begin(trace)
+    if ttft is not None:
+        trace.first_sent = trace.last_sent = now
+        trace.completion_tokens = tokens
+    return trace
+
+
+def waits_for_prefill(demand: Demand) -> WorkerRole:
+    return "prefill"
+
+
+def waits_for_decode(demand: Demand) -> WorkerRole:
+    return "decode"
+
+
+def test_first_tokens_count_while_requests_run() -> None:
+    meter = TrafficMeter(TARGETS)
+    traces = [begun(meter, 0.5), begun(meter, 2.0), begun(meter, None)]
+    traces[1].router_queue_seconds = 1.0
+    traces[1].prefill = PrefillReport(queue_seconds=0.5, cached_tokens=60)
+    report = meter.report([], waits_for_prefill)
+    assert (report.requests, report.prompt_tokens) == (3, 300)
+    assert (report.first_tokens, report.ttft_attained) == (2, 1)
+    assert report.unqueued_seconds == pytest.approx(1.0, abs=0.1)
+    assert report.cached_tokens == 60
+    assert meter.report([], waits_for_prefill).first_tokens == 2, "each counts once"
+
+
+def test_ends_count_tokens_and_the_time_between_them() -> None:
+    meter = TrafficMeter(TARGETS)
+    for gap in (0.05, 0.2):
+        trace = begun(meter, 0.1, tokens=11)
+        trace.decode = DecodeReport(queue_seconds=0.25)
+        assert trace.first_sent is not None
+        trace.last_sent = trace.first_sent + 10 * gap
+        meter.end(trace, "length")
+    meter.end(begun(meter, 0.1, tokens=1), "stop")
+    report = meter.report([], waits_for_prefill)
+    assert (report.streams, report.tpot_attained) == (2, 1), "a single token has no time between tokens"
+    assert report.completion_tokens == 23
+    assert report.first_tokens == 3
+    assert report.decode_queue_seconds == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("outcome", "missed"), [("deadline", 1), ("unavailable", 1), ("cancelled", 0), ("invalid", 0)])
+def test_a_request_that_fails_before_its_first_token_has_missed_its_target(outcome: str, missed: int) -> None:
+    meter = TrafficMeter(TARGETS)
+    meter.end(begun(meter, None), outcome)  # type: ignore[arg-type]  # one of the outcomes
+    report = meter.report([], waits_for_prefill)
+    assert (report.first_tokens, report.ttft_attained, report.streams) == (missed, 0, 0)
+
+
+def test_an_end_without_a_begin_counts_nothing() -> None:
+    meter = TrafficMeter(TARGETS)
+    meter.end(RequestTrace(time.monotonic()), "invalid")
+    assert meter.report([], waits_for_prefill).first_tokens == 0
+
+
+def test_young_requests_are_forgotten_when_they_grow_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = TrafficMeter(TARGETS)
+    running, ended = begun(meter, 0.1, tokens=5), begun(meter, 0.1, tokens=7)
+    meter.report([], waits_for_prefill)
+    meter.end(ended, "length")
+    report = meter.report([], waits_for_prefill)
+    assert (report.young_tokens, report.young_ended) == (12, 1)
+    running.completion_tokens = 50
+    assert meter.report([], waits_for_prefill).young_tokens == 57
+    monkeypatch.setattr(module, "YOUNG_SECONDS", 0.0)
+    report = meter.report([], waits_for_prefill)
+    assert (report.young_tokens, report.young_ended) == (0, 0)
+
+
+def test_waiting_requests_count_for_the_role_that_they_wait_for() -> None:
+    meter, queued = TrafficMeter(TARGETS), [Demand(100, 10), Demand(50, 10)]
+    report = meter.report(queued, waits_for_prefill)
+    assert (report.queued_prompts, report.queued_streams, report.queued_tokens) == (2, 0, 150)
+    before = report.decode_queue_seconds
+    time.sleep(0.02)  # time itself is measured
+    report = meter.report(queued, waits_for_decode)
+    assert (report.queued_prompts, report.queued_streams) == (0, 2)
+    assert report.decode_queue_seconds >= before + 2 * 0.02
