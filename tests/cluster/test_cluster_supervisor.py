@@ -143,6 +143,7 @@ def test_status_shows_what_the_members_reported() -> None:
             assert {
                 "name": "prefill-0",
                 "role": "prefill",
+                "metrics": None,
                 "pid": 7,
                 "incarnation": "prefill-0#1",
                 "state": "ready",
