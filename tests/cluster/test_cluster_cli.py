@@ -174,7 +174,15 @@ def test_nothing_is_running() -> None:
     status = call("status", "--json")
     assert (status.exit_code, json.loads(status.stdout)) == (
         1,
-        {"supervised": False, "ready": False, "router": None, "routers": [], "workers": [], "incompatible": []},
+        {
+            "supervised": False,
+            "ready": False,
+            "metrics": None,
+            "router": None,
+            "routers": [],
+            "workers": [],
+            "incompatible": [],
+        },
     )
     down = call("down")
     assert (down.exit_code, down.stdout) == (0, "no cluster is running\n")
