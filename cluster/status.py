@@ -129,7 +129,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
-        "scaling": scaling_json(status.scaling),
+        "scaling": scaling_json(status.scaling) if status.HasField("scaling") else None,
         "desired": _desired(status) if status.HasField("desired") else None,
         "incompatible": [sorted(member.name for member in group) for group in paired] if len(paired) > 1 else [],
     }

@@ -181,6 +181,8 @@ def test_nothing_is_running() -> None:
             "router": None,
             "routers": [],
             "workers": [],
+            "scaling": None,
+            "desired": None,
             "incompatible": [],
         },
     )
