@@ -22,6 +22,8 @@ LONGEST = (
     "tests/cluster/test_cluster_ray.py",
     "tests/faults/test_router_faults.py",
     "tests/faults/test_drains.py",
+    "tests/faults/test_desired.py",
+    "tests/faults/test_role_switch.py",
     "tests/nemesis/test_nemesis.py",
     "tests/faults/test_routers.py",
     "tests/faults/test_supervisor_replacement.py",
