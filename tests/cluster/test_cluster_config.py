@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrelay.cluster.config import ClusterConfig, RouterSection, schema
+from kvrelay.cluster.config import ROLES, ClusterConfig, RouterSection, schema
 from kvrelay.cluster.configfile import Override, dump, load
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
@@ -222,6 +222,43 @@ def test_gpus_that_are_not_there_are_refused_on_this_machine_only(given: dict[st
 def test_workers_of_one_machine_divide_its_memory(present: float, given: dict[str, Any], parts: list[float]) -> None:
     config = ClusterConfig.model_validate(given).with_gpus(present)
     assert [worker.engine.memory_part for worker in config.worker_configs()] == parts
+
+
+@pytest.mark.parametrize(
+    ("present", "given", "gpus", "part"),
+    [
+        (2, {}, 1.0, 1.0),
+        (2, {"prefill": {"gpus": 1}, "decode": {"gpus": 1}}, 1.0, 1.0),
+        (1, {"prefill": {"gpus": 0.5}, "decode": {"gpus": 0.5}}, 0.5, 0.5),
+        (0, {}, 0.0, 0.5),
+    ],
+)
+def test_a_worker_that_is_added_later_has_what_the_others_have(
+    present: float, given: dict[str, Any], gpus: float, part: float
+) -> None:
+    """Also one of a role that no worker has at the start, and as the supervisor's record has the configuration."""
+    fitted = ClusterConfig.model_validate(given).with_gpus(present)
+    config = ClusterConfig.model_validate_json(fitted.model_dump_json())
+    assert config == fitted
+    for role in ROLES:
+        engine = config.worker_config("worker-9", role).engine
+        assert config.startable(role) == ""
+        assert config.bundle(role).get("GPU", 0.0) == gpus
+        assert (engine.device, engine.memory_part) == ("auto" if gpus else "cpu", part)
+
+
+def test_a_worker_on_cpus_can_be_added_where_all_others_have_gpus() -> None:
+    given = {"prefill": {"gpus": 1}, "decode": {"gpus": 1}, "colocated": {"gpus": 0}}
+    engine = ClusterConfig.model_validate(given).with_gpus(2).worker_config("worker-9", "colocated").engine
+    assert (engine.device, engine.memory_part) == ("cpu", 1.0)
+
+
+def test_a_worker_that_would_lack_its_gpu_is_not_startable() -> None:
+    gpu = {"gpus": 1, "engine": {"device": "cuda"}}
+    given = {"prefill": gpu, "decode": gpu, "colocated": {"gpus": 0, "engine": {"device": "cuda"}}}
+    config = ClusterConfig.model_validate(given).with_gpus(2)
+    assert config.startable("decode") == ""
+    assert "colocated.engine.device is 'cuda'; allowed: auto or cpu" in config.startable("colocated")
 
 
 @pytest.mark.parametrize(
