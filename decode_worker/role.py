@@ -30,7 +30,8 @@ from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole, peer_of
-from kvrelay.worker.worker import Key, Worker
+from kvrelay.worker.role import Key
+from kvrelay.worker.worker import Worker
 
 
 class DecodeRole(HandoffRole):

@@ -21,7 +21,8 @@ from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries, reasons
-from kvrelay.worker.worker import Key, Role, Worker
+from kvrelay.worker.role import Key, Role
+from kvrelay.worker.worker import Worker
 
 CAUSES = {
     Code.CLOSED: Failure.CAUSE_PEER_LOST,

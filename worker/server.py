@@ -47,7 +47,8 @@ from kvrelay.worker.description import describe_worker
 from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker
+from kvrelay.worker.role import Role
+from kvrelay.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
