@@ -28,6 +28,10 @@ from kvrelay.worker.config import WorkerConfig, WorkerRole
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 LOCAL = "local"
 AUTO: Final = "auto"
+MEMBER = "kvrelay_member"
+"""Resource of this machine's own Ray: each worker and router takes 1."""
+MEMBERS = 10_000
+"""Amount of it; above what one machine can run."""
 GPUS_ALLOWED = "auto, or 0 to 1: a worker computes on one GPU, and more replicas use more"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -81,14 +85,14 @@ class RoleSection(Section):
     """Number of workers. Default: one prefill and one decode worker, or neither if there are co-located workers."""
 
     cpus: Amount = 1.0
-    """CPUs that Ray reserves for each worker."""
+    """CPUs that Ray reserves for each worker; on this machine's own Ray workers share the cores instead."""
 
     gpus: Annotated[float | Literal["auto"], Automatic(GPUS_ALLOWED, 0.0, 1.0, word=AUTO)] = AUTO
     """GPUs that Ray reserves for each worker: at most one, since a worker computes on one GPU; with a fraction, such as
     0.5, several workers share one. auto shares out ray.gpus. With 0, and without GPUs, the worker computes on CPUs."""
 
     resources: dict[str, Amount] = {}
-    """Custom Ray resources that each worker takes; they select the nodes that it runs on."""
+    """Custom Ray resources that each worker takes; they select the nodes of a Ray cluster that was joined."""
 
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the forward pass; 0 takes engine.threads."""
@@ -120,10 +124,10 @@ class RouterSection(RouterOptions):
     one: the next one serves before the present one leaves."""
 
     cpus: Amount = 1.0
-    """CPUs that Ray reserves for each router."""
+    """CPUs that Ray reserves for each router, on a Ray cluster that was joined."""
 
     resources: dict[str, Amount] = field(default_factory=dict)
-    """Custom Ray resources that each router takes; they select the nodes that it runs on."""
+    """Custom Ray resources that each router takes; they select the nodes of a Ray cluster that was joined."""
 
     def __post_init__(self) -> None:
         RouterOptions.__post_init__(self)
@@ -401,11 +405,19 @@ class ClusterConfig(Section):
         return [self.router_config(name) for name, role in self.members().items() if role == "router"]
 
     def bundle(self, role: WorkerRole | None) -> dict[str, float]:
-        """Ray resources that one worker of this role reserves; those of one router for None."""
-        section = self.router if role is None else self.role(role)
+        """Ray resources that one worker of this role reserves; those of one router for None.
+
+        On this machine's own Ray only GPUs limit the number of members: cores are shared, so that a member can be added
+        or replaced by a new one at any time.
+        """
+        section = self._section(role)
         gpus = getattr(section, "gpus", 0.0)
-        amounts = {"CPU": section.cpus, "GPU": 0.0 if gpus == AUTO else gpus, **section.resources}
+        amounts = {MEMBER: 1.0} if self.local else {"CPU": section.cpus, **section.resources}
+        amounts["GPU"] = 0.0 if gpus == AUTO else gpus
         return {name: amount for name, amount in amounts.items() if amount > 0}
+
+    def _section(self, role: WorkerRole | None) -> RoleSection | RouterSection:
+        return self.router if role is None else self.role(role)
 
     def total_resources(self) -> dict[str, float]:
         """Ray resources of all workers and routers together."""

@@ -8,7 +8,6 @@ started by then are descendants of this one, and are killed.
 """
 
 import logging
-import math
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
-from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
+from kvrelay.cluster.config import AUTO, MEMBER, MEMBERS, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
@@ -190,16 +189,13 @@ class Cluster:
 
     def _start_ray(self) -> Any:
         section = self._config.ray
-        resources = self._config.total_resources()
-        cpus = max(available_cores(), math.ceil(resources.pop("CPU", 0)))
-        resources.pop("GPU", None)  # Ray counts them
         self._signals.interrupt()
         try:
             return supervisor_actor.connect(
                 "Ray did not start",
                 address="local",
-                num_cpus=cpus,
-                resources=resources,
+                num_cpus=available_cores(),
+                resources={MEMBER: MEMBERS},
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=section.include_dashboard,
                 dashboard_host=section.dashboard_host,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrelay.cluster.config import ROLES, ClusterConfig, RouterSection, schema
+from kvrelay.cluster.config import MEMBER, ROLES, ClusterConfig, RouterSection, schema
 from kvrelay.cluster.configfile import Override, dump, load
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
@@ -74,7 +74,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
         ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
         ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
-        ("decode: {cpus: 0}", "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are"),
+        ("ray: {address: auto}\ndecode: {cpus: 0}", "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are"),
         ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
         ("- a\n- b", "holds a list; allowed: a mapping of sections"),
         ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
@@ -319,13 +319,19 @@ def test_workers_on_a_ray_cluster_take_the_cpus_that_they_reserve() -> None:
 
 
 def test_resources_are_what_the_sections_reserve() -> None:
-    config = ClusterConfig.model_validate(
-        {"prefill": {"replicas": 2, "cpus": 4, "gpus": 1, "resources": {"big": 0.5}}, "decode": {"cpus": 2}}
-    )
+    prefill = {"replicas": 2, "cpus": 4, "gpus": 1, "resources": {"big": 0.5}}
+    config = ClusterConfig.model_validate({"prefill": prefill, "decode": {"cpus": 2}, "ray": {"address": "auto"}})
     assert config.bundle("prefill") == {"CPU": 4, "GPU": 1, "big": 0.5}
     assert config.bundle("decode") == {"CPU": 2}
     assert config.bundle(None) == {"CPU": 1}
     assert config.total_resources() == {"CPU": 11, "GPU": 2, "big": 1}
+
+
+def test_on_one_machine_only_gpus_limit_the_members() -> None:
+    section = {"cpus": 64, "gpus": 0.5, "resources": {"big": 1}}
+    config = ClusterConfig.model_validate({"prefill": section, "decode": section, "router": {"cpus": 8}})
+    assert config.bundle("prefill") == {MEMBER: 1, "GPU": 0.5}
+    assert config.bundle(None) == {MEMBER: 1}
 
 
 def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
