@@ -74,7 +74,10 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
         ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
         ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
-        ("ray: {address: auto}\ndecode: {cpus: 0}", "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are"),
+        (
+            "ray: {address: auto}\ndecode: {cpus: 0}",
+            "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are",
+        ),
         ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
         ("- a\n- b", "holds a list; allowed: a mapping of sections"),
         ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
