@@ -379,7 +379,7 @@ class KVReceiver(Endpoint[Receiving]):
             if transfer is None or transfer.pair is not pair:
                 self.dropped += 1
             else:
-                actions = transfer.machine.on(push, self.runtime.now())
+                actions = self._step(transfer, push)
             if not any(isinstance(action, ReceiveFrame) for action in actions):
                 # The sender sends what it has announced, so this end must receive it.
                 self.links.submit(pair.incarnation, push.epoch, self._frames.drain(push.nbytes, hello))
@@ -413,10 +413,10 @@ class KVReceiver(Endpoint[Receiving]):
             self._stop(transfer, [frame for frame in transfer.claims if frame.epoch == epoch])
 
     def _on_link_end(self, pair: Pair, end: LinkEnd) -> None:
+        self.links_ended += 1
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
-        self.links_ended += 1
         if end.up:
             for transfer in self._of(pair):
                 if end.gives_up(transfer.key):

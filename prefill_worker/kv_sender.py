@@ -286,10 +286,10 @@ class KVSender(Endpoint[Sending]):
         return None
 
     def _on_link_end(self, pair: Pair, end: LinkEnd) -> None:
+        self.links_ended += 1
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
-        self.links_ended += 1
         pair.stream.put(CloseLink(end.epoch, reason))
         transfers = self._of(pair)
         if transfers:

@@ -58,6 +58,7 @@ from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.log import reason
 from kvrelay.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason
 
 logger = logging.getLogger(__name__)
@@ -310,9 +311,10 @@ class Session:
             self._dispatch.metrics.superseded()
             raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
-        why = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
+        told = reason(failure.code, failure.message)
+        why = {"reason": told, "cause": Failure.Cause.Name(failure.cause)}
         logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | why)
-        self._trace.delayed("moved" if moves else "failed", failure.message)
+        self._trace.delayed("moved" if moves else "failed", told)
         if failure.code == Failure.CODE_INVALID:
             # The worker's limits differ from those that the router checked.
             raise InvalidArgument(failure.message)

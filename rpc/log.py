@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+from kvrelay.internal.v1.worker_pb2 import Failure
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -40,6 +42,11 @@ def configure(**fields: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+def reason(code: Failure.Code, message: str) -> str:
+    """What a log line says of a failure: its message, unless that may quote the request, as errors of grammars do."""
+    return "the request is invalid" if code == Failure.CODE_INVALID else message
 
 
 def include(library: str) -> None:

@@ -158,7 +158,7 @@ class Endpoint(Generic[TransferT]):
         """Ends attempts whose deadline has passed, and renews the leases of the others at their peers."""
         now = self.runtime.now()
         for transfer in list(self._transfers.values()):
-            self.expired += now >= transfer.machine.deadline
+            self._note_expiry(transfer, now)
             self._apply(transfer, transfer.machine.poll(now))
         if now - self._renewed >= self.timeouts.lease / 4:
             self._renewed = now
@@ -204,9 +204,17 @@ class Endpoint(Generic[TransferT]):
         return f"{code.value} on {self.local.id.name}"
 
     def _feed(self, transfer: TransferT, event: Any) -> None:
+        self._apply(transfer, self._step(transfer, event))
+
+    def _step(self, transfer: TransferT, event: Any) -> list[Any]:
+        """What the machine of `transfer` asks for after an event."""
         now = self.runtime.now()
-        self.expired += now >= transfer.machine.deadline
-        self._apply(transfer, transfer.machine.on(event, now))
+        self._note_expiry(transfer, now)
+        actions: list[Any] = transfer.machine.on(event, now)
+        return actions
+
+    def _note_expiry(self, transfer: TransferT, now: float) -> None:
+        self.expired += now >= transfer.machine.deadline  # of an attempt that is over there is none
 
     def _pair_of(self, stream: ControlStream) -> Pair | None:
         """The pair whose current stream this is; None if another stream has taken its place."""

@@ -1,4 +1,4 @@
-"""What a worker says beyond `kvrelay.rpc.description`: GPUs, RDMA, KV pool."""
+"""What a worker says beyond `kvrelay.rpc.description`: GPUs, RDMA, KV pool, transports."""
 
 import subprocess
 from pathlib import Path
@@ -7,16 +7,14 @@ import torch
 
 from kvrelay.internal.v1.describe_pb2 import Description, Gpu, RdmaPort
 from kvrelay.rpc.description import describe
+from kvrelay.transfer.transports.registry import reasons
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.worker import Worker
 
 DRIVER_SECONDS = 5.0
 COLUMNS = (
-    "index",
     "uuid",
-    "name",
     "driver_version",
-    "memory.total",
     "memory.used",
     "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total",
@@ -39,27 +37,34 @@ def describe_worker(config: WorkerConfig, worker: Worker | None) -> Description:
     if worker is not None:
         pool, model = worker.pool.tensor, worker.hello().model
         found.kv_bytes, found.device = pool.nbytes, pool.device.type
+        if worker.role.endpoint is not None:
+            usable = reasons(config.transfer.transport, pool.is_cuda, config.transfer.encrypt)
+            for name, missing in usable.items():
+                found.transports.add(name=name, missing=missing or "")
         found.max_context, found.context_limit = model.max_context, model.context_limit
     return found
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs of this process, with what the driver's own tool says about them."""
+    """The GPUs of this process, with what the driver's own tool says about them.
+
+    Asking CUDA for free memory would begin a context on every GPU, also on those that other processes compute on.
+    """
     told = driver_rows(_ask_driver())
     count = torch.cuda.device_count()
     found = []
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         row = told.get(f"GPU-{properties.uuid}", {})
-        free, total = torch.cuda.mem_get_info(index)
+        used = _count(row.get("memory.used", ""))
         others = [other for other in range(count) if other != index]
         found.append(
             Gpu(
                 index=index,
                 name=properties.name,
                 driver=row.get("driver_version", ""),
-                memory_bytes=total,
-                used_bytes=total - free,
+                memory_bytes=properties.total_memory,
+                used_bytes=used * MIB if used >= 0 else used,
                 mig=row.get("mig.mode.current", ""),
                 ecc_errors=_count(row.get(COLUMNS[-1], "")),
                 unreachable=[other for other in others if not torch.cuda.can_device_access_peer(index, other)],
@@ -75,7 +80,7 @@ def driver_rows(table: str) -> dict[str, dict[str, str]]:
         table: lines of COLUMNS with commas between.
     """
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    return {row[1]: dict(zip(COLUMNS, row, strict=True)) for row in rows if len(row) == len(COLUMNS)}
+    return {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in rows if len(row) == len(COLUMNS)}
 
 
 def _ask_driver() -> str:

@@ -20,7 +20,7 @@ from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.ports import NoTransportError
-from kvrelay.transfer.transports.registry import available_transports, choose, entries, reasons
+from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.worker.role import Key, Role
 from kvrelay.worker.worker import Worker
 
@@ -113,9 +113,7 @@ class HandoffRole(Role):
         raise NotImplementedError
 
     def tell(self, found: Description) -> None:
-        config, gpu = self.worker.config.transfer, self.worker.pool.tensor.is_cuda
-        for name, missing in reasons(config.transport, gpu, config.encrypt).items():
-            found.transports.add(name=name, missing=missing or "")
+        config = self.worker.config.transfer
         for peer in self.peers:
             state = found.pairs.add(peer=peer.name, epoch=self.epoch(peer.incarnation))
             try:

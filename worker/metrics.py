@@ -69,7 +69,6 @@ class WorkerMetrics:
         self._exposed = metrics.histogram(families.EXPOSED)
         self._sent_bytes = metrics.counter(families.SENT_BYTES)
         self._received_bytes = metrics.counter(families.RECEIVED_BYTES)
-        self._fences = metrics.counter(families.WORKER_FENCES)
 
     def _count(self, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
         """Follows what these count from now on."""
@@ -123,8 +122,6 @@ class WorkerMetrics:
     def returned(self, code: "Failure.Code") -> None:
         """A request was given back to its router."""
         self.metrics.counter(families.REQUEST_FAILURES, Failure.Code.Name(code).removeprefix("CODE_").lower()).inc()
-        if code == Failure.CODE_FENCED:
-            self._fences.inc()
 
     def sent(self, stats: TransferStats) -> None:
         """A hand-off of this prefill worker was acknowledged."""

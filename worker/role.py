@@ -72,7 +72,7 @@ class Role:
         """A step has ended, and its tokens are queued for the routers."""
 
     def tell(self, found: Description) -> None:
-        """Adds what this role knows of transports and pairs. Event loop."""
+        """Adds what this role knows of its pairs. Event loop."""
 
     async def stop(self, cause: Failure.Cause) -> None:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""

@@ -33,6 +33,7 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.log import reason
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import PlainToken, event_of
@@ -247,17 +248,18 @@ class Worker:
         if event.HasField("decode") and not live.decode_reported:
             live.decode_reported = True
             self.metrics.decoded(event.decode)
+        if event.HasField("failure"):
+            self.metrics.returned(event.failure.code)
+            fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
+            told = reason(event.failure.code, event.failure.message)
+            logger.warning("request failed", extra=fields | {"reason": told})
         if last:
             self._forget(key)
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
-        live = self._live.get(key)
-        if live is None:
+        if key not in self._live:
             return
-        self.metrics.returned(failure.code)
-        fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
-        logger.warning("request failed", extra=fields | {"reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key, failure.cause)
         self.send(event, last=True)

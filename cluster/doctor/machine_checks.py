@@ -146,12 +146,9 @@ class Gpus(Check):
                     yield Finding("note", subject, text, "cuda_ipc isn't used between them; see `nvidia-smi topo -m`")
                 if gpu.mig == "Enabled":
                     yield Finding("note", subject, "MIG is on: its parts can't reach one another's memory")
-                yield Finding(
-                    "ok",
-                    subject,
-                    f"{gpu.name}, driver {gpu.driver or 'unknown'}, {size(gpu.used_bytes)} of "
-                    f"{size(gpu.memory_bytes)} in use",
-                )
+                used = "" if gpu.used_bytes < 0 else f", {size(gpu.used_bytes)} in use"
+                text = f"{gpu.name}, driver {gpu.driver or 'unknown'}, {size(gpu.memory_bytes)}{used}"
+                yield Finding("ok", subject, text)
         if len(drivers) > 1:
             yield Finding("warning", "driver", f"differs: {', '.join(sorted(drivers))}", "use one driver on all nodes")
         workers = [name for name, each in cluster.descriptions.items() if each.device == "cpu" and each.gpus]

@@ -242,7 +242,6 @@ def _workers(make: Panels) -> Dashboard:
                     make.quantiles(table.PREFILL, "Prefill"),
                     make.quantiles(table.DECODE_QUEUE, "Wait for decode"),
                     make.rate(table.REQUEST_FAILURES, "Requests given back", "code", "worker"),
-                    make.rate(table.WORKER_FENCES, "Fenced requests", "worker"),
                 ],
             ),
             Row(

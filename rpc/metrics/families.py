@@ -281,13 +281,6 @@ REQUEST_FAILURES = _family(
     "Requests that the worker gave back to a router.",
     Label("code", ("invalid", "retry", "internal", "full", "fenced")),
 )
-WORKER_FENCES = _family(
-    "worker",
-    "worker_fences_total",
-    "counter",
-    "requests",
-    "Requests that the worker ended or refused because their client continues them by a later call.",
-)
 
 # The hand-off, as each of its two workers sees it.
 

@@ -1,6 +1,7 @@
 """The metrics of one process: their values, and their text for Prometheus."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
@@ -117,12 +118,14 @@ class Total:
 
 
 class _Updates(Collector):
-    """Has no metrics: it makes calls."""
+    """Has no metrics: it makes calls, one at a time, whichever threads read the values."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Any]:
-        for call in self.calls:
-            call()
+        with self._lock:
+            for call in self.calls:
+                call()
         return ()

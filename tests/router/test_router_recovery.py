@@ -298,7 +298,11 @@ def test_a_full_cluster_gives_a_retry_delay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "error"), [(Failure.CODE_INVALID, InvalidRequest), (Failure.CODE_INTERNAL, InternalError)]
 )
-def test_failures_on_every_worker_are_not_retried(tmp_path: Path, code: Failure.Code, error: type[Exception]) -> None:
+def test_failures_on_every_worker_are_not_retried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: Failure.Code, error: type[Exception]
+) -> None:
+    """The text of an invalid request's error may quote its client, so no log has it."""
+
     async def fail(job: Job) -> None:
         job.fail(code, "just so")
 
@@ -310,6 +314,8 @@ def test_failures_on_every_worker_are_not_retried(tmp_path: Path, code: Failure.
             await asyncio.wait_for((await cluster.job("prefill-0")).cancelled.wait(), 0.5)
 
     run(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "attempt failed"]
+    assert ("just so" in line["reason"]) == (code != Failure.CODE_INVALID)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
 )
 from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
+from kvrelay.rpc.metrics import families
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
@@ -137,6 +138,25 @@ def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> Non
             assert (await router.last()).finish_reason == FINISH_REASON_LENGTH
 
     run(test)
+
+
+def test_an_invalid_constraint_is_counted_and_its_text_is_in_no_log(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling = Sampling(max_tokens=4, top_p=1.0, constraint=Constraint(regex="(secret"))
+
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            await router.send(submit=submit("bad", sampling=sampling))
+            failure = (await router.last()).failure
+            assert failure.code == Failure.CODE_INVALID
+            assert "(secret" in failure.message
+            counted = server.worker.metrics.metrics.counter(families.REQUEST_FAILURES, "invalid")
+            assert next(sample.value for sample in counted.collect()[0].samples) == 1
+
+    run(test)
+    (line,) = [vars(record) for record in caplog.records if record.message == "request failed"]
+    assert "secret" not in str(line)
 
 
 def test_a_phase_of_another_role_and_a_second_submit_are_defects(checkpoint: Path) -> None:
