@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,9 @@ class Model:
         self.routers = {url: RouterView(url) for url in urls}
         self._goodput = goodput
         self._fleets: dict[str, dict[str, Any]] = {}
-        self._ended: deque[dict[str, Any]] = deque()
+        self._ended: dict[str, OrderedDict[tuple[str, float], dict[str, Any]]] = {url: OrderedDict() for url in urls}
+        """The requests of each router by id and receipt (one that was refused has the client's id, or none), in the
+        order in which they ended. A router tells each new connection again what it has told an earlier one."""
         self._rates: dict[tuple[str, ...], Rate] = {}
 
     def about(self, url: str, about: Mapping[str, Any]) -> None:
@@ -122,9 +124,13 @@ class Model:
         }
 
     def _keep(self, url: str, lives: Iterable[dict[str, Any]]) -> None:
-        self._ended.extend({**life, "router": self.routers[url].name or url} for life in lives)
-        while len(self._ended) > MOST_DECISIONS and _end(self._ended[0]) < time.time() - WINDOW_SECONDS:
-            self._ended.popleft()
+        """Keeps those of the window, and the latest MOST_DECISIONS of the router."""
+        ended = self._ended[url]
+        router = self.routers[url].name or url
+        ended.update(((life["id"], life["received"]), {**life, "router": router}) for life in lives)
+        oldest = time.time() - WINDOW_SECONDS
+        while len(ended) > MOST_DECISIONS and _end(next(iter(ended.values()))) < oldest:
+            ended.popitem(last=False)
 
     def _rate(self, *key: str) -> Rate:
         return self._rates.setdefault(key, Rate())
@@ -158,7 +164,9 @@ class Model:
 
     def _requests(self, now: float) -> dict[str, Any]:
         """Figures of the caller's requests that ended within the window."""
-        lives = [life for life in self._ended if _end(life) >= now - WINDOW_SECONDS]
+        lives = [
+            life for ended in self._ended.values() for life in ended.values() if _end(life) >= now - WINDOW_SECONDS
+        ]
         # The routers keep so many; with more traffic the window is shorter.
         seconds = min(WINDOW_SECONDS, now - min((_end(life) for life in lives), default=now)) or 1.0
         seconds = max(seconds, 1.0)
@@ -195,7 +203,7 @@ class Model:
             for url, fleet in self._fleets.items()
             for life in fleet["lives"]
         ]
-        ended = sorted(self._ended, key=_end)[-MOST_DECISIONS:]
+        ended = (life for each in self._ended.values() for life in each.values())
         lives = sorted([*ended, *running], key=lambda life: -float(life["received"]))
         return [_decision(life) for life in lives[:MOST_DECISIONS]]
 

@@ -9,7 +9,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from kvrelay.cluster.top.view import frame
 
 FRAME_SECONDS = 1.0
 RETRY_SECONDS = 1.0
-FIRST_SECONDS = 10.0
-"""For every router to be heard or to be given up, before the first frame."""
+FIRST_SECONDS = 5.0
+"""For every router to be heard or to fail, before the first frame. The connection's own limit is longer."""
 ONCE_LINES = 40
 SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 """Without rich's fonts, which a viewer would fetch from another host."""
@@ -50,21 +50,24 @@ class TopOptions:
 async def run(access: Access, options: TopOptions, console: Console) -> None:
     """
     Raises:
-        ClusterError: no router can be asked.
+        RunError: no router answers.
+        UsageError: the authorities or the picture's file can't be opened.
     """
     async with Routers(access) as routers:
         model = Model(routers.urls, options.goodput)
         heard = {url: asyncio.Event() for url in routers.urls}
         following = [asyncio.create_task(_follow(routers, url, model, heard[url]), name=url) for url in routers.urls]
         try:
-            async with asyncio.timeout(FIRST_SECONDS):
-                await asyncio.gather(*(event.wait() for event in heard.values()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_SECONDS):
+                    await asyncio.gather(*(event.wait() for event in heard.values()))
+            for url in routers.urls:
+                if not heard[url].is_set():
+                    model.lost(url, f"router {url}: no answer within {FIRST_SECONDS:g} s")
             errors = [view.error for view in model.routers.values() if view.error]
             if len(errors) == len(model.routers):
                 raise RunError(*errors)
             await _show(model, options, console)
-        except TimeoutError:
-            raise RunError(f"no router answers within {FIRST_SECONDS:g} s: {', '.join(routers.urls)}") from None
         finally:
             for task in following:
                 task.cancel()

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ from click.testing import CliRunner, Result
 
 from kvrelay.client import Client
 from kvrelay.cluster.cli import main
-from kvrelay.cluster.top.model import SORTS, Model
+from kvrelay.cluster.top import run as top_run
+from kvrelay.cluster.top.model import MOST_DECISIONS, SORTS, Model
 from kvrelay.cluster.top.view import frame
 from support.background import Background
 
@@ -110,6 +112,26 @@ def test_goodput_counts_requests_within_the_limits() -> None:
     assert found["cached_share"] == 0.5
 
 
+def test_requests_are_counted_once_whatever_a_new_connection_tells_again() -> None:
+    model, now = two_routers(), time.time()
+    model.event("a", "recent", [life("first", now - 20)])
+    model.event("a", "ended", life("second", now - 10))
+    model.event("b", "ended", life("second", now - 9))  # another request of the same name
+    model.lost("a", "connection reset")
+    model.event("a", "recent", [life("second", now - 10), life("third", now - 5)])
+    assert model.frame()["requests"]["ended"] == 4
+
+
+def test_requests_are_kept_for_the_window_whichever_router_told_them_first() -> None:
+    model, now = two_routers(), time.time()
+    model.event("b", "recent", [life(f"late {index}", now - 10) for index in range(MOST_DECISIONS)])
+    model.event("a", "recent", [life(f"old {index}", now - 500) for index in range(MOST_DECISIONS)])
+    for index in range(10):
+        model.event("a", "ended", life(f"new {index}", now - 5))
+    assert model.frame()["requests"]["ended"] == MOST_DECISIONS + 10
+    assert sum(map(len, model._ended.values())) == 2 * MOST_DECISIONS
+
+
 def test_decisions_are_the_latest_first_with_their_reasons() -> None:
     model, now = two_routers(), time.time()
     model.event("a", "ended", life("first", now - 20, incidents=[["wait", 0.1, "all decode slots were taken"]]))
@@ -138,7 +160,7 @@ def test_every_order_draws_empty_and_full_clusters(sort: str) -> None:
     assert "worker" in console.export_text()
 
 
-def test_one_frame_of_a_real_router(tmp_path: Path) -> None:
+def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
         router = background.cluster.router
         target = f"http://{router.http_address}"
@@ -157,6 +179,15 @@ def test_one_frame_of_a_real_router(tmp_path: Path) -> None:
         assert "prefill-0 → decode-0" in result.stdout
         assert "prefill-0" in picture.read_text()
         assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            result = call("--once", "--json", "--target", f"{url},{target}")
+            assert result.exit_code == 0, result.output
+            errors = [each["error"] for each in json.loads(result.stdout)["routers"]]
+            assert errors == [f"router {url}: no answer within {top_run.FIRST_SECONDS:g} s", ""]
+            monkeypatch.setattr(top_run, "FIRST_SECONDS", 0.1)
+            result = call("--once", "--json", "--target", url)
+            assert (result.exit_code, result.stderr) == (1, f"kvrelay: router {url}: no answer within 0.1 s\n")
         _press_q(target)
 
 
