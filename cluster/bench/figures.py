@@ -10,6 +10,7 @@ former where every request was sent when it was due. Percentiles are interpolate
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -76,10 +77,6 @@ def good(sample: Sample, limits: Mapping[str, float]) -> bool:
 
 def _most_at_once(samples: Sequence[Sample]) -> int:
     """Most requests in flight at one moment."""
-    changes = [(sample.sent, 1) for sample in samples]
-    changes += [(sample.sent + sample.latency, -1) for sample in samples if sample.reply.arrivals]
-    most = now = 0
-    for _, change in sorted(changes):
-        now += change
-        most = max(most, now)
-    return most
+    changes = [change for sample in samples for change in ((sample.sent, 1), (sample.ended, -1))]
+    # Of changes at one moment, ends come first.
+    return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -24,6 +24,8 @@ class Sample:
     scheduled: float
     """When it was due; in a closed loop, when it was sent."""
     sent: float
+    ended: float
+    """When its answer was complete, or when it had failed."""
     wanted_tokens: int
     reply: Reply
 
@@ -101,6 +103,7 @@ async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], flo
             progress.sent += 1
             watch(progress)
             reply = await face.send(ask, replace(load.sampling, seed=(load.sampling.seed + index) % 2**63))
+            ended = time.perf_counter() - began
         finally:
             if gate is not None:
                 gate.release()
@@ -108,7 +111,7 @@ async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], flo
         progress.failed += not reply.ok
         watch(progress)
         due = sent if load.times is None else load.times[index]
-        return Sample(index, min(due, sent), sent, ask.output_tokens, reply)
+        return Sample(index, min(due, sent), sent, ended, ask.output_tokens, reply)
 
     async with asyncio.TaskGroup() as group:
         tasks = []

@@ -168,12 +168,7 @@ def _stages(done: Sequence[Request]) -> str:
 
 
 def _in_flight(requests: Sequence[Request]) -> Series:
-    changes = sorted(
-        change
-        for request in requests
-        if request.latency is not None
-        for change in ((request.sent, 1), (request.sent + request.latency, -1))
-    )
+    changes = sorted(change for request in requests for change in ((request.sent, 1), (request.ended, -1)))
     x, y, now = [0.0], [0.0], 0
     for at, change in changes:
         now += change

@@ -30,6 +30,8 @@ class Request:
     """When it was due, since the start of its run."""
     sent: float
     """When it was sent, since the start of its run."""
+    ended: float
+    """When its answer was complete, or when it had failed, since the start of its run."""
     ttft: float | None
     """From sending to the first message; None if none came."""
     latency: float | None
@@ -54,6 +56,7 @@ class Request:
         return cls(
             sample.scheduled,
             sample.sent,
+            sample.ended,
             sample.ttft if begun else None,
             sample.latency if begun else None,
             sample.itls,

@@ -140,15 +140,17 @@ def test_a_wait_for_one_s_turn_counts_from_the_scheduled_arrival() -> None:
 
 def test_figures_are_those_of_vllm_bench_serve() -> None:
     def sample(index: int, scheduled: float, sent: float, arrivals: tuple[float, ...], tokens: int) -> Sample:
-        return Sample(index, scheduled, sent, tokens, Reply(True, "", arrivals, 10, tokens, 4))
+        return Sample(index, scheduled, sent, sent + arrivals[-1], tokens, Reply(True, "", arrivals, 10, tokens, 4))
 
     samples = [
         sample(0, 0.0, 0.0, (0.1, 0.2, 0.4), 4),
         sample(1, 0.5, 1.0, (0.3,), 1),
-        Sample(2, 1.5, 1.5, 9, Reply(error="500")),
+        Sample(2, 1.4, 1.4, 1.45, 9, Reply(error="refused")),  # fails before it has begun
+        Sample(3, 1.5, 1.5, 1.6, 9, Reply(error="reset", arrivals=(0.1,))),
+        Sample(4, 1.7, 1.7, 1.8, 9, Reply(error="500")),
     ]
     found = figures(samples, 2.0, {"ttft": 200.0, "tpot": 101.0}, (50.0, 90.0))
-    assert (found["completed"], found["failed"]) == (2, 1)
+    assert (found["completed"], found["failed"]) == (2, 3)
     assert found["mean_ttft_ms"] == pytest.approx(200)
     assert found["std_ttft_ms"] == pytest.approx(100)
     assert found["p90_ttft_ms"] == pytest.approx(float(np.percentile([100, 300], 90)))
