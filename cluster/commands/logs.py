@@ -1,5 +1,7 @@
 """`kvrelay logs`: what the members have written."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,9 +9,13 @@ import click
 
 from kvrelay.cluster.commands.common import console
 from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.logs.entry import LEVELS, Wanted, parse_since
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.logs.entry import Entry
     from kvrelay.cluster.logs.sources import Source
+
+POLL_SECONDS = 0.25
 
 
 @click.command()
@@ -17,9 +23,7 @@ if TYPE_CHECKING:
 @click.option("--follow", "-f", is_flag=True, help="Go on with new lines until Ctrl-C.")
 @click.option("--since", metavar="TIME", help="From 10m, 2h or 1d ago, or from 2026-01-31T12:00 on.")
 @click.option("--request", metavar="ID", default="", help="Only lines about this request.")
-@click.option(
-    "--level", type=click.Choice(["debug", "info", "warning", "error", "critical"]), default=None, help="And above."
-)
+@click.option("--level", type=click.Choice(LEVELS), default=None, help="And above.")
 @click.option("--tail", type=click.IntRange(1), metavar="N", help="Only the last N of the lines that there are.")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False, exists=True), help="Read the logs there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the lines as JSON, as they were written.")
@@ -38,24 +42,26 @@ def logs(
     Of a cluster on this machine, also after its end; of one on a shared Ray cluster, by the log service of Ray's
     dashboard.
     """
-    from itertools import chain
-
-    from kvrelay.cluster.logs.entry import Wanted, parse_since
-
     name = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
     wanted = Wanted(member, level or "", name, parse_since(since) if since else "")
-    source = _source(folder)
-    old = [entry for entry in source.read() if wanted(entry)] if tail or not follow else []
-    fresh = filter(wanted, source.follow()) if follow else iter(())
+    source = _source(folder, member)
     out = console()
-    for entry in chain(old[-tail:] if tail else old, fresh):
-        if as_json:
-            click.echo(entry.as_json())
-        else:
-            out.print(entry.as_text(), soft_wrap=True)
+
+    def show(entries: "Sequence[Entry]") -> None:
+        for entry in entries:
+            if as_json:
+                click.echo(entry.as_json())
+            else:
+                out.print(entry.as_text(), soft_wrap=True)
+
+    there = list(filter(wanted, source.read()))
+    show(there[-tail:] if tail else there)
+    while follow:
+        show(list(filter(wanted, source.read())))
+        time.sleep(POLL_SECONDS)
 
 
-def _source(folder: Path | None) -> "Source":
+def _source(folder: Path | None, member: str) -> "Source":
     from kvrelay.cluster import state
     from kvrelay.cluster.logs.sources import Files, RayActors
 
@@ -69,4 +75,8 @@ def _source(folder: Path | None) -> "Source":
         raise RunError("no cluster is running, and none has run here; --folder names a folder with logs")
     if not current.dashboard:
         raise RunError("the logs of a shared Ray cluster come from its dashboard, which does not run")
-    return RayActors(current.ray_address, current.namespace)
+
+    def warn(text: str) -> None:
+        click.echo(f"kvrelay: {text}", err=True)
+
+    return RayActors(current.ray_address, current.namespace, member, warn)

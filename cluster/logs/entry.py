@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
@@ -41,8 +42,10 @@ class Entry:
         """The line as it was written; one that was no JSON, as JSON."""
         return json.dumps(self.fields)
 
-    def as_text(self) -> Text:
+    def as_text(self) -> "Text":
         """For people, with the time of this machine's zone."""
+        from rich.text import Text
+
         clock = self.time
         if self.time:
             clock = datetime.fromisoformat(self.time).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
@@ -84,10 +87,10 @@ class Parser:
             fields = json.loads(line)
         except ValueError:
             fields = None
-        if not isinstance(fields, dict) or "message" not in fields or "time" not in fields:
-            # A traceback, or a line of a library in C++: it belongs to what was said last.
+        if not isinstance(fields, dict) or "message" not in fields or not _is_time(fields.get("time")):
+            # A traceback, or a line of a library: it belongs to what was said last.
             return Entry(self._time, self.name, "", {"time": self._time, "name": self.name, "message": line})
-        self._time = str(fields["time"])
+        self._time = fields["time"]
         self.name = str(fields.get("name") or self.name)
         return Entry(self._time, self.name, str(fields.get("level", "")), fields)
 
@@ -113,6 +116,14 @@ class Wanted:
         if self.request and entry.request != self.request and not entry.request.startswith(f"{self.request}/"):
             return False
         return not (self.since and entry.time < self.since)
+
+
+def _is_time(value: object) -> bool:
+    """Whether it is a time in ISO's form."""
+    try:
+        return isinstance(value, str) and bool(datetime.fromisoformat(value))
+    except ValueError:
+        return False
 
 
 def parse_since(text: str) -> str:
