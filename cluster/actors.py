@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 import ray
 import ray.util
 
+from kvrelay.cluster import ray_metrics
 from kvrelay.cluster.node_drain import Registration
-from kvrelay.cluster.ray_metrics import RayExport
 from kvrelay.cluster.replacement import Ended
 from kvrelay.engine.automatic import AUTO
 from kvrelay.router.config import RouterConfig
@@ -95,7 +95,7 @@ class ServerActor(Generic[ServerT]):
             server = self._make()
         except ValueError as error:
             return Ended(str(error), mistake=True)
-        RayExport(server.metrics)
+        exporting = asyncio.create_task(ray_metrics.export(server.metrics))
         running = asyncio.create_task(_run(server, self._started))
         stopping, leaving = asyncio.wrap_future(self._stopping), asyncio.create_task(self._node.wait())
         grace = FAILED_GRACE_SECONDS
@@ -112,6 +112,7 @@ class ServerActor(Generic[ServerT]):
             running.cancel()
             leaving.cancel()
             await server.stop(grace)
+            exporting.cancel()
             self._node.done()
 
     def watch(self, seconds: float) -> Ended | None:

@@ -6,8 +6,10 @@ histograms would have to be recorded one event at a time, and its histograms kee
 the plain metrics, and only the type that Ray announces differs.
 """
 
+import asyncio
 import logging
-import threading
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ray.util.metrics import Gauge
 
@@ -20,31 +22,43 @@ INTERVAL_SECONDS = 5.0
 PREFIX = "kvrelay_"
 
 
-class RayExport:
-    """Exports the metrics of one process until it ends, from a thread of its own."""
+class Value(NamedTuple):
+    """The present value of one series."""
 
-    def __init__(self, metrics: MetricSet) -> None:
-        self._recorder = metrics
-        self._gauges: dict[str, Gauge] = {}
-        threading.Thread(target=self._run, name="metrics", daemon=True).start()
+    name: str
+    help: str
+    labels: dict[str, str]
+    value: float
 
-    def _run(self) -> None:
-        pause = threading.Event()
-        while True:
-            try:
-                self.export()
-            except Exception:
-                logger.exception("metrics can't be exported")
-            pause.wait(INTERVAL_SECONDS)
 
-    def export(self) -> None:
-        """Tells Ray the present values."""
-        for family in self._recorder.registry.collect():
-            for sample in family.samples:
-                # The client library adds when a series was made, which the age of the process tells as well.
-                if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
-                    gauge = self._gauges.get(sample.name)
-                    if gauge is None:
-                        gauge = Gauge(sample.name, family.documentation, tuple(sample.labels))
-                        self._gauges[sample.name] = gauge
-                    gauge.set(sample.value, sample.labels)
+async def export(metrics: MetricSet) -> None:
+    """Exports the metrics of this process until it is cancelled.
+
+    Their values are taken on the event loop, which changes what they tell of; a thread hands them to Ray, which may
+    take its time.
+    """
+    gauges: dict[str, Gauge] = {}
+    while True:
+        try:
+            await asyncio.to_thread(_tell, gauges, _values(metrics))
+        except Exception:
+            logger.exception("metrics can't be exported")
+        await asyncio.sleep(INTERVAL_SECONDS)
+
+
+def _values(metrics: MetricSet) -> list[Value]:
+    """All of kvrelay's own. The client library adds when a series was made, which the age of the process tells too."""
+    return [
+        Value(sample.name, family.documentation, sample.labels, sample.value)
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith(PREFIX) and not sample.name.endswith("_created")
+    ]
+
+
+def _tell(gauges: dict[str, Gauge], values: Sequence[Value]) -> None:
+    """Tells Ray the values; `gauges` are those that it knows, by name."""
+    for each in values:
+        if each.name not in gauges:
+            gauges[each.name] = Gauge(each.name, each.help, tuple(each.labels))
+        gauges[each.name].set(each.value, each.labels)

@@ -1,7 +1,6 @@
 """The metrics of one process: their values, and their text for Prometheus."""
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +15,7 @@ Metric = Counter | Gauge | Histogram
 
 
 class MetricSet:
-    """Holds every family of one part. Values may be recorded on any thread."""
+    """Holds every family of one part. Values may be recorded on any thread; the event loop reads them."""
 
     def __init__(self, part: Part, **common: str) -> None:
         """
@@ -37,7 +36,8 @@ class MetricSet:
         ProcessCollector(registry=self.registry)
 
     def before_scrape(self, update: Callable[[], None]) -> None:
-        """Has `update` called whenever the values are read, to set those that need not be recorded at once."""
+        """Has `update` called, on the event loop, whenever the values are read: it sets those that need not be recorded
+        at once."""
         self._updates.calls.append(update)
 
     def counter(self, family: Family, *values: str) -> Counter:
@@ -118,14 +118,12 @@ class Total:
 
 
 class _Updates(Collector):
-    """Has no metrics: it makes calls, one at a time, whichever threads read the values."""
+    """Has no metrics: it makes calls."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Any]:
-        with self._lock:
-            for call in self.calls:
-                call()
+        for call in self.calls:
+            call()
         return ()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster import actors
+from kvrelay.cluster import ray_metrics
 from kvrelay.cluster.actors import LEAVING, ServerActor
 from kvrelay.cluster.node_drain import VARIABLE, Registration, drain
 from kvrelay.rpc.metrics.metric_set import MetricSet
@@ -54,7 +54,7 @@ class Member(ServerActor[Serving]):
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent of Ray is here to take the metrics."""
-    monkeypatch.setattr(actors, "RayExport", lambda metrics: None)
+    monkeypatch.setattr(ray_metrics, "export", lambda metrics: asyncio.sleep(0))
 
 
 @pytest.fixture
