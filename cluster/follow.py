@@ -5,7 +5,6 @@ process prints. The chart runs this beside Ray, so that `kubectl logs` and colle
 imports nothing of Ray or kvrelay, to stay small.
 """
 
-import os
 import signal
 import sys
 import time
@@ -39,10 +38,16 @@ class Follower:
                 self._files[path] = path.open("rb", buffering=0)
             lines += self._lines_of(path)
         for path in [path for path in self._files if not path.exists()]:
-            lines += self._lines_of(path)
-            self._files.pop(path).close()
-            self._rests.pop(path, None)
+            lines += self._lines_of(path) or self._close(path)
         return lines
+
+    def close(self) -> list[bytes]:
+        """Last lines without an end, which get one."""
+        return [line for path in list(self._files) for line in self._close(path)]
+
+    def _close(self, path: Path) -> list[bytes]:
+        self._files.pop(path).close()
+        return _lines(self._rests.pop(path, b""))
 
     def _lines_of(self, path: Path) -> list[bytes]:
         data = self._rests.get(path, b"") + self._files[path].read(MOST_BYTES)
@@ -50,11 +55,15 @@ class Follower:
         if len(rest) >= MOST_BYTES:
             whole, rest = data, b""
         self._rests[path] = rest
-        return [line + b"\n" for line in whole.split(b"\n") if line.strip() and not line.startswith(MARKS)]
+        return _lines(whole)
+
+
+def _lines(text: bytes) -> list[bytes]:
+    return [line + b"\n" for line in text.split(b"\n") if line.strip() and not line.startswith(MARKS)]
 
 
 def main() -> None:
-    """Follows until SIGTERM; then prints what is left."""
+    """Follows until SIGTERM; then prints all that is left."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -67,12 +76,17 @@ def main() -> None:
     while True:
         last = stopped
         lines = follower.read()
-        for line in lines:
-            os.write(sys.stdout.fileno(), line)
-        if last:
-            return
+        if last and not lines:
+            break
+        _print(lines)
         if not lines:
             time.sleep(SCAN_SECONDS)
+    _print(follower.close())
+
+
+def _print(lines: list[bytes]) -> None:
+    sys.stdout.buffer.writelines(lines)
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ def test_a_file_that_is_removed_is_read_to_its_end_and_closed(tmp_path: Path) ->
     path = log(tmp_path, "worker-a.err")
     append(path, "one\n")
     assert follower.read() == [b"one\n"]
-    append(path, "two\n")
+    append(path, "two\nthree")
     path.unlink()
     assert follower.read() == [b"two\n"]
+    assert follower.read() == [b"three\n"]
     assert follower._files == {}
 
 
@@ -54,13 +55,18 @@ def test_a_line_without_an_end_takes_no_more_memory_than_allowed(tmp_path: Path)
     assert max(map(len, lines)) <= 2 * follow.MOST_BYTES + 1
 
 
-def test_the_last_lines_are_printed_before_it_ends(tmp_path: Path) -> None:
-    append(log(tmp_path, "worker-a.err"), "one\n")
+def test_all_that_is_left_is_printed_before_it_ends(tmp_path: Path) -> None:
+    path = log(tmp_path, "worker-a.err")
+    append(path, "one\n")
     command = [sys.executable, "-m", "kvrelay.cluster.follow", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "one\n"
-        append(log(tmp_path, "worker-a.err"), "two\n")
+        assert process.stdout.readline() == b"one\n"
+        line = b"x" * 99 + b"\n"  # more than one pass reads, and an unfinished line
+        append(path, (3 * follow.MOST_BYTES // len(line) * line + b"killed her").decode())
         process.send_signal(signal.SIGTERM)
-        assert process.stdout.read() == "two\n"
+        *lines, last = process.stdout.readlines()
+        assert set(lines) == {line}
+        assert len(lines) == 3 * follow.MOST_BYTES // len(line)
+        assert last == b"killed her\n"
         assert process.wait(60) == 0

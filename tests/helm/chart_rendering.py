@@ -87,9 +87,15 @@ class Rendered:
 
 
 def container(template: Object, name: str) -> Object:
-    """A container of a pod template."""
-    (found,) = [item for item in template["spec"]["containers"] if item["name"] == name]
+    """A container of a pod template, or an init container."""
+    spec = template["spec"]
+    (found,) = [item for item in [*spec.get("initContainers", []), *spec["containers"]] if item["name"] == name]
     return dict(found)
+
+
+def preparing(template: Object) -> list[Object]:
+    """The init containers of a pod template that end before the pod's containers start."""
+    return [item for item in template["spec"].get("initContainers", []) if item.get("restartPolicy") != "Always"]
 
 
 def containers(rendered: Rendered) -> list[tuple[Object, Object]]:

@@ -40,20 +40,22 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def render(helm: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rendered]:
-    """Renders the chart with a values file and further values; the same ones only once."""
+    """Renders the chart with a values file and further values, for a version of Kubernetes; the same ones only once."""
     known: dict[str, Rendered] = {}
 
-    def rendered(values: Path | None = None, release: str = "demo", **further: Any) -> Rendered:
-        key = json.dumps([str(values), release, further])
+    def rendered(
+        values: Path | None = None, release: str = "demo", kubernetes: str = "1.29", **further: Any
+    ) -> Rendered:
+        key = json.dumps([str(values), release, kubernetes, further])
         if key not in known:
-            known[key] = fresh(values, release, further)
+            known[key] = fresh(values, release, kubernetes, further)
         return known[key]
 
-    def fresh(values: Path | None, release: str, further: dict[str, Any]) -> Rendered:
+    def fresh(values: Path | None, release: str, kubernetes: str, further: dict[str, Any]) -> Rendered:
         folder = tmp_path_factory.mktemp("values")
         (folder / "further.json").write_text(json.dumps(further))
         files = [folder / "further.json"] if values is None else [values, folder / "further.json"]
-        options = [option for file in files for option in ("--values", file)]
+        options = ["--kube-version", kubernetes, *(option for file in files for option in ("--values", file))]
         return Rendered(helm("template", release, CHART, "--namespace", "serving", *options).stdout)
 
     return rendered

@@ -250,8 +250,29 @@ def test_what_actors_log_is_printed_in_every_pod(rendered):
     for template in rendered.templates.values():
         item = container(template, "logs")
         assert item["command"] == ["python", "-m", "kvrelay.cluster.follow", "/tmp/ray"]
-        for each in template["spec"]["containers"]:
+        assert item["restartPolicy"] == "Always"  # so that it starts before the actors and ends after them
+        assert item in template["spec"]["initContainers"]
+        for each in [item, *template["spec"]["containers"]]:
             assert [mount["name"] for mount in each["volumeMounts"] if mount["mountPath"] == "/tmp/ray"] == ["ray-logs"]
+
+
+def test_an_older_kubernetes_lets_the_logs_container_outlive_the_drain(render):
+    for template in render(kubernetes="1.28").templates.values():
+        assert "initContainers" not in template["spec"]
+        item = container(template, "logs")
+        assert item in template["spec"]["containers"][1:]  # the first one is Ray's
+        assert "restartPolicy" not in item
+        command, seconds = item["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == "sleep"
+        if "lifecycle" in template["spec"]["containers"][0]:
+            *_, drain = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert float(drain) <= float(seconds) < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.29"])
+def test_the_logs_container_can_be_left_out(render, version):
+    rendered = render(kubernetes=version, actorLogs={"enabled": False})
+    assert "logs" not in [item["name"] for _, item in containers(rendered)]
 
 
 def test_pods_drain_before_they_end_and_have_the_time_for_it(rendered, tmp_path):

@@ -10,6 +10,8 @@ from chart_rendering import CHART, EXAMPLES, Object, Rendered
 
 FIELDS = json.loads((Path(__file__).parent / "kuberay_fields.json").read_text())
 VERSIONS = ("1.27", "1.33", "1.37")
+NATIVE_SIDECARS = "1.29"
+"""From this version of Kubernetes on the chart makes the same objects."""
 CUSTOM = {"RayCluster", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 EVERYTHING: dict[str, Any] = {
     "model": {"path": "hf:org/name", "hub": {"tokenSecret": "hub"}},
@@ -33,12 +35,13 @@ EVERYTHING: dict[str, Any] = {
 
 
 @pytest.fixture(params=[None, *EXAMPLES, "everything"], ids=lambda value: getattr(value, "stem", value))
-def rendered(request: pytest.FixtureRequest, render) -> Rendered:
-    return render(**EVERYTHING) if request.param == "everything" else render(request.param)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return EVERYTHING if request.param == "everything" else {"values": request.param}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_knows_every_field(rendered: Rendered, version: str) -> None:
+def test_kubernetes_knows_every_field(render, values: dict[str, Any], version: str) -> None:
+    rendered: Rendered = render(kubernetes=min(version, NATIVE_SIDECARS), **values)
     pods: list[Object] = [
         {
             "apiVersion": "v1",
@@ -52,8 +55,8 @@ def test_kubernetes_knows_every_field(rendered: Rendered, version: str) -> None:
         kubernetes_validate.validate(item, version, strict=True)
 
 
-def test_kuberay_knows_every_field(rendered: Rendered) -> None:
-    assert list(unknown(rendered.cluster["spec"], FIELDS, "spec")) == []
+def test_kuberay_knows_every_field(render, values: dict[str, Any]) -> None:
+    assert list(unknown(render(**values).cluster["spec"], FIELDS, "spec")) == []
 
 
 def unknown(value: Any, fields: dict[str, Any], path: str) -> list[str]:

@@ -12,6 +12,7 @@ from chart_rendering import (
     containers,
     custom_resources,
     environment,
+    preparing,
     ray_containers,
 )
 
@@ -80,9 +81,9 @@ def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render):
     for group, template in rendered.templates.items():
         spec = template["spec"]
         if group == "headgroup":
-            assert "initContainers" not in spec
+            assert preparing(template) == []
             continue
-        (fetch,) = spec["initContainers"]
+        (fetch,) = preparing(template)
         wanted = ["python", "-m", "kvrelay.models", "hf:org/name@v1"]
         assert fetch["command"] == wanted + (["--no-weights"] if group == "router" else [])
         for item in (fetch, spec["containers"][0]):
@@ -91,7 +92,7 @@ def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render):
             assert variables["HF_HOME"]["value"] in [mount["mountPath"] for mount in item["volumeMounts"]]
         assert {"name": "hub", **claim} in spec["volumes"]
     later = render(model={"path": "hf:org/name", "hub": {"prefetch": False}})
-    assert "initContainers" not in later.templates["decode"]["spec"]
+    assert preparing(later.templates["decode"]) == []
     assert {"name": "hub", "emptyDir": {}} in later.templates["decode"]["spec"]["volumes"]
 
 
@@ -236,7 +237,7 @@ def test_the_model_volume_is_where_the_model_is_read(render, source):
         (volume,) = [item for item in spec["volumes"] if item["name"] == "model"]
         assert {**volume, "name": "model"} == {"name": "model", **source}
         assert {"name": "model", "mountPath": "/models", "readOnly": True} in spec["containers"][0]["volumeMounts"]
-    assert rendered.templates["decode"]["spec"]["initContainers"] == [fill]
+    assert preparing(rendered.templates["decode"]) == [fill]
     assert "model" not in [item["name"] for item in rendered.head["spec"]["volumes"]]
 
 

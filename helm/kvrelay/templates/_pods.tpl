@@ -32,7 +32,8 @@ terminationGracePeriodSeconds: {{ .root.Values.terminationGracePeriodSeconds }}
 {{ $field }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
-{{- if or .values.extraInitContainers (and .model (include "kvrelay.prefetches" .root)) }}
+{{- $logs := and .root.Values.actorLogs.enabled (include "kvrelay.nativeSidecars" .root) }}
+{{- if or .values.extraInitContainers (and .model (include "kvrelay.prefetches" .root)) $logs }}
 initContainers:
   {{- with .values.extraInitContainers }}
   {{- toYaml . | nindent 2 }}
@@ -52,7 +53,22 @@ initContainers:
       - name: hub
         mountPath: {{ .root.Values.model.hub.mountPath }}
   {{- end }}
+  {{- if $logs }}
+  {{- include "kvrelay.logsContainer" . | nindent 2 }}
+  {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Not empty if Kubernetes ends an init container with restartPolicy Always after the pod's other containers. */}}
+{{- define "kvrelay.nativeSidecars" -}}
+{{- if semverCompare ">= 1.29.0-0" .Capabilities.KubeVersion.Version }}true{{ end -}}
+{{- end -}}
+
+{{/* The logs' container where it can't be an init container. Argument: {root, values}. */}}
+{{- define "kvrelay.plainLogsContainer" -}}
+{{- if and .root.Values.actorLogs.enabled (not (include "kvrelay.nativeSidecars" .root)) -}}
+{{- include "kvrelay.logsContainer" . }}
+{{- end -}}
 {{- end -}}
 
 {{/* Not empty if the model is one of the Hugging Face hub. */}}
@@ -79,13 +95,22 @@ initContainers:
 {{- end -}}
 
 {{/*
-What prints the actors' logs. It reads the files that Ray writes them to, from the volume of /tmp/ray.
+What prints the actors' logs. It reads the files that Ray writes them to, from the volume of /tmp/ray. It has to outlive
+the pod's drain: as an init container that goes on it does, else it is told to stop only when the drain is over.
 Argument: {root, values}.
 */}}
 {{- define "kvrelay.logsContainer" -}}
 - name: logs
   image: {{ include "kvrelay.image" (dict "root" .root "image" .values.image) }}
   imagePullPolicy: {{ default .root.Values.image.pullPolicy .values.image.pullPolicy }}
+  {{- if include "kvrelay.nativeSidecars" .root }}
+  restartPolicy: Always
+  {{- else }}
+  lifecycle:
+    preStop:
+      exec:
+        command: [sleep, {{ addf .root.Values.drainSeconds 5 | quote }}]
+  {{- end }}
   command: [python, -m, kvrelay.cluster.follow, /tmp/ray]
   resources:
     {{- include "kvrelay.resources" (dict "root" .root "values" .root.Values.actorLogs) | nindent 4 }}
@@ -343,8 +368,8 @@ template:
           {{- include "kvrelay.securityContext" . | nindent 10 }}
         volumeMounts:
           {{- include "kvrelay.volumeMounts" . | nindent 10 }}
-      {{- if .root.Values.actorLogs.enabled }}
-      {{- include "kvrelay.logsContainer" . | nindent 6 }}
+      {{- with include "kvrelay.plainLogsContainer" . }}
+      {{- . | nindent 6 }}
       {{- end }}
     volumes:
       {{- include "kvrelay.volumes" . | nindent 6 }}
