@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvrelay.internal.v1.describe_pb2 import Amount, CertificateEnd, Description
+from kvrelay.machine.control_groups import memory_limits
 from kvrelay.rpc.certificates import CertificateFiles
 
 PACKAGES = ("kvrelay", "torch", "ray", "grpcio", "protobuf", "triton", "numpy", "aiohttp")
 UNLIMITED = -1.0
 UNKNOWN = -1.0
-GROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -43,10 +43,11 @@ def amounts() -> list[Amount]:
     found = [Amount(name="open files", used=files, limit=_limit(soft), hard_limit=_limit(hard))]
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found.append(Amount(name="locked memory", used=UNKNOWN, limit=_limit(soft), hard_limit=_limit(hard)))
-    memory = _number(GROUP / "memory.max")
-    if memory is not None:
-        used = _number(GROUP / "memory.current")
-        found.append(Amount(name="memory", used=UNKNOWN if used is None else used, limit=memory, hard_limit=memory))
+    limits = memory_limits()
+    if limits:
+        # The one that is reached first.
+        memory = min(limits, key=lambda group: group.limit - group.used)
+        found.append(Amount(name="memory", used=memory.used, limit=memory.limit, hard_limit=memory.limit))
     places = {"shared memory": SHARED_MEMORY, "disk /": Path("/")}
     places[f"disk {tempfile.gettempdir()}"] = Path(tempfile.gettempdir())
     for name, path in places.items():
@@ -60,12 +61,3 @@ def amounts() -> list[Amount]:
 
 def _limit(value: int) -> float:
     return UNLIMITED if value == resource.RLIM_INFINITY else float(value)
-
-
-def _number(path: Path) -> float | None:
-    """The number in a file of the control group; UNLIMITED for max, None without the file."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return UNLIMITED if text == "max" else float(text)

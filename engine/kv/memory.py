@@ -3,8 +3,10 @@
     left  = min(memory_part * the device's memory - what this process uses of it, what is free)
     pool  = memory_share * left, at most DeviceDefaults.pool_contexts contexts of the greatest length
 
-It is computed when all else that stays in the device's memory is there: the weights, and on a GPU the workspaces and
-the graphs. Workers of one machine compute it and take the memory in turn, so none counts what another is about to take.
+It is computed when the weights are there; what a GPU's runner will take for workspaces and graphs was measured before
+and is left out. Workers of one machine compute it and take the pool in turn, so none counts as free what another's pool
+is about to take. A runner takes its memory after the turn, so another worker of the same GPU may count that as free;
+`memory_part` bounds each worker of a GPU by what it uses itself, whatever the others take.
 """
 
 import fcntl
@@ -23,14 +25,13 @@ import torch
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.machine.control_groups import GROUPS, PROC, memory_limits
 
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 60.0
 """For another worker to size and zero its pool."""
 GIB = 2**30
-UNLIMITED = 2**60
-"""Control groups without a limit have none, the word max, or a number above this one."""
 
 
 class DeviceMemory(Protocol):
@@ -56,15 +57,17 @@ class DeviceMemory(Protocol):
 class HostMemory:
     """The machine's memory, as far as this process's control groups let it be used (v1 and v2)."""
 
-    def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(self, proc: Path = PROC, groups: Path = GROUPS) -> None:
         self._proc = proc
-        self._folders = list(_group_folders(proc, groups))
+        self._groups = groups
 
     def total(self) -> int:
-        return min([self._of_machine("MemTotal"), *(limit for limit, _ in self._limits())])
+        limits = memory_limits(self._proc, self._groups)
+        return min([self._of_machine("MemTotal"), *(group.limit for group in limits)])
 
     def free(self) -> int:
-        return min([self._of_machine("MemAvailable"), *(max(0, limit - used) for limit, used in self._limits())])
+        limits = memory_limits(self._proc, self._groups)
+        return min([self._of_machine("MemAvailable"), *(max(0, group.limit - group.used) for group in limits)])
 
     def used(self) -> int:
         pages = int((self._proc / "self" / "statm").read_text().split()[1])
@@ -79,16 +82,6 @@ class HostMemory:
             if key == name:
                 return int(value.split()[0]) * 1024
         raise ValueError(f"{self._proc / 'meminfo'} has no {name}")
-
-    def _limits(self) -> Iterator[tuple[int, int]]:
-        """Limit and use of each control group around this process that has a limit; file pages can be given back."""
-        for folder in self._folders:
-            for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-                limit, used = (folder / name for name in names)
-                if limit.is_file() and used.is_file():
-                    text = limit.read_text().strip()
-                    if text != "max" and int(text) < UNLIMITED:
-                        yield int(text), int(used.read_text()) - _file_pages(folder)
 
 
 class GpuMemory:
@@ -181,25 +174,3 @@ def _turn() -> Iterator[None]:
                     break
                 time.sleep(0.05)
         yield
-
-
-def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
-    """The folders of this process's control group for memory and of those above it, as far as they can be seen.
-
-    In a container the path may be the machine's, while only the container's own group is there, as the root.
-    """
-    table = proc / "self" / "cgroup"
-    for line in table.read_text().splitlines() if table.is_file() else ():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "memory" in controllers.split(","):
-            root = groups if number == "0" else groups / "memory"
-            below = root / path.lstrip("/")
-            yield from (folder for folder in (below, *below.parents) if folder.is_relative_to(root))
-
-
-def _file_pages(folder: Path) -> int:
-    """Bytes of a control group that are copies of files and were not used lately."""
-    entries = (line.partition(" ") for line in (folder / "memory.stat").read_text().splitlines())
-    pages = {name: int(value) for name, _, value in entries if name in ("inactive_file", "total_inactive_file")}
-    # Version 1 counts the groups below under the longer name only.
-    return pages.get("total_inactive_file", pages.get("inactive_file", 0))

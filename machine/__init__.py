@@ -1,0 +1,1 @@
+"""What this machine lets a process use."""
