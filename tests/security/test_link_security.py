@@ -213,14 +213,14 @@ def test_a_change_with_a_recomputed_checksum_is_caught_by_a_mac(mac_key: bytes |
 def test_transports_that_can_not_encrypt_say_so(name: str, tmp_path: Path) -> None:
     certificates = secrets_in(tmp_path, "mutual").credentials("worker").certificates
     with pytest.raises(
-        ValueError, match=rf"'{name}' with transfer.encrypt full: it can't encrypt; allowed: shm and tcp"
+        ValueError, match=rf"'{name}', .*: transfer.encrypt is 'full', but it can't encrypt; allowed: auto, shm, tcp"
     ):
         available_transports(HOST, name, gpu=True, encrypt="full", certificates=certificates)
 
 
 @pytest.mark.parametrize("name", ["nccl", "nixl"])
 def test_transports_of_gpu_memory_that_can_not_authenticate_say_so(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' with transfer.encrypt integrity"):
+    with pytest.raises(ValueError, match=rf"'{name}', .*transfer.encrypt is 'integrity', but it"):
         available_transports(HOST, name, gpu=True, encrypt="integrity")
 
 

@@ -30,9 +30,9 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 }
 """Why this process can't use a transport; None if it can."""
 
-_NO_MAC = "it moves GPU memory past the CPU, which would have to authenticate it"
+_NO_MAC = "transfer.encrypt is 'integrity', but it moves GPU memory past the CPU, which would have to authenticate it"
 _NOT_ON_GPU = "the KV pool is not on a GPU"
-_NO_TLS = "it can't encrypt; allowed: shm and tcp"
+_NO_TLS = "transfer.encrypt is 'full', but it can't encrypt"
 
 
 def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
@@ -49,14 +49,17 @@ def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
 
 
 def reasons(wanted: str, gpu: bool, encrypt: Encrypt) -> dict[str, str | None]:
-    """Why this worker doesn't use a transport, for each one, best first; None if it does. As `available_transports`."""
+    """Why this worker doesn't use a transport, for each one, best first; None if it does.
+
+    Args: those of `available_transports`.
+    """
     order = ON_GPU if gpu else ON_CPU
     others = [name for name in ON_GPU if name not in order]
     return {
         name: (None if wanted in ("auto", name) else f"transfer.transport is {wanted!r}")
+        or _unprotected(name, encrypt, gpu)
         or _MISSING[name]()
         or (None if name in order else _NOT_ON_GPU)
-        or _unprotected(name, encrypt, gpu)
         for name in (*order, *others)
     }
 
@@ -85,16 +88,11 @@ def available_transports(
         raise ValueError(
             "transfer.encrypt is 'full'; allowed with security.tls mutual only, whose certificates it uses"
         )
-    order = ON_GPU if gpu else ON_CPU
-    names = order if wanted == "auto" else (wanted,)
-    missing = {name: _MISSING[name]() or (None if name in order else _NOT_ON_GPU) for name in names}
-    unprotected = {name: _unprotected(name, encrypt, gpu) for name in names}
-    if wanted != "auto" and unprotected[wanted] is not None:
-        raise ValueError(f"transfer.transport is {wanted!r} with transfer.encrypt {encrypt}: {unprotected[wanted]}")
-    if wanted != "auto" and missing[wanted] is not None:
-        usable = ", ".join(["auto", *(name for name in order if _MISSING[name]() is None)])
+    found = reasons(wanted, gpu, encrypt)
+    if wanted != "auto" and found[wanted] is not None:
+        usable = ", ".join(["auto", *(name for name, why in reasons("auto", gpu, encrypt).items() if why is None)])
         raise ValueError(
-            f"transfer.transport is {wanted!r}, which this worker can't do: {missing[wanted]}; allowed: {usable}"
+            f"transfer.transport is {wanted!r}, which this worker can't do: {found[wanted]}; allowed: {usable}"
         )
     make: dict[str, Callable[[], Transport]] = {
         "cuda_ipc": cuda_ipc_transport,
@@ -104,7 +102,7 @@ def available_transports(
         "tcp": lambda: TcpTransport(host, encrypt, certificates),
         "gloo": lambda: GlooTransport(host, encrypt),
     }
-    return {name: make[name]() for name in names if missing[name] is None and unprotected[name] is None}
+    return {name: make[name]() for name, why in found.items() if why is None}
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:
