@@ -70,11 +70,21 @@ INSTRUCTION_SETS = (
 def library() -> ctypes.CDLL | None:
     """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason."""
     try:
-        kernels = ctypes.CDLL(str(prebuilt() or build()))
+        kernels = _load_prebuilt() or ctypes.CDLL(str(build()))
         kernels.kvrelay_use_tiles(1)
         return kernels
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels; using torch's, which are slower: %s", error)
+        return None
+
+
+def _load_prebuilt() -> ctypes.CDLL | None:
+    """The kernels that are there already; None if there are none, or with a warning if they can't be loaded."""
+    path = prebuilt()
+    try:
+        return None if path is None else ctypes.CDLL(str(path))
+    except OSError as error:  # such as a damaged file, or another libc
+        logger.warning("the prebuilt CPU kernels can't be loaded, so they are compiled here: %s", error)
         return None
 
 

@@ -237,6 +237,26 @@ assert found is not None and library.library() is not None
     assert done.returncode == 0, done.stderr
 
 
+@needs_kernels
+def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"no library")
+    built = build()
+    monkeypatch.setattr(module, "prebuilt", lambda: damaged)
+    module.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            kernels = library()
+    finally:
+        module.library.cache_clear()
+    assert kernels is not None
+    assert kernels._name == str(built)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+    assert "damaged.so" in said
+
+
 @pytest.mark.slow
 @needs_kernels
 def test_every_instruction_set_compiles(tmp_path: Path) -> None:
