@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from kvrelay.cluster.commands.common import connection, console
 from kvrelay.cluster.errors import ClusterError, RunError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from kvrelay.cluster.state import ClusterState
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-FILE_WIDTH = 160
-
 
 COMMANDS = {name: name for name in ("bench", "doctor", "logs", "top")} | dict.fromkeys(
     ("scale", "drain", "role", "upgrade", "restart"), "change"
@@ -104,12 +103,12 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     rayenv.prepare()
     from kvrelay.cluster import launch  # imports Ray
 
-    console = _console()
-    report = Report(console)
+    out = console()
+    report = Report(out)
 
     def show_ready(state: "ClusterState") -> None:
         report.close()
-        _print_ready(console, state, "kvrelay down" if detach else "Ctrl-C")
+        _print_ready(out, state, "kvrelay down" if detach else "Ctrl-C")
 
     try:
         if not detach:
@@ -142,16 +141,16 @@ def status(as_json: bool) -> None:
         shown = status_of.as_json(found)
         click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
     elif found is not None and current is not None:
-        console = _console()
-        console.print(status_of.as_table(found, current.dashboard))
+        out = console()
+        out.print(status_of.as_table(found, current.dashboard))
         for line in (
             *status_of.changes(found),
             *status_of.incompatible_workers(found),
             *status_of.context_notes(found),
         ):
-            console.print(line)
+            out.print(line)
         for line in scaling_lines(found.scaling):
-            console.print(line, highlight=False)
+            out.print(line, highlight=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:
@@ -167,11 +166,7 @@ def status(as_json: bool) -> None:
     metavar="H:P[,H:P]...",
     help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
 )
-@click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
-@click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
-@click.option(
-    "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
-)
+@connection
 @click.option("--n", type=click.IntRange(1, 128), metavar="N", help="Completions, one after the other (default 1).")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
@@ -226,7 +221,7 @@ def down() -> None:
     from kvrelay.cluster import down as down_of
     from kvrelay.cluster.report import Report
 
-    with closing(Report(_console())) as report:
+    with closing(Report(console())) as report:
         ended = down_of.down(report)
     click.echo("the cluster has ended" if ended else "no cluster is running")
 
@@ -307,13 +302,6 @@ def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
     return configfile.load(path, overrides)
 
 
-def _console() -> "Console":
-    """The console of stdout; a file or a pipe gets a fixed width."""
-    from rich.console import Console
-
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
-
-
 def _refuse_second() -> None:
     from kvrelay.cluster import state, status
 
@@ -332,18 +320,18 @@ def _refuse_second() -> None:
     raise RunError(f"a cluster is already running ({owner}); `kvrelay down` ends it")
 
 
-def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
-    console.print("[bold green]kvrelay is ready[/]")
-    console.print(f"  router     {state.router}")
+def _print_ready(out: "Console", state: "ClusterState", stop: str) -> None:
+    out.print("[bold green]kvrelay is ready[/]")
+    out.print(f"  router     {state.router}")
     if state.http:
         bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
-        console.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
+        out.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
         if state.page:
-            console.print(f"  page       {bases[0]}/", soft_wrap=True)
+            out.print(f"  page       {bases[0]}/", soft_wrap=True)
     if state.dashboard:
-        console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
-    console.print("  try        kvrelay generate 'def __init__(self, '")
-    console.print(f"  stop       {stop}")
+        out.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
+    out.print("  try        kvrelay generate 'def __init__(self, '")
+    out.print(f"  stop       {stop}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ runs on one event loop. Clock, loop, streams and links are injected (`kvrelay.tr
 very code.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class EndpointContext:
     links: Links
 
 
-class Endpoint(Generic[TransferT]):
+class Endpoint(ABC, Generic[TransferT]):
     """Base of both coordinators: pairs, links, leases and the way from events to actions."""
 
     rank: int
@@ -192,12 +193,13 @@ class Endpoint(Generic[TransferT]):
 
     # For both coordinators.
 
+    @abstractmethod
     def _apply(self, transfer: TransferT, actions: Iterable[Any]) -> None:
         """Performs what the machine of `transfer` asks for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _on_link_end(self, pair: Pair, end: LinkEnd) -> None:
-        raise NotImplementedError
+        """The link of a pair has ended, or could not be made."""
 
     def _reason(self, code: Code) -> str:
         """Why this end gives a hand-off up, for the peer."""

@@ -10,6 +10,7 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
     layouts, or a GPU's      buffer, hashes, sends                  then copies (or converts) into the blocks
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -125,7 +126,7 @@ class ConvertedFrame:
         convert(self._pool, self._table, self._peer.layout, self._frame, data, self._keep)
 
 
-class FrameJob:
+class FrameJob(ABC):
     """Common part of sending and receiving: the end of a frame is reported exactly once."""
 
     def __init__(self, key: Key, frame: Frame, claim: BlockClaim, place: FrameBuffer, kind: ChecksumKind) -> None:
@@ -146,8 +147,9 @@ class FrameJob:
             self._open = False
             self._ended(outcome)
 
+    @abstractmethod
     def _ended(self, outcome: Outcome) -> None:
-        raise NotImplementedError
+        """The frame has ended."""
 
     def fail(self, message: str) -> None:
         """See `kvrelay.transfer.links.Job`."""

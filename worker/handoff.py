@@ -1,6 +1,7 @@
 """What both sides of the hand-off share in a worker: the worker's identity, its peers and transports."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvrelay.engine.request import Request
@@ -41,7 +42,7 @@ OWN_CODES = {Failure.CAUSE_DRAINING: Code.DRAINING, Failure.CAUSE_PEER_LOST: Cod
 REACHABLE = frozenset({MEMBER_STATE_READY, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT})
 
 
-class HandoffRole(Role):
+class HandoffRole(Role, ABC):
     """A role that hands KV over to, or takes it from, workers of `peer_role`."""
 
     peer_role: MemberRole
@@ -82,9 +83,9 @@ class HandoffRole(Role):
                 peers.append(Peer(worker, member.address, tuple(member.transports)))
         self.peers.update(peers, dead)
 
+    @abstractmethod
     def take(self, request: Request, submit: Submit) -> None:
         """Begins this role's part of a request."""
-        raise NotImplementedError
 
     def submit(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)
@@ -100,17 +101,17 @@ class HandoffRole(Role):
         del self._early[request.key]
         self.take(request, submit)
 
+    @abstractmethod
     def end(self, key: Key, code: Code) -> None:
         """Ends this role's part of a request, for the reason that the peer is told. Unknown keys are allowed."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def close(self, code: Code) -> None:
         """Ends all hand-offs, for the reason that the peers are told."""
-        raise NotImplementedError
 
+    @abstractmethod
     def epoch(self, incarnation: str) -> int:
         """Epoch of the link to a worker; 0 if there is none now."""
-        raise NotImplementedError
 
     def tell(self, found: Description) -> None:
         config = self.worker.config.transfer

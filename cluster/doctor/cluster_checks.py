@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from kvrelay.cluster.doctor.finding import Check, Examined, Finding, Severity, size
+from kvrelay.cluster.doctor.finding import Examined, Finding, Severity, size
+from kvrelay.cluster.metrics import state_name
 from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -12,7 +13,6 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
     ROLE_ROUTER,
-    MemberState,
 )
 from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL
 from kvrelay.rpc.compatibility import unpaired
@@ -25,7 +25,7 @@ FAST_TRANSPORTS = ("cuda_ipc", "nccl", "nixl")
 """Those that carry GPU memory without the CPU."""
 
 
-class Members(Check):
+class Members:
     """Whether everybody is there."""
 
     name: ClassVar[str] = "members"
@@ -48,13 +48,14 @@ class Members(Check):
         )
         for entry in cluster.status.members:
             member = entry.member
-            state = MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
             if member.state == MEMBER_STATE_READY:
                 if entry.restored:
                     yield Finding("warning", member.name, "has sent no heartbeat to the supervisor since its restart")
                 continue
             severity: Severity = "error" if member.state == MEMBER_STATE_DEAD else "warning"
-            yield Finding(severity, member.name, f"is {state}", f"`kvrelay logs {member.name}` says why")
+            yield Finding(
+                severity, member.name, f"is {state_name(member.state)}", f"`kvrelay logs {member.name}` says why"
+            )
         described = cluster.described
         for each in () if described is None else described.members:
             if not each.HasField("description"):
@@ -63,7 +64,7 @@ class Members(Check):
                 )
 
 
-class Versions(Check):
+class Versions:
     """Whether all run the same software."""
 
     name: ClassVar[str] = "versions"
@@ -83,7 +84,7 @@ class Versions(Check):
                 yield Finding("ok", package, f"{next(iter(found))} everywhere")
 
 
-class Pairs(Check):
+class Pairs:
     """Whether all workers can hand KV over with one another."""
 
     name: ClassVar[str] = "pairs"
@@ -97,35 +98,34 @@ class Pairs(Check):
             yield Finding("ok", "digest", f"all {len(workers)} workers fit together")
 
 
-class Clocks(Check):
-    """How far the members' clocks are from the supervisor's."""
+class Clocks:
+    """How far the clocks of the members and the supervisor are from one another."""
 
     name: ClassVar[str] = "clocks"
 
     def run(self, cluster: Examined) -> Iterator[Finding]:
-        found = {}
+        found = {"supervisor": (0.0, 0.0)}
         for each in () if cluster.described is None else cluster.described.members:
             if not each.HasField("description"):
                 continue
             told = each.description
             ahead = ((told.heard_unix - each.asked_unix) + (told.told_unix - each.answered_unix)) / 2
             way = (each.answered_unix - each.asked_unix) - (told.told_unix - told.heard_unix)
-            error = max(0.0, way / 2)
-            found[each.name] = ahead, error
-            if abs(ahead) - error > CLOCK_SECONDS:
-                late = "ahead of" if ahead > 0 else "behind"
-                yield Finding(
-                    "warning",
-                    each.name,
-                    f"its clock is {abs(ahead):.3f} s {late} the supervisor's (±{error:.3f} s)",
-                    "run an NTP client on every node; hand-offs don't depend on clocks, but logs do",
-                )
-        if found:
-            name, (ahead, error) = max(found.items(), key=lambda item: abs(item[1][0]))
-            yield Finding("ok", "clocks", f"at most {1e3 * abs(ahead):.1f} ms apart ({name}, ±{1e3 * error:.1f} ms)")
+            found[each.name] = ahead, max(0.0, way / 2)
+        if len(found) == 1:
+            return
+        first, last = (choose(found, key=lambda name: found[name][0]) for choose in (max, min))
+        apart = found[first][0] - found[last][0]
+        error = found[first][1] + found[last][1]
+        text = f"at most {apart:.3f} s apart (±{error:.3f} s): {first}'s is the furthest ahead, {last}'s behind"
+        if apart - error > CLOCK_SECONDS:
+            advice = "run an NTP client on every node; hand-offs don't depend on clocks, but logs do"
+            yield Finding("warning", "clocks", text, advice)
+        else:
+            yield Finding("ok", "clocks", text)
 
 
-class Transports(Check):
+class Transports:
     """What each pair sends KV over, and why not over something better."""
 
     name: ClassVar[str] = "transports"
@@ -162,7 +162,7 @@ class Transports(Check):
         return Finding("ok", subject, text)
 
 
-class Protection(Check):
+class Protection:
     """What guards KV and internal calls."""
 
     name: ClassVar[str] = "protection"
@@ -183,7 +183,7 @@ class Protection(Check):
             yield Finding("note", ", ".join(open_), text, "security.tls: mutual, unless the network is trusted")
 
 
-class Pools(Check):
+class Pools:
     """KV pools, and how long a context may be."""
 
     name: ClassVar[str] = "KV pools"
@@ -220,7 +220,7 @@ class Pools(Check):
             yield Finding("warning", "context", f"differs between workers: {which}", advice)
 
 
-class Reachable(Check):
+class Reachable:
     """Routers and dashboards, from here."""
 
     name: ClassVar[str] = "reachable"

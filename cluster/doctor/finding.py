@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.describe_pb2 import Description
@@ -66,14 +66,13 @@ class Examined:
         return found
 
 
-class Check:
+class Check(Protocol):
     """Looks at one side of a cluster. A check that has nothing to look at finds nothing."""
 
     name: ClassVar[str]
 
     def run(self, cluster: Examined) -> Iterator[Finding]:
         """What it finds; what is well, too."""
-        raise NotImplementedError
 
 
 def size(nbytes: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import ClassVar
 
-from kvrelay.cluster.doctor.finding import Check, Examined, Finding, size
+from kvrelay.cluster.doctor.finding import Examined, Finding, size
 from kvrelay.internal.v1.describe_pb2 import Amount
 from kvrelay.rpc.certificates import WARN_DAYS
 
@@ -19,7 +19,7 @@ LEAST_SHARED_BYTES = 64 * 2**20
 DAY_SECONDS = 86400.0
 
 
-class Limits(Check):
+class Limits:
     """What the members' processes may use."""
 
     name: ClassVar[str] = "limits"
@@ -87,7 +87,7 @@ class Limits(Check):
         return Finding("warning", name, text, "ulimit -l unlimited; in Kubernetes the capability IPC_LOCK")
 
 
-class Disks(Check):
+class Disks:
     """Room for records, logs and Ray's files, on each host."""
 
     name: ClassVar[str] = "disks"
@@ -107,7 +107,7 @@ class Disks(Check):
                     yield Finding("ok", subject, text)
 
 
-class Certificates(Check):
+class Certificates:
     """When certificates end."""
 
     name: ClassVar[str] = "certificates"
@@ -126,7 +126,7 @@ class Certificates(Check):
                     yield Finding("ok", name, f"{each.file} is valid until {end}")
 
 
-class Gpus(Check):
+class Gpus:
     """The workers' GPUs."""
 
     name: ClassVar[str] = "GPUs"
@@ -156,7 +156,7 @@ class Gpus(Check):
             yield Finding("warning", name, "computes on the CPU, though it has a GPU", "set engine.device to auto")
 
 
-class Rdma(Check):
+class Rdma:
     """RDMA devices."""
 
     name: ClassVar[str] = "RDMA"

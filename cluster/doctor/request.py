@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kvrelay.cluster.doctor.finding import size
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.routers import Routers
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
 NOTABLE_SHARE = 0.2
 """Share of prefill's time from which on its longest step is named."""
 LONG_GAP = 5.0
@@ -138,7 +138,7 @@ def _longest_step(life: dict[str, Any], span: dict[str, Any]) -> float | None:
 
 def _transfer(life: dict[str, Any], span: dict[str, Any]) -> Part:
     exposed = life["handoff"]
-    text = f"{span['worker']} sent {_size(life['transfer_bytes'])} of KV to {life['decode_worker']}"
+    text = f"{span['worker']} sent {size(life['transfer_bytes'])} of KV to {life['decode_worker']}"
     seconds = _length(life, span)
     if span["end"] is None:
         return Part("transfer", seconds, f"{span['worker']} is sending the KV to {life['decode_worker']}")
@@ -191,10 +191,3 @@ def _verdict(life: dict[str, Any], parts: Sequence[Part]) -> str:
 
 def _seconds(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value < 1.0 else f"{value:.2f} s"
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes} bytes"

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -166,7 +167,7 @@ class CallObject:
         return [CallDelta(self._index, new)] if new else []
 
 
-class CallSequence:
+class CallSequence(ABC):
     """Reads call after call, until something is read that can be none: from there on the text is content."""
 
     def __init__(self) -> None:
@@ -186,9 +187,9 @@ class CallSequence:
             text = self._seek(text, parsed) if self._call is None else self._push_call(self._call, text, parsed)
         return parsed
 
+    @abstractmethod
     def _seek(self, text: str, parsed: Parsed) -> str:
         """Reads up to the next call, and returns what is to be read next."""
-        raise NotImplementedError
 
     def _push_call(self, call: CallObject, text: str, parsed: Parsed) -> str:
         deltas, rest = call.push(text)

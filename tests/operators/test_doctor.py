@@ -127,8 +127,8 @@ def test_a_healthy_cluster_has_no_trouble() -> None:
     ("check", "prefill", "severity", "words"),
     [
         (Versions(), pairing(versions={"kvrelay": "0.2.0"}), "warning", "differs: 0.1.0: decode-0; 0.2.0: prefill-0"),
-        (Clocks(), pairing(heard_unix=NOW + 5, told_unix=NOW + 5.01), "warning", "s ahead of the supervisor's"),
-        (Clocks(), pairing(heard_unix=NOW - 5, told_unix=NOW - 4.9), "warning", "s behind the supervisor's"),
+        (Clocks(), pairing(heard_unix=NOW + 5, told_unix=NOW + 5.01), "warning", "prefill-0's is the furthest ahead"),
+        (Clocks(), pairing(heard_unix=NOW - 5, told_unix=NOW - 4.9), "warning", "prefill-0's behind"),
         (Transports(), pairing(""), "error", "no transport"),
         (Protection(), pairing(checksum=False), "error", "damaged KV would become wrong tokens"),
         (Protection(), pairing(host="other"), "note", "not encrypted"),
