@@ -166,6 +166,15 @@ def test_each_trouble_is_found(check: Check, prefill: Description, severity: str
         assert not well(diagnose(cluster(prefill)))
 
 
+def test_clocks_are_compared_with_one_another() -> None:
+    ahead, behind = ({"heard_unix": NOW + by + 0.01, "told_unix": NOW + by + 0.02} for by in (0.7, -0.7))
+    (close,) = Clocks().run(cluster(pairing(**ahead)))
+    assert (close.severity, close.found[:21]) == ("ok", "at most 0.700 s apart")
+    (far,) = Clocks().run(cluster(pairing(**ahead), described(**behind)))
+    assert (far.severity, far.found[:21]) == ("warning", "at most 1.400 s apart")
+    assert list(Clocks().run(Examined(ClusterState(None, "test"), None))) == []
+
+
 def test_memory_errors_of_a_gpu_and_slow_links_between_gpus_are_found() -> None:
     broken = [Gpu(index=0, name="H", driver="1", ecc_errors=3)]
     assert any(found.severity == "error" for found in Gpus().run(cluster(pairing(device="cuda", gpus=broken))))
