@@ -257,11 +257,14 @@ class ClusterConfig(Section):
         allowed = "1 or more, since the routers would share ports that are not chosen"
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
-        workers = sum(self.role(role).replicas for role in ROLES)
-        for name, count in (("router_port", self.router.replicas), ("worker_port", workers)):
-            port = getattr(self.metrics, name)
-            one = not port or count < 2 or not self.local
-            require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
+        self._require_metrics_port("router_port", self.router.replicas)
+        self._require_metrics_port("worker_port", self._count(ROLES))
+
+    def _require_metrics_port(self, name: str, count: int) -> None:
+        """Refuses one port for so many processes on one machine."""
+        port = getattr(self.metrics, name)
+        one = not port or count < 2 or not self.local
+        require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
 
     @property
     def share_ports(self) -> bool:
@@ -328,13 +331,31 @@ class ClusterConfig(Section):
         workers: dict[str, MemberRole] = {f"worker-{index}": role for index, role in enumerate(roles)}
         return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
-    def startable(self, role: WorkerRole) -> str:
-        """Why no further worker of this role can be started; empty if it can."""
+    def startable(self, role: MemberRole, others: int) -> str:
+        """Why no further member of this role can be started; empty if it can.
+
+        Args:
+            others: routers, or workers of all roles, that there are already.
+        """
         try:
-            self._require_device(role, replicas=1)
+            if role == "router":
+                self._require_metrics_port("router_port", others + 1)
+            else:
+                self._require_metrics_port("worker_port", others + 1)
+                self._require_device(role, replicas=1)
         except ValueError as error:
             return str(error)
         return ""
+
+    def cycled(self) -> frozenset[MemberRole]:
+        """The roles whose members must end before their successors start: those with a port of their own.
+
+        A joined cluster's workers may get machines of their own, and so may not.
+        """
+        own: list[MemberRole] = [*ROLES] if self.local and self.metrics.worker_port else []
+        if not self.share_ports or self.metrics.router_port:
+            own.append("router")
+        return frozenset(own)
 
     def worker_config(self, name: str, role: WorkerRole, cores: int | None = None) -> WorkerConfig:
         """A worker's options, without the supervisor's address.

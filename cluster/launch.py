@@ -241,10 +241,10 @@ class Cluster:
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
                     return startup
-                raise RunError(
-                    f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
-                    f"{_logs()}"
+                waits = "".join(
+                    f"; {member.name} waits for {member.waits_for}" for member in startup.members if member.waits_for
                 )
+                raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s{waits}; see {_logs()}")
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
 

@@ -18,15 +18,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.desired import MemberRole
+from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-GROUP_SECONDS = 5
+GROUP_SECONDS = 2
+"""For a member's resources, before it is said that it waits for them."""
 RETRY_SECONDS = 0.5
 UNNAMED_SECONDS = 30.0
 """For Ray to give the name of a killed actor free."""
@@ -48,6 +50,8 @@ class RayLauncher:
         self._adopted: set[str] = set()
         self._stopped: set[str] = set()
         """Names whose present `run` is to start nothing more."""
+        self._waits: dict[str, str] = {}
+        """What members wait for, by name."""
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """Those of `ClusterConfig.members`."""
@@ -62,13 +66,22 @@ class RayLauncher:
         following = upgraded(parsed(present), parsed(config))
         return following.with_gpus(await asyncio.to_thread(present_gpus)).model_dump_json()
 
-    def startable(self, config: str, role: MemberRole) -> str:
-        """A worker needs the device of its role; a router's ports follow from its name."""
-        return "" if role == "router" else parsed(config).startable(role)
+    def startable(self, config: str, role: MemberRole, others: int) -> str:
+        """A worker needs the device of its role; one port of metrics is enough for one process on a machine only."""
+        return parsed(config).startable(role, others)
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
-        """The routers, unless they share their ports: clients look for each at its own."""
-        return frozenset() if parsed(config).share_ports else frozenset({"router"})
+        """Those of `ClusterConfig.cycled`."""
+        return parsed(config).cycled()
+
+    def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
+        """The roles with the same options and the same resources."""
+        before, after = parsed(present), parsed(config)
+        return frozenset(role for role in MEMBER_ROLES if _started_as(before, role) == _started_as(after, role))
+
+    def scaling(self, config: str) -> ScalingConfig:
+        """The section `scaling`."""
+        return parsed(config).scaling
 
     async def adopt(self, name: str) -> bool:
         """Finds the running actor of this name."""
@@ -96,6 +109,10 @@ class RayLauncher:
         # Not if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
         return ended
+
+    def waits_for(self, name: str) -> str:
+        """The resources that its reservation waits for."""
+        return self._waits.get(name, "")
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
@@ -126,11 +143,17 @@ class RayLauncher:
             group = None
         if group is None:
             group = placement_group([bundle], strategy="STRICT_PACK", name=self._label(name), lifetime="detached")
-        # Asks Ray's GCS; `group.ready()` would start a process for that.
-        while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            if name in self._stopped:
-                return None
-            logger.warning("waiting for resources", extra={"member": name, "resources": bundle})
+        try:
+            # Asks Ray's GCS; `group.ready()` would start a process for that.
+            while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
+                if name in self._stopped:
+                    return None
+                if name not in self._waits:
+                    logger.warning("waiting for resources", extra={"member": name, "resources": bundle})
+                    needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
+                    self._waits[name] = f"a node of the Ray cluster with {needed} free"
+        finally:
+            self._waits.pop(name, None)
         return group
 
     def _release(self, name: str) -> None:
@@ -209,7 +232,7 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
         ValueError: it differs in what can't change while the cluster runs.
     """
     kept: dict[str, Any] = {}
-    for section in ("ray", "heartbeat", "scaling"):
+    for section in ("ray", "heartbeat"):
         given, kept[section] = getattr(config, section), getattr(present, section)
         if given not in (type(given)(), kept[section]):
             raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")
@@ -219,6 +242,13 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
                 f"security.{name} is {getattr(config.security, name)}; it can't change while the cluster runs"
             )
     return config.model_copy(update={**kept, "security": present.security})
+
+
+def _started_as(config: ClusterConfig, role: MemberRole) -> tuple[RouterConfig | WorkerConfig, dict[str, float]]:
+    """What a member of a role is started with, by an example."""
+    if role == "router":
+        return config.router_config("router-0"), config.bundle(None)
+    return config.worker_config("worker-0", role), config.bundle(role)
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

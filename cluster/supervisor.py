@@ -424,6 +424,7 @@ class SupervisorServer(Commands):
             status.desired.CopyFrom(to_record(self.fleet.desired))
             status.settled = self.fleet.settled
             status.troubles.update(self.fleet.troubles())
+            status.waits.update(self.fleet.waits())
         return status
 
     async def Describe(

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Literal, get_args
 
 from kvrelay.cluster.desired import MemberRole, Refused
@@ -55,6 +56,7 @@ class Scaler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        """The fleet's, if its configuration has one."""
         self._membership = membership
         self._fleet = fleet
         self._clock = clock
@@ -76,6 +78,7 @@ class Scaler:
 
     async def tick(self) -> None:
         """Looks at the cluster once, and changes it if the policy says so."""
+        self._reconfigure()
         statuses = self._membership.statuses()
         workers = [_worker_report(status) for status in statuses if status.member.role in POOLS]
         routers = [status for status in statuses if status.member.role == ROLE_ROUTER]
@@ -89,6 +92,13 @@ class Scaler:
         decision = self._policy.decide(signals, desired, workers, now)
         if decision is not None and self._config.enabled:
             await self._follow(fleet, decision)
+
+    def _reconfigure(self) -> None:
+        """Takes the options of the cluster's present configuration."""
+        config = None if self._fleet is None else self._fleet.scaling
+        if config is not None and config != self._config:
+            logger.info("scaling has other options", extra={"options": asdict(config)})
+            self._config = self._policy.config = config
 
     def status(self) -> Scaling:
         """For `kvrelay status` and the metrics."""

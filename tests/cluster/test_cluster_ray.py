@@ -180,7 +180,7 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
 
     says = ray_says(world.remembered()["ray_address"], dashboard=True)
     assert sorted(says["actors"]) == ["kvrelay-supervisor", "router-0", "router-1", "worker-0", "worker-1"]
-    assert {"worker-0 (prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
+    assert {"worker-0 (begun as prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
     until(lambda: visible(says["metrics"]) >= METRICS, f"metrics: {METRICS - visible(says['metrics'])}")
 
     assert len(started_by(world)) > 5

@@ -33,6 +33,7 @@ class FakeFleet:
     def __init__(self) -> None:
         self.roles: dict[str, MemberRole] = {f"worker-{n}": "prefill" if n < 4 else "decode" for n in range(8)}
         self.refuses = False
+        self.scaling: ScalingConfig | None = None
         self.desired: Any = SimpleNamespace(rolling=False, count=lambda role: list(self.roles.values()).count(role))
 
     async def set_role(self, name: str, role: MemberRole) -> int:
@@ -119,6 +120,18 @@ def test_off_it_measures_and_changes_nothing() -> None:
     assert status.tpot_attained == 1.0
     assert status.prefill_queue == 30
     assert status.prefill_queue_seconds == pytest.approx(2.0 * 50 * 19.5)
+
+
+def test_another_configuration_of_the_cluster_counts_at_once() -> None:
+    cluster = Cluster(ScalingConfig(ttft_target_seconds=1.0))
+    asyncio.run(cluster.run(10))
+    cluster.fleet.scaling = CONFIG
+    status = asyncio.run(cluster.run(6))
+    assert status.enabled
+    assert status.decisions
+    cluster.fleet.scaling = ScalingConfig(ttft_target_seconds=5.0)
+    status = asyncio.run(cluster.run(0.5))
+    assert (status.enabled, status.ttft_target_seconds) == (False, 5.0)
 
 
 def test_a_refusal_is_told_and_tried_again_later() -> None:
