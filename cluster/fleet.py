@@ -121,7 +121,7 @@ class Fleet:
 
         def change(desired: Desired) -> Desired:
             for role, count in counts.items():
-                kind = ("router",) if role == "router" else changes.WORKER_ROLES
+                kind: tuple[MemberRole, ...] = ("router",) if role == "router" else changes.WORKER_ROLES
                 others = sum(counts.get(each, desired.count(each)) for each in kind) - 1
                 why = self._launcher.startable(self._text(desired), role, others)
                 if count > desired.count(role) and why:
@@ -273,7 +273,8 @@ class Fleet:
 
     def _plan(self, name: str) -> Plan:
         wanted = self.desired.members[name]
-        return Plan(wanted.role, self.desired.configs[wanted.config])
+        roles = {other: each.role for other, each in self.desired.members.items()}
+        return Plan(wanted.role, self.desired.configs[wanted.config], roles)
 
     def _text(self, desired: Desired) -> str:
         return desired.configs[desired.fresh_config]

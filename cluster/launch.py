@@ -24,10 +24,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
-from kvrelay.cluster.config import AUTO, MEMBER, MEMBERS, ClusterConfig, available_cores
+from kvrelay.cluster.config import MEMBER, MEMBERS, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
+from kvrelay.cluster.sections import AUTO
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves

@@ -1,7 +1,7 @@
 """Runs members as named, detached Ray actors, each in a placement group of its own.
 
-A placement group outlives its actor, so a replacement finds its resources still reserved. Actors are detached, so
-running streams outlive the supervisor; a restarted one finds them by their names, and `supervisor_actor.end` ends them.
+Actors are detached, so running streams outlive the supervisor; a restarted one finds them by their names, and
+`supervisor_actor.end` ends them.
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
+from kvrelay.cluster.nodes import Wish
 from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.cluster.reservations import UNNAMED_SECONDS, Reservations
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
@@ -27,11 +29,7 @@ from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-GROUP_SECONDS = 2
-"""For a member's resources, before it is said that it waits for them."""
 RETRY_SECONDS = 0.5
-UNNAMED_SECONDS = 30.0
-"""For Ray to give the name of a killed actor free."""
 
 
 class RayLauncher:
@@ -50,8 +48,7 @@ class RayLauncher:
         self._adopted: set[str] = set()
         self._stopped: set[str] = set()
         """Names whose present `run` is to start nothing more."""
-        self._waits: dict[str, str] = {}
-        """What members wait for, by name."""
+        self._reservations = Reservations(self._namespace)
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """Those of `ClusterConfig.members`."""
@@ -101,7 +98,9 @@ class RayLauncher:
             await asyncio.to_thread(self._end, name)
             config = parsed(plan.config)
             bundle = config.bundle(None if plan.role == "router" else plan.role)
-            group = await self._group(name, bundle)
+            nodes = config.ray
+            wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label)
+            group = await self._reservations.reserve(name, wish, lambda: name not in self._stopped)
             if group is None:
                 return Ended()
             self._actors[name] = self._create(name, plan, supervisor, group)
@@ -112,7 +111,7 @@ class RayLauncher:
 
     def waits_for(self, name: str) -> str:
         """The resources that its reservation waits for."""
-        return self._waits.get(name, "")
+        return self._reservations.waits_for(name)
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
@@ -124,54 +123,13 @@ class RayLauncher:
             except (RayError, TimeoutError) as error:
                 logger.info("killed", extra={"member": name, "reason": str(error) or "it did not stop in time"})
             ray.kill(actor)
-        await asyncio.to_thread(self._release, name)
+        await asyncio.to_thread(self._reservations.release, name)
 
     async def kill(self, name: str) -> None:
         """Ends the member's process at once."""
         actor = self._actors.get(name)
         if actor is not None:
             ray.kill(actor)
-
-    async def _group(self, name: str, bundle: dict[str, float]) -> PlacementGroup | None:
-        """The member's reservation, when it has its resources; None if the member is stopped before.
-
-        A reservation that waits is a demand that Ray's autoscaler sees.
-        """
-        group = await asyncio.to_thread(self._find_group, name)
-        if group is not None and group.bundle_specs != [bundle]:  # of an earlier role or configuration
-            await asyncio.to_thread(self._release, name)
-            group = None
-        if group is None:
-            group = placement_group([bundle], strategy="STRICT_PACK", name=self._label(name), lifetime="detached")
-        try:
-            # Asks Ray's GCS; `group.ready()` would start a process for that.
-            while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-                if name in self._stopped:
-                    return None
-                if name not in self._waits:
-                    logger.warning("waiting for resources", extra={"member": name, "resources": bundle})
-                    needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
-                    self._waits[name] = f"a node of the Ray cluster with {needed} free"
-        finally:
-            self._waits.pop(name, None)
-        return group
-
-    def _release(self, name: str) -> None:
-        """Gives a reservation back; returns when Ray has forgotten its name."""
-        deadline = time.monotonic() + UNNAMED_SECONDS
-        while (group := self._find_group(name)) is not None and time.monotonic() < deadline:
-            remove_placement_group(group)
-            time.sleep(0.05)
-
-    def _label(self, name: str) -> str:
-        return f"{self._namespace}/{name}"
-
-    def _find_group(self, name: str) -> PlacementGroup | None:
-        try:
-            group: PlacementGroup = ray.util.get_placement_group(self._label(name))
-        except ValueError:
-            return None
-        return group
 
     def _find(self, name: str) -> Any | None:
         try:

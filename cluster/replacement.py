@@ -1,6 +1,7 @@
 """How a member's process is kept running: how it ended, and when its replacement starts. No I/O."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.cluster.desired import MemberRole
@@ -28,6 +29,8 @@ class Plan:
     role: MemberRole
     config: str
     """Text of the cluster's configuration."""
+    roles: Mapping[str, MemberRole] = field(default_factory=dict)
+    """Of all members, by name: where this one is placed depends on them."""
 
 
 class Launcher(Protocol):
