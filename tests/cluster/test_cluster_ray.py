@@ -279,11 +279,11 @@ def configured(world: World) -> Path:
 
 @pytest.mark.slow
 def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
-    up = world.up("--detach", "--config", str(configured(world)))
+    up = world.up("--detach", "--routers", "2", "--config", str(configured(world)))
     assert up.returncode == 0, up.stderr + world.log()
     answer, before = world.generate()["token_ids"], world.json("status")
     config = world.folder / "next.yaml"
-    router = "router: {grpc_port: 0, http_port: null}"
+    router = "router: {grpc_port: 0, http_port: null, replicas: 2}"
     config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
     upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
     assert upgraded.returncode == 0, upgraded.stderr
