@@ -11,7 +11,6 @@ from kvrelay.cluster.keepers import Keepers, Progress
 from kvrelay.cluster.membership import Membership
 from kvrelay.cluster.reconcile import Drain, Start, advance, reconcile, settled
 from kvrelay.cluster.replacement import Launcher, Plan
-from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
     MEMBER_STATE_STARTING,
@@ -211,9 +210,9 @@ class Fleet:
         return ROLE_UNSPECIFIED if wanted is None else ROLES[wanted.role]
 
     @property
-    def scaling(self) -> ScalingConfig | None:
-        """What changes by itself, by the present configuration; None if that isn't part of one."""
-        return self._launcher.scaling(self._text(self.desired))
+    def config(self) -> str:
+        """Text of the present configuration."""
+        return self._text(self.desired)
 
     @property
     def settled(self) -> bool:

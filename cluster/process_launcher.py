@@ -143,9 +143,6 @@ class ProcessLauncher:
         """None: each member's options stand for themselves."""
         return frozenset()
 
-    def scaling(self, config: str) -> None:
-        """It is the supervisor's own option."""
-
     async def adopt(self, name: str) -> bool:
         """Finds the process that NAME.pid names, if it still runs."""
         process = self._recorded(name)

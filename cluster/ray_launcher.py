@@ -22,7 +22,6 @@ from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.nodes import Wish
 from kvrelay.cluster.replacement import Ended, Plan
 from kvrelay.cluster.reservations import UNNAMED_SECONDS, Reservations
-from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
@@ -75,10 +74,6 @@ class RayLauncher:
         """The roles with the same options and the same resources."""
         before, after = parsed(present), parsed(config)
         return frozenset(role for role in MEMBER_ROLES if _started_as(before, role) == _started_as(after, role))
-
-    def scaling(self, config: str) -> ScalingConfig:
-        """The section `scaling`."""
-        return parsed(config).scaling
 
     async def adopt(self, name: str) -> bool:
         """Finds the running actor of this name."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.cluster.desired import MemberRole
-from kvrelay.cluster.scaling.config import ScalingConfig
 
 FIRST_SECONDS = 0.5
 MOST_SECONDS = 30.0
@@ -64,9 +63,6 @@ class Launcher(Protocol):
 
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
         """The roles whose members are started as before with another configuration."""
-
-    def scaling(self, config: str) -> ScalingConfig | None:
-        """What changes by itself; None if that isn't part of a configuration."""
 
     async def adopt(self, name: str) -> bool:
         """Finds a process that an earlier supervisor has started, for `run` to watch; False if none runs."""

@@ -84,7 +84,7 @@ class Reservations:
         node = self._place(wish, own)
         if node is not None:
             self._chosen[name] = node
-        return placement_group(
+        made: PlacementGroup = placement_group(
             [dict(wish.bundle)],
             strategy="STRICT_PACK",
             name=self._prefix + name,
@@ -92,6 +92,7 @@ class Reservations:
             _soft_target_node_id=node,
             bundle_label_selector=[own],
         )
+        return made
 
     def _place(self, wish: Wish, own: dict[str, str]) -> str | None:
         """The node to ask for; None to leave it to Ray."""

@@ -50,17 +50,18 @@ class Scaler:
 
     def __init__(
         self,
-        config: ScalingConfig,
+        config: Callable[[], ScalingConfig],
         membership: Membership,
         fleet: Fleet | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        """The fleet's, if its configuration has one."""
+        """`config`: the present options; they may change."""
+        self._present = config
+        self._config = config()
         self._membership = membership
         self._fleet = fleet
         self._clock = clock
-        self._meter, self._policy = Meter(), Policy(config)
+        self._meter, self._policy = Meter(), Policy(self._config)
         self._signals: Signals | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT)
         self.counts: Counter[DecisionKind] = Counter()
@@ -94,9 +95,9 @@ class Scaler:
             await self._follow(fleet, decision)
 
     def _reconfigure(self) -> None:
-        """Takes the options of the cluster's present configuration."""
-        config = None if self._fleet is None else self._fleet.scaling
-        if config is not None and config != self._config:
+        """Takes options that have changed."""
+        config = self._present()
+        if config != self._config:
             logger.info("scaling has other options", extra={"options": asdict(config)})
             self._config = self._policy.config = config
 

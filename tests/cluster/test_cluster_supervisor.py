@@ -251,9 +251,6 @@ class FakeLauncher:
     def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
         return frozenset()
 
-    def scaling(self, config: str) -> None:
-        return None
-
     async def adopt(self, name: str) -> bool:
         return False
 

@@ -33,7 +33,6 @@ class FakeFleet:
     def __init__(self) -> None:
         self.roles: dict[str, MemberRole] = {f"worker-{n}": "prefill" if n < 4 else "decode" for n in range(8)}
         self.refuses = False
-        self.scaling: ScalingConfig | None = None
         self.desired: Any = SimpleNamespace(rolling=False, count=lambda role: list(self.roles.values()).count(role))
 
     async def set_role(self, name: str, role: MemberRole) -> int:
@@ -53,7 +52,8 @@ class Cluster:
         self.now = 0.0
         self.fleet = FakeFleet()
         self.membership = Membership(clock=lambda: self.now)
-        self.scaler = Scaler(config, self.membership, self.fleet, lambda: self.now)  # type: ignore[arg-type]  # a fake
+        self.config = config
+        self.scaler = Scaler(lambda: self.config, self.membership, self.fleet, lambda: self.now)  # type: ignore[arg-type]  # a fake
 
     async def run(self, seconds: float) -> Scaling:
         for _ in range(round(seconds / 0.5)):
@@ -125,11 +125,11 @@ def test_off_it_measures_and_changes_nothing() -> None:
 def test_another_configuration_of_the_cluster_counts_at_once() -> None:
     cluster = Cluster(ScalingConfig(ttft_target_seconds=1.0))
     asyncio.run(cluster.run(10))
-    cluster.fleet.scaling = CONFIG
+    cluster.config = CONFIG
     status = asyncio.run(cluster.run(6))
     assert status.enabled
     assert status.decisions
-    cluster.fleet.scaling = ScalingConfig(ttft_target_seconds=5.0)
+    cluster.config = ScalingConfig(ttft_target_seconds=5.0)
     status = asyncio.run(cluster.run(0.5))
     assert (status.enabled, status.ttft_target_seconds) == (False, 5.0)
 
