@@ -138,7 +138,7 @@ class ServerActor(Generic[ServerT]):
 
 
 class WorkerActor(ServerActor[Server]):
-    """One worker; `worker-0 (prefill, rank 0, gpu 0)` on the dashboard."""
+    """One worker; `worker-0 (begun as prefill, rank 0, gpu 0)` on the dashboard."""
 
     def __init__(self, config: WorkerConfig, local: bool, token: str) -> None:
         # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
@@ -148,7 +148,8 @@ class WorkerActor(ServerActor[Server]):
         if engine.memory_part == AUTO and not gpus:
             engine = replace(engine, memory_part=_part_of_node())
         config = replace(config, host=own_host(local), engine=engine)
-        title = f"{config.name} ({config.role}, rank 0, gpu {gpus or 'none'})"
+        # Ray keeps the text of the actor's start, and the worker may take another role.
+        title = f"{config.name} (begun as {config.role}, rank 0, gpu {gpus or 'none'})"
         self.drain_seconds = config.drain_seconds
         super().__init__("worker", config.name, title, partial(_worker, config), token)
         if gpus and config.engine.device == "cpu":

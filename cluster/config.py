@@ -10,100 +10,41 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, get_type_hints
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema, TypeAdapter, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, TypeAdapter, model_validator
 
 from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.membership import HeartbeatConfig
 from kvrelay.cluster.scaling.config import ScalingConfig
-from kvrelay.engine.automatic import Automatic
-from kvrelay.engine.config import STRICT, Dtype, EngineConfig, require
+from kvrelay.cluster.sections import (
+    AUTO,
+    LOCAL,
+    Amount,
+    MetricsSection,
+    ModelSection,
+    RaySection,
+    RoleSection,
+    Section,
+    json_properties,
+)
+from kvrelay.engine.config import STRICT, EngineConfig, require
 from kvrelay.router.config import RouterConfig, RouterOptions
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.worker.config import WorkerConfig, WorkerRole
 
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
-LOCAL = "local"
-AUTO: Final = "auto"
 MEMBER = "kvrelay_member"
 """Resource of this machine's own Ray: each worker and router takes 1."""
 MEMBERS = 10_000
 """Amount of it; above what one machine can run."""
-GPUS_ALLOWED = "auto, or 0 to 1: a worker computes on one GPU, and more replicas use more"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-def _engine_overrides(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-    """Schema of a mapping with any of EngineConfig's fields but `threads`, which is the role's own field."""
-    hints = get_type_hints(EngineConfig, include_extras=True)
-    options = {
-        name: core_schema.typed_dict_field(
-            handler.generate_schema(hints[name]),
-            required=False,
-            metadata={"pydantic_js_updates": {"description": described["description"]}},
-        )
-        for name, described in _json_properties(EngineConfig).items()
-        if name != "threads"
-    }
-    return core_schema.typed_dict_schema(options, extra_behavior="forbid")
-
-
-def _json_properties(options: type) -> dict[str, Any]:
-    """The JSON schema of each field of an options class."""
-    properties: dict[str, Any] = TypeAdapter(options).json_schema()["properties"]
-    return properties
-
-
-EngineOverrides = Annotated[dict[str, Any], GetPydanticSchema(_engine_overrides)]
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ModelSection(Section):
-    """The checkpoint that is served."""
-
-    path: str = "pico"
-    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
-    (`pico`, `pico-draft`)."""
-
-    dtype: Dtype = "auto"
-    """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
-
-
-class RoleSection(Section):
-    """The workers of one role."""
-
-    replicas: int = Field(default=0, ge=0, le=1024)
-    """Number of workers. Default: one prefill and one decode worker, or neither if there are co-located workers."""
-
-    cpus: Amount = 1.0
-    """CPUs that Ray reserves for each worker; on this machine's own Ray workers share the cores instead."""
-
-    gpus: Annotated[float | Literal["auto"], Automatic(GPUS_ALLOWED, 0.0, 1.0, word=AUTO)] = AUTO
-    """GPUs that Ray reserves for each worker: at most one, since a worker computes on one GPU; with a fraction, such as
-    0.5, several workers share one. auto shares out ray.gpus. With 0, and without GPUs, the worker computes on CPUs."""
-
-    resources: dict[str, Amount] = {}
-    """Custom Ray resources that each worker takes; they select the nodes of a Ray cluster that was joined."""
-
-    threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the forward pass; 0 takes engine.threads."""
-
-    engine: EngineOverrides = {}
-    """Engine options that differ from the `engine` section for this role."""
 
 
 def _describe_inherited(schema: dict[str, Any], options: type) -> None:
     """Adds the descriptions of inherited fields; pydantic reads only the docstrings of the class itself."""
-    for name, described in _json_properties(RouterOptions).items():
+    for name, described in json_properties(RouterOptions).items():
         schema["properties"][name]["description"] = described["description"]
 
 
@@ -137,53 +78,6 @@ class RouterSection(RouterOptions):
         for name in ("grpc_port", "http_port"):
             port = getattr(self, name) or 0
             require(port <= most, name, port, f"up to {most} for {self.replicas} routers")
-
-
-class RaySection(Section):
-    """The Ray cluster that kvrelay runs on."""
-
-    address: str = LOCAL
-    """`local` starts one that ends with `kvrelay up`; `auto` or host:port joins a running one."""
-
-    namespace: str = Field(default="kvrelay", min_length=1)
-    """Namespace of the named actors; each kvrelay cluster on one Ray cluster needs its own."""
-
-    include_dashboard: bool = True
-    """Start Ray's dashboard with a local cluster."""
-
-    dashboard_host: str = "127.0.0.1"
-    """Address that a local cluster's dashboard binds to."""
-
-    dashboard_port: int = Field(default=0, ge=0, le=65535)
-    """Port of a local cluster's dashboard; 0 takes 8265 or the next free one."""
-
-    gpus: Annotated[int | Literal["auto"], Automatic("auto, or 0 or more", 0, word=AUTO)] = AUTO
-    """GPUs for the workers whose `gpus` is auto: each gets one, or its part of one if there are more workers. auto: all
-    that the Ray cluster has. With 0, they compute on CPUs."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "RaySection":
-        host, _, port = self.address.rpartition(":")
-        joined = bool(host) and port.isdecimal() and 0 < int(port) < 65536
-        require(joined or self.address in (LOCAL, AUTO), "address", self.address, f"{LOCAL}, {AUTO} or HOST:PORT")
-        return self
-
-
-MetricsPort = Annotated[int | None, Field(ge=0, le=65535)]
-
-
-class MetricsSection(Section):
-    """Ports at which processes serve their metrics as Prometheus text. Routers do so at `router.http_port`, and Ray's
-    agents export those of all in any case."""
-
-    router_port: MetricsPort = None
-    """Of each router, beside its HTTP and without a key; 0 takes a free one, null opens none."""
-
-    worker_port: MetricsPort = None
-    """Of each worker; 0 takes a free one, null opens none."""
-
-    supervisor_port: MetricsPort = None
-    """Of the supervisor, which lists the other processes' at `/targets`; 0 takes a free one, null opens none."""
 
 
 class ClusterConfig(Section):
@@ -257,11 +151,14 @@ class ClusterConfig(Section):
         allowed = "1 or more, since the routers would share ports that are not chosen"
         shared = self.share_ports and self.router.replicas > 1
         require(not shared or chosen, "router.port_step", self.router.port_step, allowed)
-        workers = sum(self.role(role).replicas for role in ROLES)
-        for name, count in (("router_port", self.router.replicas), ("worker_port", workers)):
-            port = getattr(self.metrics, name)
-            one = not port or count < 2 or not self.local
-            require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
+        self._require_metrics_port("router_port", self.router.replicas)
+        self._require_metrics_port("worker_port", self._count(ROLES))
+
+    def _require_metrics_port(self, name: str, count: int) -> None:
+        """Refuses one port for so many processes on one machine."""
+        port = getattr(self.metrics, name)
+        one = not port or count < 2 or not self.local
+        require(one, f"metrics.{name}", port, f"0 or null, since {count} processes on one machine would share it")
 
     @property
     def share_ports(self) -> bool:
@@ -328,13 +225,31 @@ class ClusterConfig(Section):
         workers: dict[str, MemberRole] = {f"worker-{index}": role for index, role in enumerate(roles)}
         return workers | {f"router-{index}": "router" for index in range(self.router.replicas)}
 
-    def startable(self, role: WorkerRole) -> str:
-        """Why no further worker of this role can be started; empty if it can."""
+    def startable(self, role: MemberRole, others: int) -> str:
+        """Why no further member of this role can be started; empty if it can.
+
+        Args:
+            others: routers, or workers of all roles, that there are already.
+        """
         try:
-            self._require_device(role, replicas=1)
+            if role == "router":
+                self._require_metrics_port("router_port", others + 1)
+            else:
+                self._require_metrics_port("worker_port", others + 1)
+                self._require_device(role, replicas=1)
         except ValueError as error:
             return str(error)
         return ""
+
+    def cycled(self) -> frozenset[MemberRole]:
+        """The roles whose members must end before their successors start: those with a port of their own.
+
+        A joined cluster's workers may get machines of their own, and so may not.
+        """
+        own: list[MemberRole] = [*ROLES] if self.local and self.metrics.worker_port else []
+        if not self.share_ports or self.metrics.router_port:
+            own.append("router")
+        return frozenset(own)
 
     def worker_config(self, name: str, role: WorkerRole, cores: int | None = None) -> WorkerConfig:
         """A worker's options, without the supervisor's address.

@@ -143,6 +143,18 @@ class Desired:
         return replace(changed, configs=configs, revision=self.revision + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """How members get other processes."""
+
+    cycled: Collection[MemberRole] = frozenset()
+    """Roles whose members end before their successors start."""
+    kept: Collection[MemberRole] = frozenset()
+    """Roles whose members are started as before with the other configuration; they stay."""
+    gaps: bool = False
+    """Whether the only member of a cycled role may end: nothing is served until it is back."""
+
+
 def scaled(desired: Desired, seen: Mapping[str, Seen], counts: Mapping[MemberRole, int]) -> Desired:
     """With so many members of each of these roles. Those that serve least leave first.
 
@@ -212,31 +224,33 @@ def with_role(desired: Desired, seen: Mapping[str, Seen], name: str, role: Membe
     return desired.having(members)
 
 
-def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], cycled: Collection[MemberRole]) -> Desired:
+def upgraded(desired: Desired, text: str, counts: Mapping[MemberRole, int], how: Rolling) -> Desired:
     """With another configuration for all members; itself if they have or are getting this one.
 
     Args:
         counts: numbers of members that change with it.
-        cycled: roles whose members end before their successors start.
+
+    Raises:
+        Refused: nothing would be served for a while.
     """
     if desired.configs.get(desired.config) == text and not desired.halted:
         return desired
     generation = max(desired.configs, default=0) + 1
     configs = {**desired.configs, generation: text}
     members = {name: wanted for name, wanted in desired.members.items() if not wanted.replaces}
-    rolled = {name: _rolled(wanted, cycled) for name, wanted in members.items()}
+    previous = desired.fresh_config
+    rolled = {name: _reconfigured(wanted, previous, generation, how) for name, wanted in members.items()}
     for name in desired.members.keys() - members.keys():  # a successor with a configuration between the two
         rolled[name] = replace(desired.members[name], stage=Stage.LEAVE, replaces="")
-    previous = desired.fresh_config
     changed = desired.having(rolled, config=generation, previous=previous, configs=configs, halted="")
-    return scaled(changed, {}, counts) if counts else changed
+    return _without_gap(scaled(changed, {}, counts) if counts else changed, how)
 
 
-def rolled_back(desired: Desired, cycled: Collection[MemberRole]) -> Desired:
+def rolled_back(desired: Desired, how: Rolling) -> Desired:
     """With the configuration before the present one.
 
     Raises:
-        Refused: there is none.
+        Refused: there is none, or nothing would be served for a while.
     """
     if not desired.previous:
         raise Refused(Code.INVALID, "there is no configuration before the present one")
@@ -250,15 +264,15 @@ def rolled_back(desired: Desired, cycled: Collection[MemberRole]) -> Desired:
         elif wanted.config == target and wanted.stage is not Stage.RETURN:
             members[name] = replace(wanted, stage=Stage.SERVE)
         else:
-            members[name] = _rolled(wanted, cycled)
-    return desired.having(members, config=target, previous=desired.config, halted="")
+            members[name] = _reconfigured(wanted, desired.config, target, how)
+    return _without_gap(desired.having(members, config=target, previous=desired.config, halted=""), how)
 
 
-def restarted(desired: Desired, names: Collection[str], cycled: Collection[MemberRole], restart_id: str) -> Desired:
+def restarted(desired: Desired, names: Collection[str], how: Rolling, restart_id: str) -> Desired:
     """With these members (all, if there are none) replaced by ones of the same configuration.
 
     Raises:
-        Refused: one is unknown or about to end, or an upgrade has stopped.
+        Refused: one is unknown or about to end, an upgrade has stopped, or nothing would be served for a while.
     """
     if restart_id and restart_id == desired.restart_id:
         return desired
@@ -269,8 +283,8 @@ def restarted(desired: Desired, names: Collection[str], cycled: Collection[Membe
         if wanted.stage is Stage.LEAVE:
             raise Refused(Code.BUSY, f"{name} is about to end")
         if not wanted.replaces:
-            members[name] = _rolled(wanted, cycled)
-    return desired.having(members, restart_id=restart_id)
+            members[name] = _rolled(wanted, how)
+    return _without_gap(desired.having(members, restart_id=restart_id), how)
 
 
 def leave(members: dict[str, Wanted], name: str) -> None:
@@ -341,11 +355,30 @@ def _check_not_halted(desired: Desired) -> None:
         )
 
 
-def _rolled(wanted: Wanted, cycled: Collection[MemberRole]) -> Wanted:
+def _rolled(wanted: Wanted, how: Rolling) -> Wanted:
     """A member that is to have another process."""
     if wanted.stage.ends:
         return wanted
-    return replace(wanted, stage=Stage.CYCLE if wanted.role in cycled else Stage.REPLACE)
+    return replace(wanted, stage=Stage.CYCLE if wanted.role in how.cycled else Stage.REPLACE)
+
+
+def _reconfigured(wanted: Wanted, present: int, config: int, how: Rolling) -> Wanted:
+    """A member that is to have another configuration than the `present` one."""
+    if wanted.role in how.kept and wanted.config == present and wanted.stage is Stage.SERVE:
+        return replace(wanted, config=config)
+    return _rolled(wanted, how)
+
+
+def _without_gap(desired: Desired, how: Rolling) -> Desired:
+    """Itself, if something serves all the time."""
+    for name, wanted in desired.members.items():
+        if wanted.stage is Stage.CYCLE and desired.count(wanted.role) == 1 and not how.gaps:
+            raise Refused(
+                Code.UNSAFE,
+                f"{name} is the only {wanted.role} member and has a port of its own, so it would end before its "
+                f"successor starts. `scale {wanted.role}=2` first; --in-place does it with a gap",
+            )
+    return desired
 
 
 def _known(desired: Desired, name: str) -> Wanted:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvrelay.cluster import desired as changes
-from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Seen, Stage, Wanted
+from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted
 from kvrelay.cluster.keepers import Keepers, Progress
 from kvrelay.cluster.membership import Membership
 from kvrelay.cluster.reconcile import Drain, Start, advance, reconcile, settled
@@ -120,7 +120,10 @@ class Fleet:
 
         def change(desired: Desired) -> Desired:
             for role, count in counts.items():
-                if count > desired.count(role) and (why := self._launcher.startable(self._text(desired), role)):
+                kind: tuple[MemberRole, ...] = ("router",) if role == "router" else changes.WORKER_ROLES
+                others = sum(counts.get(each, desired.count(each)) for each in kind) - 1
+                why = self._launcher.startable(self._text(desired), role, others)
+                if count > desired.count(role) and why:
                     raise Refused(Code.INVALID, why)
             return changes.scaled(desired, self.seen(), counts)
 
@@ -147,24 +150,30 @@ class Fleet:
             raise Refused(Code.INVALID, str(error)) from None
 
         def change(desired: Desired) -> Desired:
-            counts = self._counts(self._text(desired), text)
-            return changes.upgraded(desired, text, counts, self._cycled(text, in_place))
+            present = self._text(desired)
+            how = self._rolling(present, text, in_place)
+            return changes.upgraded(desired, text, self._counts(present, text), how)
 
         return await self._change("upgrade", change)
 
     async def roll_back(self, *, in_place: bool = False) -> int:
         """Goes back to the configuration before."""
-        return await self._change(
-            "rollback",
-            lambda desired: changes.rolled_back(desired, self._cycled(self._text(desired), in_place)),
-        )
+
+        def change(desired: Desired) -> Desired:
+            present, target = desired.configs[desired.config], desired.configs.get(desired.previous, "")
+            # Refused below if there is no target.
+            return changes.rolled_back(desired, self._rolling(present, target, in_place) if target else Rolling())
+
+        return await self._change("rollback", change)
 
     async def restart(self, names: Sequence[str], restart_id: str, *, in_place: bool = False) -> int:
         """Replaces these members, or all, by ones of the same configuration."""
-        return await self._change(
-            "restart",
-            lambda desired: changes.restarted(desired, names, self._cycled(self._text(desired), in_place), restart_id),
-        )
+
+        def change(desired: Desired) -> Desired:
+            text = self._text(desired)
+            return changes.restarted(desired, names, self._rolling(text, text, in_place), restart_id)
+
+        return await self._change("restart", change)
 
     # What is known.
 
@@ -201,6 +210,11 @@ class Fleet:
         return ROLE_UNSPECIFIED if wanted is None else ROLES[wanted.role]
 
     @property
+    def config(self) -> str:
+        """Text of the present configuration."""
+        return self._text(self.desired)
+
+    @property
     def settled(self) -> bool:
         """Whether every member serves as desired, and nothing is to change any more."""
         return settled(self.desired, self.seen())
@@ -213,6 +227,10 @@ class Fleet:
         """Why the last process ended, of members that don't serve."""
         ready = (MEMBER_STATE_READY,)
         return {each.name: each.reason for each in self.progress() if each.reason and each.state not in ready}
+
+    def waits(self) -> dict[str, str]:
+        """What members wait for before their processes can start."""
+        return {each.name: each.waits_for for each in self.progress() if each.waits_for}
 
     def add_to(self, record: SupervisorRecord) -> None:
         """Adds the desired state to a supervisor's record."""
@@ -254,13 +272,15 @@ class Fleet:
 
     def _plan(self, name: str) -> Plan:
         wanted = self.desired.members[name]
-        return Plan(wanted.role, self.desired.configs[wanted.config])
+        roles = {other: each.role for other, each in self.desired.members.items()}
+        return Plan(wanted.role, self.desired.configs[wanted.config], roles)
 
     def _text(self, desired: Desired) -> str:
         return desired.configs[desired.fresh_config]
 
-    def _cycled(self, text: str, in_place: bool) -> frozenset[MemberRole]:
-        return frozenset(changes.MEMBER_ROLES) if in_place else self._launcher.cycled(text)
+    def _rolling(self, present: str, text: str, in_place: bool) -> Rolling:
+        cycled = frozenset(changes.MEMBER_ROLES) if in_place else self._launcher.cycled(text)
+        return Rolling(cycled, self._launcher.unchanged(present, text), gaps=in_place)
 
     def _counts(self, present: str, text: str) -> dict[MemberRole, int]:
         """The numbers of members that differ between two configurations."""

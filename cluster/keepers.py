@@ -17,6 +17,8 @@ MOST_FAILURES = 3
 """Processes of one member that may end before it has served."""
 STALL_SECONDS = 180.0
 """How long a start may go on without progress."""
+RESOURCE_SECONDS = 600.0
+"""How long it may wait for resources: Ray's autoscaler may have to bring a machine."""
 END_SECONDS = 1.0
 """How long an ended process may take to be noticed, before it is ended again."""
 
@@ -36,6 +38,8 @@ class Progress:
     """Why the last of them did."""
     hopeless: bool = False
     """It isn't started again: its configuration is the reason."""
+    waits_for: str = ""
+    """What its next process waits for before it starts; empty if for nothing."""
 
 
 class _Keeper:
@@ -50,12 +54,16 @@ class _Keeper:
         self.task: asyncio.Task[None] | None = None
         self._moved_at = time.monotonic()
 
-    def note(self, member: Member) -> None:
-        """Takes what the membership knows of it."""
+    def note(self, member: Member, waits_for: str) -> None:
+        """Takes what the membership and the launcher know of it."""
         self.served |= member.state == MEMBER_STATE_READY
         if (member.state, member.loaded) != (self.progress.state, self.progress.loaded):
             self.progress = replace(self.progress, state=member.state, loaded=member.loaded)
             self._moved_at = time.monotonic()
+        if waits_for != self.progress.waits_for:
+            if not (waits_for and self.progress.waits_for):
+                self._moved_at = time.monotonic()
+            self.progress = replace(self.progress, waits_for=waits_for)
 
     @property
     def trouble(self) -> str:
@@ -63,9 +71,12 @@ class _Keeper:
         progress = self.progress
         if progress.hopeless or (progress.failures >= MOST_FAILURES and not self.served):
             return progress.reason
-        if progress.state != MEMBER_STATE_READY and time.monotonic() - self._moved_at > STALL_SECONDS:
-            return progress.reason or f"no progress in {STALL_SECONDS:g} s; resources may be missing"
-        return ""
+        allowed = RESOURCE_SECONDS if progress.waits_for else STALL_SECONDS
+        if progress.state == MEMBER_STATE_READY or time.monotonic() - self._moved_at <= allowed:
+            return ""
+        if progress.waits_for:
+            return f"for {allowed:g} s it waits for {progress.waits_for}"
+        return progress.reason or f"no progress in {allowed:g} s"
 
 
 class Keepers:
@@ -142,7 +153,7 @@ class Keepers:
         """Takes what the membership knows of the members."""
         members = {member.name: member for member in self._membership.members()}
         for name, keeper in self._keepers.items():
-            keeper.note(members.get(name, Member()))
+            keeper.note(members.get(name, Member()), self._launcher.waits_for(name))
 
     def kept(self, name: str) -> bool:
         """Whether a process runs under this name, or is about to."""

@@ -24,10 +24,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
-from kvrelay.cluster.config import AUTO, MEMBER, MEMBERS, ClusterConfig, available_cores
+from kvrelay.cluster.config import MEMBER, MEMBERS, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
+from kvrelay.cluster.sections import AUTO
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
@@ -241,10 +242,10 @@ class Cluster:
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
                     return startup
-                raise RunError(
-                    f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
-                    f"{_logs()}"
+                waits = "".join(
+                    f"; {member.name} waits for {member.waits_for}" for member in startup.members if member.waits_for
                 )
+                raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s{waits}; see {_logs()}")
             self._signals.wait(POLL_SECONDS)
             self._signals.check()
 

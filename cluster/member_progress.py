@@ -37,7 +37,8 @@ def progress(status: GetStatusResponse) -> list[MemberProgress]:
     wanted = {member.name: member for member in status.desired.members}
     found = []
     for name in sorted(wanted, key=lambda name: (name.rpartition("-")[0] != "worker", len(name), name)):
-        words = " ".join(_words(wanted[name], present.get(name), status.troubles.get(name, "")))
+        trouble, waits_for = status.troubles.get(name, ""), status.waits.get(name, "")
+        words = " ".join(_words(wanted[name], present.get(name), trouble, waits_for))
         # A router is ready when it can place requests; without workers it is as desired nevertheless.
         idle = wanted[name].role == ROLE_ROUTER and words.endswith(" loading") and not status.ready
         plain = wanted[name].stage == STAGE_SERVE and not wanted[name].replaces
@@ -45,13 +46,15 @@ def progress(status: GetStatusResponse) -> list[MemberProgress]:
     return found
 
 
-def _words(wanted: DesiredMember, present: Member | None, trouble: str) -> Iterator[str]:
+def _words(wanted: DesiredMember, present: Member | None, trouble: str, waits_for: str) -> Iterator[str]:
     yield Role.Name(wanted.role).removeprefix("ROLE_").lower()
     if wanted.replaces:
         yield f"for {wanted.replaces},"
     if wanted.stage not in (STAGE_SERVE, STAGE_LEAVE, STAGE_RETURN):
         yield "to be replaced,"
-    if trouble:
+    if waits_for:
+        yield f"waits for {waits_for}"
+    elif trouble:
         yield f"failing ({trouble})"
     elif wanted.stage in (STAGE_LEAVE, STAGE_RETURN):
         yield "leaving" if wanted.stage == STAGE_LEAVE else "restarting"

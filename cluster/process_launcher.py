@@ -125,7 +125,7 @@ class ProcessLauncher:
         """The same, checked: everything can change."""
         return PROCESSES.dump_json(_parse(config)).decode()
 
-    def startable(self, config: str, role: MemberRole) -> str:
+    def startable(self, config: str, role: MemberRole, others: int) -> str:
         """Further routers must share the port of the first."""
         template = _parse(config).template(role)
         if template is None:
@@ -138,6 +138,10 @@ class ProcessLauncher:
         """The routers, unless they share their port."""
         template = _parse(config).template("router")
         return frozenset() if template is None or _shared(template) else frozenset({"router"})
+
+    def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
+        """None: each member's options stand for themselves."""
+        return frozenset()
 
     async def adopt(self, name: str) -> bool:
         """Finds the process that NAME.pid names, if it still runs."""
@@ -154,6 +158,10 @@ class ProcessLauncher:
             process = self._running[name] = await asyncio.to_thread(self._start, name, plan, supervisor)
         await _end_of(process)
         return self._ended(name)
+
+    def waits_for(self, name: str) -> str:
+        """Nothing: a process starts at once."""
+        return ""
 
     async def stop(self, name: str, grace: float) -> None:
         """SIGTERM, then SIGKILL if it doesn't end in time."""

@@ -1,7 +1,7 @@
 """Runs members as named, detached Ray actors, each in a placement group of its own.
 
-A placement group outlives its actor, so a replacement finds its resources still reserved. Actors are detached, so
-running streams outlive the supervisor; a restarted one finds them by their names, and `supervisor_actor.end` ends them.
+Actors are detached, so running streams outlive the supervisor; a restarted one finds them by their names, and
+`supervisor_actor.end` ends them.
 """
 
 import asyncio
@@ -13,23 +13,22 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.desired import MemberRole
+from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
+from kvrelay.cluster.nodes import Wish
 from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.cluster.reservations import UNNAMED_SECONDS, Reservations
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-GROUP_SECONDS = 5
 RETRY_SECONDS = 0.5
-UNNAMED_SECONDS = 30.0
-"""For Ray to give the name of a killed actor free."""
 
 
 class RayLauncher:
@@ -48,6 +47,7 @@ class RayLauncher:
         self._adopted: set[str] = set()
         self._stopped: set[str] = set()
         """Names whose present `run` is to start nothing more."""
+        self._reservations = Reservations(self._namespace)
 
     def members(self, config: str) -> dict[str, MemberRole]:
         """Those of `ClusterConfig.members`."""
@@ -62,13 +62,18 @@ class RayLauncher:
         following = upgraded(parsed(present), parsed(config))
         return following.with_gpus(await asyncio.to_thread(present_gpus)).model_dump_json()
 
-    def startable(self, config: str, role: MemberRole) -> str:
-        """A worker needs the device of its role; a router's ports follow from its name."""
-        return "" if role == "router" else parsed(config).startable(role)
+    def startable(self, config: str, role: MemberRole, others: int) -> str:
+        """A worker needs the device of its role; one port of metrics is enough for one process on a machine only."""
+        return parsed(config).startable(role, others)
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
-        """The routers, unless they share their ports: clients look for each at its own."""
-        return frozenset() if parsed(config).share_ports else frozenset({"router"})
+        """Those of `ClusterConfig.cycled`."""
+        return parsed(config).cycled()
+
+    def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
+        """The roles with the same options and the same resources."""
+        before, after = parsed(present), parsed(config)
+        return frozenset(role for role in MEMBER_ROLES if _started_as(before, role) == _started_as(after, role))
 
     async def adopt(self, name: str) -> bool:
         """Finds the running actor of this name."""
@@ -88,7 +93,9 @@ class RayLauncher:
             await asyncio.to_thread(self._end, name)
             config = parsed(plan.config)
             bundle = config.bundle(None if plan.role == "router" else plan.role)
-            group = await self._group(name, bundle)
+            nodes = config.ray
+            wish = Wish(plan.role, bundle, plan.roles, nodes.topology_labels, nodes.role_label)
+            group = await self._reservations.reserve(name, wish, lambda: name not in self._stopped)
             if group is None:
                 return Ended()
             self._actors[name] = self._create(name, plan, supervisor, group)
@@ -96,6 +103,10 @@ class RayLauncher:
         # Not if this task is cancelled: members outlive the supervisor.
         await asyncio.to_thread(self._end, name)
         return ended
+
+    def waits_for(self, name: str) -> str:
+        """The resources that its reservation waits for."""
+        return self._reservations.waits_for(name)
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, ends its actor, and gives its reservation back."""
@@ -107,48 +118,13 @@ class RayLauncher:
             except (RayError, TimeoutError) as error:
                 logger.info("killed", extra={"member": name, "reason": str(error) or "it did not stop in time"})
             ray.kill(actor)
-        await asyncio.to_thread(self._release, name)
+        await asyncio.to_thread(self._reservations.release, name)
 
     async def kill(self, name: str) -> None:
         """Ends the member's process at once."""
         actor = self._actors.get(name)
         if actor is not None:
             ray.kill(actor)
-
-    async def _group(self, name: str, bundle: dict[str, float]) -> PlacementGroup | None:
-        """The member's reservation, when it has its resources; None if the member is stopped before.
-
-        A reservation that waits is a demand that Ray's autoscaler sees.
-        """
-        group = await asyncio.to_thread(self._find_group, name)
-        if group is not None and group.bundle_specs != [bundle]:  # of an earlier role or configuration
-            await asyncio.to_thread(self._release, name)
-            group = None
-        if group is None:
-            group = placement_group([bundle], strategy="STRICT_PACK", name=self._label(name), lifetime="detached")
-        # Asks Ray's GCS; `group.ready()` would start a process for that.
-        while not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            if name in self._stopped:
-                return None
-            logger.warning("waiting for resources", extra={"member": name, "resources": bundle})
-        return group
-
-    def _release(self, name: str) -> None:
-        """Gives a reservation back; returns when Ray has forgotten its name."""
-        deadline = time.monotonic() + UNNAMED_SECONDS
-        while (group := self._find_group(name)) is not None and time.monotonic() < deadline:
-            remove_placement_group(group)
-            time.sleep(0.05)
-
-    def _label(self, name: str) -> str:
-        return f"{self._namespace}/{name}"
-
-    def _find_group(self, name: str) -> PlacementGroup | None:
-        try:
-            group: PlacementGroup = ray.util.get_placement_group(self._label(name))
-        except ValueError:
-            return None
-        return group
 
     def _find(self, name: str) -> Any | None:
         try:
@@ -209,7 +185,7 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
         ValueError: it differs in what can't change while the cluster runs.
     """
     kept: dict[str, Any] = {}
-    for section in ("ray", "heartbeat", "scaling"):
+    for section in ("ray", "heartbeat"):
         given, kept[section] = getattr(config, section), getattr(present, section)
         if given not in (type(given)(), kept[section]):
             raise ValueError(f"{section} differs from the running cluster's; it can't change while the cluster runs")
@@ -219,6 +195,13 @@ def upgraded(present: ClusterConfig, config: ClusterConfig) -> ClusterConfig:
                 f"security.{name} is {getattr(config.security, name)}; it can't change while the cluster runs"
             )
     return config.model_copy(update={**kept, "security": present.security})
+
+
+def _started_as(config: ClusterConfig, role: MemberRole) -> tuple[RouterConfig | WorkerConfig, dict[str, float]]:
+    """What a member of a role is started with, by an example."""
+    if role == "router":
+        return config.router_config("router-0"), config.bundle(None)
+    return config.worker_config("worker-0", role), config.bundle(role)
 
 
 def actor_options(namespace: str, name: str) -> dict[str, Any]:

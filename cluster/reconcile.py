@@ -106,20 +106,22 @@ def _failed(desired: Desired, seen: Mapping[str, Seen]) -> tuple[str, str] | Non
 
 
 def _on_successor(desired: Desired, seen: Mapping[str, Seen], name: str, members: dict[str, Wanted]) -> None:
-    """A successor serves: the member before it leaves, or a successor of the other role is needed first."""
+    """A successor serves: the member before it leaves, or a successor that it can be paired with is needed first."""
     wanted = members[name]
     before, now = seen.get(wanted.replaces, NOTHING), seen[name]
     alike = wanted.role == "router" or before.digest == now.digest or not before.ready
     there = able(desired, seen)
     complete = serving(entry for entry in there if entry[1] == now.digest)
+    partners: tuple[MemberRole, ...] = ("decode" if wanted.role == "prefill" else "prefill", "colocated")
+    begun = any(each.replaces and each.role in partners for other, each in members.items() if other != name)
+    partner = next((role for role in partners if _to_succeed(members, role)), None)
+    alone = not begun and partner is None
     # Those that leave in this very step are left out by `members`, not yet by `desired`.
-    if (alike or complete) and spared(desired.having(members), seen, wanted.replaces):
+    if (alike or complete or alone) and spared(desired.having(members), seen, wanted.replaces):
         members[wanted.replaces] = replace(members[wanted.replaces], stage=Stage.LEAVE)
         members[name] = replace(wanted, replaces="")
-    elif not alike and not complete:
-        other: MemberRole = "decode" if wanted.role == "prefill" else "prefill"
-        if not any(each.role == other and each.replaces for each in members.values()):
-            _succeed(desired, seen, members, other)
+    elif not (alike or complete or begun) and partner is not None:
+        _succeed(desired, seen, members, partner)
 
 
 def _may_begin(desired: Desired, seen: Mapping[str, Seen]) -> bool:
@@ -150,11 +152,19 @@ def _begin(desired: Desired, seen: Mapping[str, Seen], members: dict[str, Wanted
 
 
 def _succeed(desired: Desired, seen: Mapping[str, Seen], members: dict[str, Wanted], role: MemberRole) -> None:
-    """Adds a successor of a member of this role that is to be replaced: of one that doesn't serve, if there is one."""
-    left = [name for name, wanted in members.items() if wanted.role == role and wanted.stage is Stage.REPLACE]
-    left.sort(key=lambda name: seen.get(name, NOTHING).ready)
-    if left:
-        members[new_name(members, role)] = Wanted(role, desired.config, replaces=left[0])
+    """Adds a successor of a member `_to_succeed`: of one that doesn't serve, if there is one."""
+    before = min(_to_succeed(members, role), key=lambda name: seen.get(name, NOTHING).ready)
+    members[new_name(members, role)] = Wanted(role, desired.config, replaces=before)
+
+
+def _to_succeed(members: Mapping[str, Wanted], role: MemberRole) -> list[str]:
+    """Those of this role that a successor is to replace and that have none yet."""
+    succeeded = {wanted.replaces for wanted in members.values()}
+    return [
+        name
+        for name, wanted in members.items()
+        if wanted.role == role and wanted.stage is Stage.REPLACE and name not in succeeded
+    ]
 
 
 def _serves(wanted: Wanted, now: Seen) -> bool:

@@ -1,6 +1,7 @@
 """How a member's process is kept running: how it ended, and when its replacement starts. No I/O."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.cluster.desired import MemberRole
@@ -27,6 +28,8 @@ class Plan:
     role: MemberRole
     config: str
     """Text of the cluster's configuration."""
+    roles: Mapping[str, MemberRole] = field(default_factory=dict)
+    """Of all members, by name: where this one is placed depends on them."""
 
 
 class Launcher(Protocol):
@@ -48,11 +51,18 @@ class Launcher(Protocol):
             ValueError: it can't be used, or differs in what can't change while the cluster runs; the text says why.
         """
 
-    def startable(self, config: str, role: MemberRole) -> str:
-        """Why no further member of this role can be started; empty if it can."""
+    def startable(self, config: str, role: MemberRole, others: int) -> str:
+        """Why no further member of this role can be started; empty if it can.
+
+        Args:
+            others: routers, or workers of all roles, that there are already.
+        """
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
         """The roles whose members must end before their successors start: those with an address of their own."""
+
+    def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
+        """The roles whose members are started as before with another configuration."""
 
     async def adopt(self, name: str) -> bool:
         """Finds a process that an earlier supervisor has started, for `run` to watch; False if none runs."""
@@ -63,6 +73,9 @@ class Launcher(Protocol):
         Args:
             supervisor: host:port that the process sends its heartbeats to.
         """
+
+    def waits_for(self, name: str) -> str:
+        """What `run` waits for before it starts the member's process, such as resources; empty if for nothing."""
 
     async def stop(self, name: str, grace: float) -> None:
         """Gives the member `grace` seconds to finish, and ends its process in any case.

@@ -38,7 +38,7 @@ class Report:
 
     def progress(self, members: Sequence[Progress]) -> None:
         """Shows the progress of each member."""
-        words = {member.name: WORDS.get(member.state, "lost") for member in members}
+        words = {member.name: _word(member) for member in members}
         if self._spinner is not None:
             shares = {member.name: f" {member.loaded:.0%}" for member in members if words[member.name] == "loading"}
             self._spinner.update("   ".join(f"{name} {word}{shares.get(name, '')}" for name, word in words.items()))
@@ -52,3 +52,7 @@ class Report:
         """Removes the changing line."""
         if self._spinner is not None:
             self._spinner.stop()
+
+
+def _word(member: Progress) -> str:
+    return f"waits for {member.waits_for}" if member.waits_for else WORDS.get(member.state, "lost")

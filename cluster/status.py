@@ -183,6 +183,7 @@ def _desired(status: GetStatusResponse) -> dict[str, Any]:
                 "stage": Stage.Name(member.stage).removeprefix("STAGE_").lower(),
                 "replaces": member.replaces or None,
                 "trouble": status.troubles.get(member.name),
+                "waits_for": status.waits.get(member.name),
             }
             for member in desired.members
         ],

@@ -12,7 +12,7 @@ the members' processes that run.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kvrelay.cluster.keepers import Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
 from kvrelay.cluster.metrics import SupervisorMetrics
 from kvrelay.cluster.process_launcher import MemberProcess, Processes, ProcessLauncher
+from kvrelay.cluster.published import Published
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.cluster.scaling.config import ScalingConfig
@@ -120,24 +121,6 @@ class Startup:
     members: list[Progress]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Published:
-    """A membership as it is sent."""
-
-    version: int = -1
-    members: tuple[Member, ...] = ()
-    complete: bool = False
-    roles: Mapping[str, Role] = field(default_factory=dict)
-    """Those that members are to have, by name."""
-
-    def generation(self, worker: WorkerId) -> int:
-        """The generation of a member in it; 0 if it isn't."""
-        for member in self.members:
-            if (member.name, member.incarnation) == worker:
-                return member.generation
-        return 0
-
-
 class WrongPart(ValueError):
     """A heartbeat of a role that the caller's certificate doesn't name."""
 
@@ -145,12 +128,19 @@ class WrongPart(ValueError):
 class SupervisorServer(Commands):
     """Serves SupervisorService over a Membership, and keeps the desired members of its launcher running."""
 
-    def __init__(self, config: SupervisorConfig, launcher: Launcher | None = None, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        config: SupervisorConfig,
+        launcher: Launcher | None = None,
+        store: Store | None = None,
+        scaling: Callable[[str], ScalingConfig] | None = None,
+    ) -> None:
         """
         Args:
             config: the options.
             launcher: starts other processes than those of `config.members`.
             store: keeps the record elsewhere than in `config.state_path`.
+            scaling: reads what counts instead of `config.scaling` in a configuration of the launcher.
 
         Raises:
             ValueError: the record can't be read, there is no join token, or a certificate or a member can't be used.
@@ -172,7 +162,12 @@ class SupervisorServer(Commands):
         self._recorder = None if store is None else Recorder(store)
         if launcher is not None:
             self.fleet = Fleet(launcher, self.membership, record, config.drain_seconds, self._save, self._on_change)
-        self._scaler = Scaler(config.scaling, self.membership, self.fleet)
+        fleet = self.fleet
+        self._scaler = Scaler(
+            lambda: config.scaling if fleet is None or scaling is None else scaling(fleet.config),
+            self.membership,
+            fleet,
+        )
         self._metrics = SupervisorMetrics(self.membership, self._scaler)
         self._metrics_port = MetricsPort(self.metrics, lambda: self._metrics.targets(self._metrics_address))
         self._metrics_address = ""
@@ -180,7 +175,7 @@ class SupervisorServer(Commands):
         self._server: grpc.aio.Server | None = None
         self._port = 0
         self._dirty = asyncio.Event()
-        self._published = _Published()
+        self._published = Published()
         self._news = asyncio.Event()
         self._failure: asyncio.Future[BaseException] | None = None
         self._inquiry = Inquiry(self._wake_streams)
@@ -314,7 +309,7 @@ class SupervisorServer(Commands):
                 copies[-1].CopyFrom(member)
             if not await self._save():
                 asyncio.get_running_loop().call_later(1.0, self._dirty.set)
-            self._published = _Published(version, tuple(copies), complete, roles)
+            self._published = Published(version, tuple(copies), complete, roles)
             self._wake_streams()
 
     def _wake_streams(self) -> None:
@@ -341,7 +336,7 @@ class SupervisorServer(Commands):
     ) -> None:
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
         beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
-        sent: _Published | None = None
+        sent: Published | None = None
         asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
@@ -424,6 +419,7 @@ class SupervisorServer(Commands):
             status.desired.CopyFrom(to_record(self.fleet.desired))
             status.settled = self.fleet.settled
             status.troubles.update(self.fleet.troubles())
+            status.waits.update(self.fleet.waits())
         return status
 
     async def Describe(

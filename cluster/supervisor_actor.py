@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group_table, remove_placement_gro
 from kvrelay.cluster.actors import ServerActor, own_host
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import RunError
-from kvrelay.cluster.ray_launcher import RayLauncher, actor_options
+from kvrelay.cluster.ray_launcher import RayLauncher, actor_options, parsed
 from kvrelay.cluster.supervisor import ALL_STOP_SECONDS, Startup, SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import SupervisorRecord
 
@@ -44,11 +44,11 @@ def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
         **asdict(config.heartbeat),
         host=own_host(config.local),
         drain_seconds=config.drain_seconds,
-        scaling=config.scaling,
         security=config.security,
         metrics_port=config.metrics.supervisor_port,
     )
-    return SupervisorServer(options, RayLauncher(config, token), RayStore(config.ray.namespace))
+    store = RayStore(config.ray.namespace)
+    return SupervisorServer(options, RayLauncher(config, token), store, lambda text: parsed(text).scaling)
 
 
 class RayStore:

@@ -68,7 +68,7 @@ class Policy:
     def __init__(self, config: ScalingConfig) -> None:
         self.outlook: Outlook | None = None
         """None while too little is known."""
-        self._config = config
+        self.config = config
         self._wanted: tuple[Split, float] | None = None
         """The split that is better than the present one, and since when one in its direction has been."""
         self._short: float | None = None
@@ -101,19 +101,19 @@ class Policy:
         return self._moved(outlook, workers, now) or self._resized(signals, outlook, now)
 
     def _look(self, signals: Signals, split: Split) -> Outlook:
-        present = forecast(signals, split, self._config)
+        present = forecast(signals, split, self.config)
         best, then = split, present
         others = self._splits(split.total) if present.missed else ()
         for other in others:
             if other != split:
-                expected = forecast(signals, other, self._config)
+                expected = forecast(signals, other, self.config)
                 # Of equally good ones, the one with fewer moves.
                 if (expected.cost, _distance(other, split)) < (then.cost, _distance(best, split)):
                     best, then = other, expected
         return Outlook(split, present, best, then)
 
     def _splits(self, total: int) -> Iterable[Split]:
-        config = self._config
+        config = self.config
         least = max(config.min_prefill, total - config.max_decode)
         most = min(config.max_prefill, total - config.min_decode)
         return (Split(prefill, total - prefill) for prefill in range(least, most + 1))
@@ -161,34 +161,34 @@ class Policy:
         while self._reversals and self._reversals[0] <= now - REVERSALS_SECONDS:
             self._reversals.popleft()
         if self._direction != -direction:
-            return self._config.cooldown_seconds
-        return float(self._config.reversal_seconds * 2 ** len(self._reversals))
+            return self.config.cooldown_seconds
+        return float(self.config.reversal_seconds * 2 ** len(self._reversals))
 
     def _resized(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """Workers are added if no split is enough, and removed if fewer have been for long."""
         total = outlook.split.total
-        if outlook.then.cost <= 1.0 or total >= self._config.max_workers:
+        if outlook.then.cost <= 1.0 or total >= self.config.max_workers:
             self._short = None
         elif self._short is None:
             self._short = now
         if self._short is not None and now - self._short >= GROW_SECONDS and self._cooled(now):
             return self._grown(signals, outlook, now)
-        removable = 0 < self._config.min_workers < total
+        removable = 0 < self.config.min_workers < total
         fewer = self._best(signals, total - 1) if removable else None
         if fewer is None or fewer[1].cost > ENOUGH:
             self._calm = None
         elif self._calm is None:
             self._calm = now
-        elif now - self._calm >= self._config.calm_seconds:
+        elif now - self._calm >= self.config.calm_seconds:
             spared, _ = fewer
             return self._scaled(outlook.split, spared, f"{spared} has been enough for {now - self._calm:.0f} s", now)
         return None
 
     def _grown(self, signals: Signals, outlook: Outlook, now: float) -> Decision | None:
         """With the fewest workers more that are enough, or with all that are allowed."""
-        for total in range(outlook.split.total + 1, self._config.max_workers + 1):
+        for total in range(outlook.split.total + 1, self.config.max_workers + 1):
             more = self._best(signals, total)
-            if more is not None and (more[1].cost <= 1.0 or total == self._config.max_workers):
+            if more is not None and (more[1].cost <= 1.0 or total == self.config.max_workers):
                 target, then = more
                 if then.cost >= outlook.now.cost:
                     return None
@@ -200,7 +200,7 @@ class Policy:
         return None
 
     def _best(self, signals: Signals, total: int) -> tuple[Split, Forecast] | None:
-        found = [(split, forecast(signals, split, self._config)) for split in self._splits(total)]
+        found = [(split, forecast(signals, split, self.config)) for split in self._splits(total)]
         return min(found, key=lambda each: each[1].cost, default=None)
 
     def _scaled(self, split: Split, target: Split, reason: str, now: float) -> Decision:
@@ -209,7 +209,7 @@ class Policy:
         return Decision(text, scale={"prefill": target.prefill, "decode": target.decode})
 
     def _cooled(self, now: float) -> bool:
-        return now - self._changed >= self._config.cooldown_seconds
+        return now - self._changed >= self.config.cooldown_seconds
 
 
 def _moves(outlook: Outlook, workers: Sequence[WorkerReport]) -> tuple[Move, ...]:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Literal, get_args
 
 from kvrelay.cluster.desired import MemberRole, Refused
@@ -49,16 +50,18 @@ class Scaler:
 
     def __init__(
         self,
-        config: ScalingConfig,
+        config: Callable[[], ScalingConfig],
         membership: Membership,
         fleet: Fleet | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        """`config`: the present options; they may change."""
+        self._present = config
+        self._config = config()
         self._membership = membership
         self._fleet = fleet
         self._clock = clock
-        self._meter, self._policy = Meter(), Policy(config)
+        self._meter, self._policy = Meter(), Policy(self._config)
         self._signals: Signals | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT)
         self.counts: Counter[DecisionKind] = Counter()
@@ -76,6 +79,7 @@ class Scaler:
 
     async def tick(self) -> None:
         """Looks at the cluster once, and changes it if the policy says so."""
+        self._reconfigure()
         statuses = self._membership.statuses()
         workers = [_worker_report(status) for status in statuses if status.member.role in POOLS]
         routers = [status for status in statuses if status.member.role == ROLE_ROUTER]
@@ -89,6 +93,13 @@ class Scaler:
         decision = self._policy.decide(signals, desired, workers, now)
         if decision is not None and self._config.enabled:
             await self._follow(fleet, decision)
+
+    def _reconfigure(self) -> None:
+        """Takes options that have changed."""
+        config = self._present()
+        if config != self._config:
+            logger.info("scaling has other options", extra={"options": asdict(config)})
+            self._config = self._policy.config = config
 
     def status(self) -> Scaling:
         """For `kvrelay status` and the metrics."""

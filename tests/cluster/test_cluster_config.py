@@ -245,7 +245,7 @@ def test_a_worker_that_is_added_later_has_what_the_others_have(
     assert config == fitted
     for role in ROLES:
         engine = config.worker_config("worker-9", role).engine
-        assert config.startable(role) == ""
+        assert config.startable(role, 4) == ""
         assert config.bundle(role).get("GPU", 0.0) == gpus
         assert (engine.device, engine.memory_part) == ("auto" if gpus else "cpu", part)
 
@@ -260,8 +260,23 @@ def test_a_worker_that_would_lack_its_gpu_is_not_startable() -> None:
     gpu = {"gpus": 1, "engine": {"device": "cuda"}}
     given = {"prefill": gpu, "decode": gpu, "colocated": {"gpus": 0, "engine": {"device": "cuda"}}}
     config = ClusterConfig.model_validate(given).with_gpus(2)
-    assert config.startable("decode") == ""
-    assert "colocated.engine.device is 'cuda'; allowed: auto or cpu" in config.startable("colocated")
+    assert config.startable("decode", 2) == ""
+    assert "colocated.engine.device is 'cuda'; allowed: auto or cpu" in config.startable("colocated", 2)
+
+
+def test_one_port_of_metrics_is_for_one_process_on_a_machine() -> None:
+    ports = {"worker_port": 9400, "router_port": 9500}
+    given = {"colocated": {"replicas": 1}, "metrics": ports, "router": {"port_step": 0}}
+    here = ClusterConfig.model_validate(given)
+    joined = ClusterConfig.model_validate({**given, "ray": {"address": "auto"}})
+    assert here.startable("colocated", 0) == here.startable("router", 0) == ""
+    assert here.startable("decode", 1) == (
+        "metrics.worker_port is 9400; allowed: 0 or null, since 2 processes on one machine would share it"
+    )
+    assert "metrics.router_port is 9500; allowed: 0 or null" in here.startable("router", 1)
+    assert joined.startable("decode", 1) == joined.startable("router", 1) == ""
+    assert here.cycled() == {*ROLES, "router"}, "a successor would find the port in use"
+    assert joined.cycled() == {"router"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster import desired as changes
-from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Seen, Stage, Wanted, able, serving
+from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted, able, serving
 from kvrelay.cluster.reconcile import Drain, Start, SwitchRole, advance, reconcile, settled
 
 STEPS_TO_SETTLE = 400
@@ -105,16 +105,17 @@ def world(prefill: int = 2, decode: int = 2, routers: int = 2, colocated: int = 
 def up(it: World, digest: str = "same", in_place: bool = False) -> None:
     text = f"config {it.desired.config + 1}"
     cycled: frozenset[MemberRole] = frozenset(changes.MEMBER_ROLES if in_place else ("router",))
-    it.desired = changes.upgraded(it.desired, text, {}, cycled)
+    it.desired = changes.upgraded(it.desired, text, {}, Rolling(cycled, gaps=in_place))
     it.digests[it.desired.config] = digest
 
 
-def command(it: World, draw: random.Random) -> None:
-    """Some command; a refusal is an answer, too."""
+def command(it: World, draw: random.Random) -> bool:
+    """Some command; a refusal is an answer, too. Whether a role was changed."""
     name, seen, desired = draw.choice(sorted(it.desired.members)), it.seen(), it.desired
     role, flag = draw.choice(changes.WORKER_ROLES), draw.random() < 0.5
+    kind = draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"])
     try:
-        match draw.choice(["scale", "role", "drain", "upgrade", "restart", "rollback"]):
+        match kind:
             case "scale":
                 it.desired = changes.scaled(desired, seen, {role: draw.randint(1, 4)})
             case "role":
@@ -124,28 +125,29 @@ def command(it: World, draw: random.Random) -> None:
             case "upgrade":
                 up(it, draw.choice(["same", "other"]))
             case "restart":
-                it.desired = changes.restarted(desired, [], frozenset({"router"}), str(draw.random()))
+                it.desired = changes.restarted(desired, [], Rolling({"router"}), str(draw.random()))
             case "rollback":
-                it.desired = changes.rolled_back(desired, frozenset({"router"}))
+                it.desired = changes.rolled_back(desired, Rolling({"router"}))
     except Refused as refused:
         if refused.code not in (Code.UNSAFE, Code.BUSY, Code.INVALID):
             raise
         assert it.desired is desired
+    return kind == "role" and it.desired is not desired
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_command_ever_leaves_requests_without_workers_and_all_are_followed(seed: int) -> None:
-    it, draw = world(), random.Random(seed)
+    it, draw, switched = world(), random.Random(seed), 0
     for _ in range(draw.randint(1, 8)):
-        command(it, draw)
+        switched += command(it, draw)
         for _ in range(draw.randint(0, 12)):
             served, before = it.serves, it.seen()
             it.step()
             assert it.serves or not served, (before, it.desired)
             assert it.routes or it.desired.count("router") == 1, "one with a port of its own leaves a gap"
             successors = [wanted for wanted in it.desired.members.values() if wanted.replaces]
-            assert len(successors) <= 2
+            assert len(successors) <= 2 + switched, "a successor that gets another role may need another one beside it"
             for name in list(it.processes):
                 if draw.random() < 0.5:
                     it.live(name)
@@ -200,11 +202,11 @@ def test_a_successor_that_does_not_come_up_halts_the_upgrade_and_a_rollback_undo
             it.live(name)
     assert it.processes == before, "the old ones serve on"
     with pytest.raises(Refused) as refused:
-        changes.restarted(it.desired, [], frozenset(), "again")
+        changes.restarted(it.desired, [], Rolling(), "again")
     assert refused.value.code is Code.BUSY
     added = changes.scaled(it.desired, it.seen(), {"decode": 3})
     assert [wanted.config for wanted in added.members.values() if wanted.stage is Stage.SERVE] == [1]
-    it.desired = changes.rolled_back(it.desired, frozenset({"router"}))
+    it.desired = changes.rolled_back(it.desired, Rolling({"router"}))
     assert not it.desired.halted
     it.settle()
     assert it.processes == before
@@ -219,11 +221,43 @@ def test_a_rollback_in_mid_roll_brings_the_old_configuration_back() -> None:
         for name in list(it.processes):
             it.live(name)
     assert {process.config for process in it.processes.values()} == {1, 2}
-    it.desired = changes.rolled_back(it.desired, frozenset({"router"}))
+    it.desired = changes.rolled_back(it.desired, Rolling({"router"}))
     it.settle()
     assert {process.config for process in it.processes.values()} == {1}
-    up_again = changes.upgraded(it.desired, "three", {}, frozenset())
+    up_again = changes.upgraded(it.desired, "three", {}, Rolling())
     assert up_again.config == 3, "a number is never given twice"
+
+
+def test_members_that_are_started_as_before_stay() -> None:
+    it = world()
+    it.settle()
+    before = dict(it.processes)
+    workers = frozenset(changes.WORKER_ROLES)
+    it.desired = changes.upgraded(it.desired, "other routers", {}, Rolling({"router"}, kept=workers))
+    it.settle()
+    assert {name for name in before if it.processes[name] is before[name]} == {f"worker-{n}" for n in range(4)}
+    assert {wanted.config for wanted in it.desired.members.values()} == {2}
+    it.desired = changes.rolled_back(it.desired, Rolling(kept=frozenset(changes.MEMBER_ROLES)))
+    assert not it.desired.rolling
+    assert {wanted.config for wanted in it.desired.members.values()} == {1}
+
+
+def test_members_that_a_change_has_not_reached_yet_do_not_stay() -> None:
+    it = world()
+    it.settle()
+    half = changes.upgraded(it.desired, "two", {}, Rolling())
+    after = changes.upgraded(half, "three", {}, Rolling(kept=frozenset(changes.MEMBER_ROLES)))
+    assert {wanted.stage for wanted in after.members.values()} == {Stage.REPLACE}
+
+
+def test_the_only_member_at_an_address_ends_only_if_that_is_wanted() -> None:
+    it = world(routers=1)
+    it.settle()
+    with pytest.raises(Refused, match=r"router-0 is the only router member .* `scale router=2` first") as refused:
+        changes.upgraded(it.desired, "two", {}, Rolling({"router"}))
+    assert refused.value.code is Code.UNSAFE
+    for how, counts in ((Rolling({"router"}, gaps=True), {}), (Rolling(), {}), (Rolling({"router"}), {"router": 2})):
+        assert changes.upgraded(it.desired, "two", counts, how).rolling  # type: ignore[arg-type]  # literals
 
 
 def test_commands_that_are_repeated_change_nothing_more() -> None:
@@ -233,8 +267,8 @@ def test_commands_that_are_repeated_change_nothing_more() -> None:
         lambda desired: changes.drained(desired, it.seen(), "worker-0", replaced=False, force=False),
         lambda desired: changes.drained(desired, it.seen(), "worker-0", replaced=True, force=False),
         lambda desired: changes.with_role(desired, it.seen(), "worker-0", "decode", force=False),
-        lambda desired: changes.upgraded(desired, "two", {}, frozenset()),
-        lambda desired: changes.restarted(desired, [], frozenset(), "id"),
+        lambda desired: changes.upgraded(desired, "two", {}, Rolling()),
+        lambda desired: changes.restarted(desired, [], Rolling(), "id"),
     ):
         once = command(it.desired)
         assert once is not it.desired
@@ -251,8 +285,8 @@ def test_commands_that_are_repeated_change_nothing_more() -> None:
         (lambda it: changes.with_role(it.desired, it.seen(), "router-0", "decode", force=True), "INVALID"),
         (lambda it: changes.scaled(it.desired, it.seen(), {"router": 0}), "INVALID"),
         (lambda it: changes.scaled(it.desired, it.seen(), {"decode": 1025}), "INVALID"),
-        (lambda it: changes.rolled_back(it.desired, frozenset()), "INVALID"),
-        (lambda it: changes.restarted(it.desired, ["worker-9"], frozenset(), "id"), "UNKNOWN_MEMBER"),
+        (lambda it: changes.rolled_back(it.desired, Rolling()), "INVALID"),
+        (lambda it: changes.restarted(it.desired, ["worker-9"], Rolling(), "id"), "UNKNOWN_MEMBER"),
     ],
 )
 def test_what_cannot_be_done_is_refused(change: Callable[[World], Desired], code: str) -> None:

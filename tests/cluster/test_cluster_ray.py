@@ -180,7 +180,7 @@ def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: Worl
 
     says = ray_says(world.remembered()["ray_address"], dashboard=True)
     assert sorted(says["actors"]) == ["kvrelay-supervisor", "router-0", "router-1", "worker-0", "worker-1"]
-    assert {"worker-0 (prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
+    assert {"worker-0 (begun as prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
     until(lambda: visible(says["metrics"]) >= METRICS, f"metrics: {METRICS - visible(says['metrics'])}")
 
     assert len(started_by(world)) > 5
@@ -279,11 +279,11 @@ def configured(world: World) -> Path:
 
 @pytest.mark.slow
 def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
-    up = world.up("--detach", "--config", str(configured(world)))
+    up = world.up("--detach", "--routers", "2", "--config", str(configured(world)))
     assert up.returncode == 0, up.stderr + world.log()
     answer, before = world.generate()["token_ids"], world.json("status")
     config = world.folder / "next.yaml"
-    router = "router: {grpc_port: 0, http_port: null}"
+    router = "router: {grpc_port: 0, http_port: null, replicas: 2}"
     config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
     upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
     assert upgraded.returncode == 0, upgraded.stderr

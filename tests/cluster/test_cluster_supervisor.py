@@ -16,6 +16,7 @@ import pytest
 from kvrelay.cluster import replacement
 from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.fleet import ROLES
+from kvrelay.cluster.member_progress import progress
 from kvrelay.cluster.replacement import Ended, Plan
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import as_json, get_status
@@ -230,6 +231,7 @@ class FakeLauncher:
         self.calls: list[str] = []
         self.lives: dict[str, asyncio.Future[Ended]] = {}
         self.count = 0
+        self.waits: dict[str, str] = {}
         self.broken = ""
         """The member whose process can't be started."""
 
@@ -240,16 +242,21 @@ class FakeLauncher:
     async def upgrade(self, present: str, config: str) -> str:
         return config
 
-    def startable(self, config: str, role: MemberRole) -> str:
+    def startable(self, config: str, role: MemberRole, others: int) -> str:
         return ""
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
         return frozenset({"router"})
 
+    def unchanged(self, present: str, config: str) -> frozenset[MemberRole]:
+        return frozenset()
+
     async def adopt(self, name: str) -> bool:
         return False
 
     async def run(self, name: str, plan: Plan, supervisor: str) -> Ended:
+        if name in self.waits:
+            await until(lambda: name not in self.waits, "its resources are free")
         self.count += 1
         self.calls.append(f"run {name}")
         if name == self.broken:
@@ -265,6 +272,9 @@ class FakeLauncher:
         finally:
             del self.lives[name]
             await fake.attendance.stop()
+
+    def waits_for(self, name: str) -> str:
+        return self.waits.get(name, "")
 
     async def stop(self, name: str, grace: float) -> None:
         self.calls.append(f"stop {name}")
@@ -306,6 +316,26 @@ def test_a_process_that_ended_is_replaced_by_a_new_incarnation(monkeypatch: pyte
             (progress,) = [entry for entry in server.startup().members if entry.name == "decode-0"]
             assert (progress.failures, progress.reason, progress.hopeless) == (4, "killed by signal 9", False)
         assert launcher.lives == {}
+
+    run(test)
+
+
+def test_what_a_member_waits_for_is_told() -> None:
+    async def test() -> None:
+        launcher = FakeLauncher()
+        async with launched(launcher) as server:
+            await until(lambda: server.membership.ready, "ready")
+            launcher.waits["decode-0"] = "a node with 1 GPU free"
+            launcher.lives["decode-0"].set_result(Ended("killed by signal 9"))
+            await until(lambda: server.fleet is not None and server.fleet.waits() == launcher.waits, "told")
+            status = await server.GetStatus(GetStatusRequest(), None)  # type: ignore[arg-type]  # its context isn't used
+            words = {member.name: member.text for member in progress(status)}
+            assert "waits for a node with 1 GPU free" in words["decode-0"]
+            members = {member["name"]: member for member in as_json(status)["desired"]["members"]}
+            assert members["decode-0"]["waits_for"] == "a node with 1 GPU free"
+            assert members["router-0"]["waits_for"] is None
+            launcher.waits.clear()
+            await until(lambda: launcher.calls.count("run decode-0") == 2, "it was started")
 
     run(test)
 

@@ -52,7 +52,8 @@ class Cluster:
         self.now = 0.0
         self.fleet = FakeFleet()
         self.membership = Membership(clock=lambda: self.now)
-        self.scaler = Scaler(config, self.membership, self.fleet, lambda: self.now)  # type: ignore[arg-type]  # a fake
+        self.config = config
+        self.scaler = Scaler(lambda: self.config, self.membership, self.fleet, lambda: self.now)  # type: ignore[arg-type]  # a fake
 
     async def run(self, seconds: float) -> Scaling:
         for _ in range(round(seconds / 0.5)):
@@ -119,6 +120,18 @@ def test_off_it_measures_and_changes_nothing() -> None:
     assert status.tpot_attained == 1.0
     assert status.prefill_queue == 30
     assert status.prefill_queue_seconds == pytest.approx(2.0 * 50 * 19.5)
+
+
+def test_another_configuration_of_the_cluster_counts_at_once() -> None:
+    cluster = Cluster(ScalingConfig(ttft_target_seconds=1.0))
+    asyncio.run(cluster.run(10))
+    cluster.config = CONFIG
+    status = asyncio.run(cluster.run(6))
+    assert status.enabled
+    assert status.decisions
+    cluster.config = ScalingConfig(ttft_target_seconds=5.0)
+    status = asyncio.run(cluster.run(0.5))
+    assert (status.enabled, status.ttft_target_seconds) == (False, 5.0)
 
 
 def test_a_refusal_is_told_and_tried_again_later() -> None:

@@ -69,7 +69,8 @@ def ray_start(name: str, pod: dict[str, Any]) -> None:
         "dashboard-agent-listen-port": str(52365 + pod["index"]),
     }
     ray = FOLDER / "ray"
-    given = " ".join(f"--{key}={value}" for key, value in {**own, **pod["parameters"]}.items())
+    labels = {"labels": pod["labels"]} if pod["labels"] else {}
+    given = " ".join(f"--{key}={value}" for key, value in {**own, **labels, **pod["parameters"]}.items())
     if name == "headgroup":
         start(
             name,

@@ -45,6 +45,11 @@ def test_every_object_is_named_once_and_labelled(rendered):
         assert all(isinstance(value, str) for value in metadata["labels"].values())
 
 
+def resource(group: str) -> str:
+    """Workers of every role take the same resource, so that they can change their roles."""
+    return "kvrelay_router" if group == "router" else "kvrelay_worker"
+
+
 def test_every_parameter_of_ray_is_text(rendered):
     spec = rendered.cluster["spec"]
     for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
@@ -56,7 +61,7 @@ def test_groups_agree_with_the_configuration(rendered, tmp_path):
     roles = {role: getattr(config, role).replicas for role in ("prefill", "decode", "colocated")}
     expected = {"router": config.router.replicas, **{role: replicas for role, replicas in roles.items() if replicas}}
     actors = {
-        name: group["replicas"] * custom_resources(group)[f"kvrelay_{name}"] for name, group in rendered.groups.items()
+        name: group["replicas"] * custom_resources(group)[resource(name)] for name, group in rendered.groups.items()
     }
     assert actors == expected
     for group in rendered.groups.values():
@@ -64,7 +69,7 @@ def test_groups_agree_with_the_configuration(rendered, tmp_path):
     assert config.ray.address == "auto"
 
 
-def test_every_actor_fits_a_pod_of_its_group_and_no_other(rendered, tmp_path):
+def test_every_actor_fits_a_pod_of_its_group_and_routers_no_other(rendered, tmp_path):
     config = rendered.config(tmp_path)
     for name, group in rendered.groups.items():
         needs = config.bundle(None if name == "router" else name)
@@ -74,12 +79,13 @@ def test_every_actor_fits_a_pod_of_its_group_and_no_other(rendered, tmp_path):
             "GPU": float(parameters["num-gpus"]),
             **custom_resources(group),
         }
-        assert needs[f"kvrelay_{name}"] == 1
-        actors = offered[f"kvrelay_{name}"]  # so no more of them share a pod
+        assert needs[resource(name)] == 1
+        actors = offered[resource(name)]  # so no more of them share a pod
         assert all(amount * actors <= offered[resource] for resource, amount in needs.items())
+        assert group["labels"] == {config.ray.role_label: name}, "where its workers go first"
         for other, elsewhere in rendered.groups.items():
-            if other != name:
-                assert f"kvrelay_{name}" not in custom_resources(elsewhere)
+            if "router" in (name, other) and other != name:
+                assert resource(name) not in custom_resources(elsewhere)
 
 
 def test_the_head_takes_no_work(rendered):
@@ -92,7 +98,7 @@ def test_gpus_are_the_same_for_kubernetes_ray_and_kvrelay(rendered, tmp_path):
     config = rendered.config(tmp_path)
     for name, group in rendered.groups.items():
         limits = container(group["template"], "ray-worker")["resources"]["limits"]
-        workers = custom_resources(group)[f"kvrelay_{name}"]
+        workers = custom_resources(group)[resource(name)]
         gpus = 0 if name == "router" else config.role(name).gpus * workers
         assert int(limits.get("nvidia.com/gpu", "0")) == gpus == int(group["rayStartParams"]["num-gpus"])
 

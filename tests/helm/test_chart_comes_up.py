@@ -64,6 +64,7 @@ def found(render, folder: Path) -> dict[str, Any]:
                 "index": index,
                 "address": f"127.0.0.{index + 2}",
                 "parameters": group["rayStartParams"],
+                "labels": ",".join(f"{label}={value}" for label, value in group.get("labels", {}).items()),
                 "ray": group["template"]["spec"]["containers"][0],
             }
             for index, (name, group) in enumerate(groups.items())

@@ -64,7 +64,7 @@ def test_a_pod_of_several_gpus_has_a_worker_for_each(render, tmp_path):
     config = rendered.config(tmp_path)
     assert (config.prefill.replicas, config.prefill.gpus, config.prefill.cpus) == (8, 1, 4)
     assert (config.decode.replicas, config.decode.gpus) == (8, 1)
-    assert custom_resources(rendered.groups["prefill"]) == {"kvrelay_prefill": 4}
+    assert custom_resources(rendered.groups["prefill"]) == {"kvrelay_worker": 4}
     assert worker(rendered, "prefill")["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert {item.engine.threads for item in config.worker_configs() if item.role == "prefill"} == {4}
 
@@ -73,6 +73,45 @@ def test_several_workers_share_a_pods_gpu_or_cpus(render, tmp_path):
     config = render(prefill={"gpus": 1, "workersPerPod": 3}, decode={"workersPerPod": 2}).config(tmp_path)
     assert (config.prefill.replicas, config.prefill.gpus) == (3, 0.3333)
     assert (config.decode.replicas, config.decode.gpus, config.decode.cpus) == (2, 0, 1)
+
+
+def test_workers_are_added_within_the_autoscalers_bounds(render, tmp_path):
+    groups = {"prefill": {"replicas": 2, "gpus": 2, "minReplicas": 1, "maxReplicas": 4}, "decode": {"maxReplicas": 3}}
+    scaling = {"enabled": True, "ttft_target_seconds": 1.5}
+    config = render(autoscaling={"enabled": True}, scaling=scaling, **groups).config(tmp_path).scaling
+    assert (config.enabled, config.ttft_target_seconds) == (True, 1.5)
+    assert (config.min_workers, config.max_workers) == (2 + 1, 8 + 3)
+    own = render(autoscaling={"enabled": True}, scaling={**scaling, "max_workers": 5}, **groups)
+    assert own.config(tmp_path).scaling.max_workers == 5
+    assert render(scaling=scaling).config(tmp_path).scaling.max_workers == 0, "without the autoscaler only roles change"
+
+
+def test_ports_of_metrics_reach_the_configuration_and_prometheus(render, tmp_path):
+    ports = {"routerPort": 9500, "workerPort": 9400, "supervisorPort": 9300}
+    monitored = {"podMonitor": {"enabled": True}, "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]}}
+    rendered = render(metrics=ports, **monitored)
+    metrics = rendered.config(tmp_path).metrics
+    assert (metrics.router_port, metrics.worker_port, metrics.supervisor_port) == (9500, 9400, 9300)
+    for group, port in {"router": 9500, "prefill": 9400, "decode": 9400, "headgroup": 9300}.items():
+        (named,) = [item for item in ray_ports(rendered, group) if item["name"] == "own-metrics"]
+        assert named["containerPort"] == port
+    rays, own = rendered.one("PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert rays["metricRelabelings"][0]["action"] == "drop", "no series twice"
+    assert own["port"] == "own-metrics"
+    open_ports = {
+        port["port"]
+        for policy in rendered.all("NetworkPolicy")
+        for rule in policy["spec"].get("ingress", [])
+        for port in rule.get("ports", [])
+    }
+    assert {8080, 9300, 9400, 9500} <= open_ports
+    plain = render(**monitored)
+    assert len(plain.one("PodMonitor")["spec"]["podMetricsEndpoints"]) == 1
+    assert all(item["name"] != "own-metrics" for group in plain.templates for item in ray_ports(plain, group))
+
+
+def ray_ports(rendered, group):
+    return rendered.templates[group]["spec"]["containers"][0]["ports"]
 
 
 def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render):

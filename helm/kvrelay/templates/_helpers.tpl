@@ -74,6 +74,11 @@ ray.io/group: {{ .group }}
 {{- end -}}
 {{- end -}}
 
+{{/* Ray's custom resource of a group: workers of every role take the same one, so that they can change their roles. */}}
+{{- define "kvrelay.resource" -}}
+{{- eq . "router" | ternary "kvrelay_router" "kvrelay_worker" -}}
+{{- end -}}
+
 {{/* Workers in each pod of a role. Argument: the role's values. */}}
 {{- define "kvrelay.workersPerPod" -}}
 {{- default (max 1 (int .gpus)) (int .workersPerPod) -}}
@@ -131,6 +136,12 @@ ray.io/group: {{ .group }}
 {{- fail (printf "%s.workersPerPod is %d; allowed: 0, or at least %s.gpus (%d): a worker computes on one GPU" $role $workers $role (int $values.gpus)) -}}
 {{- end -}}
 {{- end -}}
+{{- range $role := fromJsonArray (include "kvrelay.roles" .) -}}
+{{- $workers := include "kvrelay.workersPerPod" (index $.Values $role) | int -}}
+{{- if and $.Values.metrics.workerPort (gt $workers 1) -}}
+{{- fail (printf "metrics.workerPort is %d; allowed: 0, since the %d workers of a pod of %s would share it" (int $.Values.metrics.workerPort) $workers $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf .Values.drainSeconds 15) -}}
 {{- fail (printf "terminationGracePeriodSeconds is %v; allowed: at least drainSeconds (%v) and 15 more, which members and Ray need to stop" .Values.terminationGracePeriodSeconds .Values.drainSeconds) -}}
 {{- end -}}
@@ -159,6 +170,27 @@ ray.io/group: {{ .group }}
 {{- if and .Values.rdma.enabled .Values.rdma.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.nodeCidrs) -}}
 {{- fail "networkPolicy.nodeCidrs is empty; with rdma.hostNetwork the workers call from the nodes' addresses, which the policy must allow. Set it, or networkPolicy.enabled=false" -}}
 {{- end -}}
+{{- end -}}
+
+{{/*
+The section `scaling` as JSON. With the autoscaler, workers are added and removed within the bounds of its groups, unless
+the section has bounds of its own.
+*/}}
+{{- define "kvrelay.scaling" -}}
+{{- $scaling := deepCopy .Values.scaling -}}
+{{- if and .Values.autoscaling.enabled (default false $scaling.enabled) -}}
+{{- $least := 0 -}}
+{{- $most := 0 -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $values := index $.Values $role -}}
+{{- $bounds := include "kvrelay.bounds" (dict "root" $ "values" $values) | fromJson -}}
+{{- $workers := include "kvrelay.workersPerPod" $values | int -}}
+{{- $least = add $least (mul $bounds.min $workers) -}}
+{{- $most = add $most (mul $bounds.max $workers) -}}
+{{- end -}}
+{{- $scaling = merge $scaling (dict "min_workers" (max 2 $least | int) "max_workers" ($most | int)) -}}
+{{- end -}}
+{{- toJson $scaling -}}
 {{- end -}}
 
 {{/* {min, max} of a role's group as JSON. Argument: {root, values}. */}}

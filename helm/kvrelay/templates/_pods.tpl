@@ -315,20 +315,23 @@ limits:
 {{/*
 One worker group. Argument: {root, group, parts, values, replicas, bounds, handsOff, readinessProbe, ports, model}.
 
-`resources` offers one unit of kvrelay_<group> for each worker of a pod; the configuration makes each actor take one, so
-every actor lands on a pod of its group, and no more there than it is for. The value is JSON in single quotes, because KubeRay pastes it into
+`resources` offers one unit for each worker of a pod; the configuration makes each actor take one, so no more of them
+share a pod than it is for. Workers of all roles take the same resource: one that changes its role keeps its place, and
+so does its successor. The label says for which role the group is meant. The resource's value is JSON in single quotes, because KubeRay pastes it into
 a shell command and also parses it itself: with the escaped double quotes of many examples that parse fails, and then
 KubeRay leaves out num-gpus. (num-gpus is given here anyway.)
 */}}
 {{- define "kvrelay.workerGroup" -}}
 groupName: {{ .group }}
+labels:
+  kvrelay.io/role: {{ .group }}
 replicas: {{ .replicas }}
 minReplicas: {{ .bounds.min }}
 maxReplicas: {{ .bounds.max }}
 rayStartParams:
   num-cpus: {{ include "kvrelay.wholeCpus" .values.resources.cpu | quote }}
   num-gpus: {{ int .values.gpus | quote }}
-  resources: {{ printf "'%s'" (dict (printf "kvrelay_%s" .group) (include "kvrelay.workersPerPod" .values | int) | toJson) | quote }}
+  resources: {{ printf "'%s'" (dict (include "kvrelay.resource" .group) (include "kvrelay.workersPerPod" .values | int) | toJson) | quote }}
   object-store-memory: {{ int64 .root.Values.ray.objectStoreMemoryBytes | quote }}
 template:
   metadata:
@@ -351,6 +354,11 @@ template:
         ports:
           - name: metrics
             containerPort: 8080
+          {{- $metrics := index .root.Values.metrics (ternary "routerPort" "workerPort" (eq .group "router")) }}
+          {{- with $metrics }}
+          - name: own-metrics
+            containerPort: {{ . }}
+          {{- end }}
           {{- with .ports }}
           {{- toYaml . | nindent 10 }}
           {{- end }}

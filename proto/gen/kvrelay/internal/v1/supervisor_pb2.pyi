@@ -159,8 +159,15 @@ class MemberStatus(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., heartbeat_age_seconds: _Optional[float] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("ready", "members", "desired", "settled", "troubles", "scaling", "metrics_address")
+    __slots__ = ("ready", "members", "desired", "settled", "troubles", "waits", "scaling", "metrics_address")
     class TroublesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class WaitsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +179,7 @@ class GetStatusResponse(_message.Message):
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ready: bool
@@ -179,9 +187,10 @@ class GetStatusResponse(_message.Message):
     desired: Desired
     settled: bool
     troubles: _containers.ScalarMap[str, str]
+    waits: _containers.ScalarMap[str, str]
     scaling: Scaling
     metrics_address: str
-    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., scaling: _Optional[_Union[Scaling, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, ready: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., desired: _Optional[_Union[Desired, _Mapping]] = ..., settled: _Optional[bool] = ..., troubles: _Optional[_Mapping[str, str]] = ..., waits: _Optional[_Mapping[str, str]] = ..., scaling: _Optional[_Union[Scaling, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Scaling(_message.Message):
     __slots__ = ("enabled", "ttft_target_seconds", "tpot_target_seconds", "ttft_attained", "tpot_attained", "prefill_pressure", "decode_pressure", "prefill_queue", "decode_queue", "prefill_queue_seconds", "decode_queue_seconds", "decisions")
