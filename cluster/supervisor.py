@@ -323,6 +323,7 @@ class SupervisorServer(Commands):
         def done(task: "asyncio.Task[None]") -> None:
             failure = self._failure
             if not task.cancelled() and (error := task.exception()) and failure is not None and not failure.done():
+                logger.error("can't go on", extra={"task": name}, exc_info=error)
                 failure.set_result(error)
 
         task = asyncio.create_task(work, name=name)

@@ -24,6 +24,8 @@ HORIZON_SECONDS = 20.0
 SWITCH_SECONDS = 2.0
 """During which a worker that changes its role serves in neither."""
 DT = 1.0
+LEAST_SECONDS = 1e-6
+"""Of a step: a measured cost may be proportional to the tokens, and a step without any then costs nothing."""
 TAIL = 2.3
 """Times the mean of a wait: its 90th percentile, if it is distributed exponentially."""
 MOST = 10.0
@@ -91,7 +93,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
         decode = min(split.decode, before.decode) if switching else split.decode
         streams, most = old + young, max(1.0, signals.stream_slots) * decode
         running = min(1.0, most / max(streams, 1e-9))
-        seconds = token_step.seconds(running * streams / decode)
+        seconds = max(token_step.seconds(running * streams / decode), LEAST_SECONDS)
         old_ending, young_ending = (
             running * n / (tokens * seconds) for n, tokens in ((old, length), (young, young_length))
         )
@@ -123,7 +125,7 @@ def forecast(signals: Signals, split: Split, config: ScalingConfig) -> Forecast:
 def _rate(step: StepCost, signals: Signals) -> float:
     """Tokens a second of a prefill worker with enough to do."""
     tokens = max(1.0, signals.chunk_tokens)
-    return tokens / max(step.seconds(tokens), 1e-6)
+    return tokens / max(step.seconds(tokens), LEAST_SECONDS)
 
 
 def _queue_seconds(busy: float, servers: int, service: float) -> float:

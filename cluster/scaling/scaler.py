@@ -72,10 +72,15 @@ class Scaler:
         """Of each router, as last reported: for prefill, for decode."""
 
     async def run(self) -> None:
-        """Decides, for ever."""
+        """Decides, for ever. What goes wrong changes nothing: the supervisor serves without a scaler."""
+        failure = ""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception as error:
+                if failure != (failure := repr(error)):
+                    logger.exception("the scaler can't decide")
 
     async def tick(self) -> None:
         """Looks at the cluster once, and changes it if the policy says so."""

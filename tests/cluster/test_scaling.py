@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.cluster.desired import Code, MemberRole, Refused
 from kvrelay.cluster.membership import Membership
+from kvrelay.cluster.scaling import scaler as scaler_module
 from kvrelay.cluster.scaling.config import ScalingConfig
 from kvrelay.cluster.scaling.scaler import KEPT, Scaler
 from kvrelay.cluster.scaling.shown import scaling_json, scaling_lines
@@ -107,6 +108,27 @@ def test_a_decision_is_followed_and_told_with_its_reason(caplog: pytest.LogCaptu
     assert not decision.refused
     logged = [record for record in caplog.records if record.message == "scaling"]
     assert [record.reason for record in logged] == [each.reason for each in status.decisions]  # type: ignore[attr-defined]  # an extra field
+
+
+def test_a_failure_is_told_once_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = []
+
+    async def tick() -> None:
+        ticks.append(len(ticks))
+        if len(ticks) < 4:
+            raise ZeroDivisionError("float division by zero")
+        raise asyncio.CancelledError
+
+    scaler = Cluster().scaler
+    monkeypatch.setattr(scaler_module, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(scaler, "tick", tick)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scaler.run())
+    assert len(ticks) == 4
+    (line,) = [record for record in caplog.records if record.message == "the scaler can't decide"]
+    assert line.exc_info is not None
 
 
 def test_off_it_measures_and_changes_nothing() -> None:

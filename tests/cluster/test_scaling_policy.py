@@ -1,5 +1,6 @@
 """The policy: what it decides, and that it leaves traffic alone that only varies."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -234,6 +235,42 @@ def test_a_forecast_gets_better_with_more_of_the_role_that_is_short() -> None:
         pressures = [getattr(forecast(signals, split, CONFIG), role) for split in splits]
         assert pressures == sorted(pressures, reverse=True)
         assert pressures[0] > 1.0
+
+
+AMOUNT = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 30.0, 4000.0, 1e6])
+COST = st.builds(StepCost, AMOUNT, AMOUNT)
+
+
+@given(
+    seen=st.builds(
+        Signals,
+        prefill=st.integers(0, 4),
+        decode=st.integers(0, 4),
+        arrivals=AMOUNT,
+        arrivals_counted=st.integers(0, 1000),
+        prompt_tokens=AMOUNT,
+        backlog_tokens=AMOUNT,
+        chunk_tokens=AMOUNT,
+        prefill_step=COST,
+        streams=AMOUNT,
+        queued_streams=AMOUNT,
+        stream_tokens=st.sampled_from([1e-9, 1.0, 100.0, 1e6]),
+        young_tokens=st.sampled_from([1.0, 100.0, 1e6]),
+        stream_slots=AMOUNT,
+        decode_step=COST,
+        unqueued_seconds=AMOUNT,
+    ),
+    split=st.builds(Split, st.integers(1, 4), st.integers(1, 4)),
+)
+def test_whatever_is_measured_the_policy_bears_it(seen: Signals, split: Split) -> None:
+    """A cluster that has just started or gone to zero, and steps whose measured cost is zero, among them."""
+    cluster = Cluster(split=split)
+    for now in range(0, 60, 5):
+        cluster.policy.decide(seen, split, cluster.workers(), float(now))
+    outlook = cluster.policy.outlook
+    assert (outlook is None) == (0 in (seen.prefill, seen.decode) or not seen.complete)
+    if outlook is not None:
+        assert all(math.isfinite(each) and each >= 0 for each in (outlook.now.prefill, outlook.now.decode))
 
 
 def test_nothing_is_forecast_before_everything_is_known() -> None:
