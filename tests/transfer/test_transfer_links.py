@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.transfer import links
-from kvrelay.transfer.links import LinkManager
+from kvrelay.transfer.links import LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous
@@ -77,7 +77,9 @@ class Ends:
         self.sender, self.receiver = self._manager(self.max_links), self._manager(64)
 
     def _manager(self, max_links: int) -> LinkManager:
-        return LinkManager({"fake": self.transport}, max_links, self.timeout, "auto", self.runtime)
+        return LinkManager(
+            {"fake": self.transport}, max_links, LinkTimeouts(self.timeout, self.timeout), "auto", self.runtime
+        )
 
     def open(self, peer: str, epoch: int) -> bool:
         """Opens both ends of the link to `peer`."""
