@@ -237,7 +237,8 @@ class SameHostLink:
         for _, _, descriptor in self._unannounced.values():
             if descriptor is not None:
                 os.close(descriptor)
-        for known in (self._unannounced, self._announced, self._opened, self._frames):
+        # The other end's memory first: it may wait for that.
+        for known in (self._frames, self._opened, self._announced, self._unannounced):
             known.clear()
 
     def _wait_taken(self, number: int, deadline: float) -> None:
