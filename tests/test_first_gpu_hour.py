@@ -50,5 +50,5 @@ def test_a_step_that_fails_is_reported_and_tried_again(tmp_path: Path) -> None:
 def test_an_unknown_step_or_option_is_refused(tmp_path: Path) -> None:
     refused = run(tmp_path, "enviroment")
     assert refused.returncode == 2
-    assert "step enviroment is unknown; allowed: environment, kernels" in refused.stderr
+    assert "step enviroment is unknown; allowed: environment kernels engine" in refused.stderr
     assert "allowed: --dry-run, --seconds" in run(tmp_path, "--dry").stderr
