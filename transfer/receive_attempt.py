@@ -188,13 +188,13 @@ class ReceiveAttempt:
         manifest, part = self._known_manifest(), LayerPart(push.part, push.parts)
         if not self._follows(push, manifest):
             message = (
-                f"frame {push.index} of tokens {push.first} to {push.first + push.tokens}, part {part.index} of"
+                f"frame {push.index} of tokens {push.first} to {push.first + push.tokens}, part {part.number} of"
                 f" {part.of}, {push.nbytes} bytes, can't follow {self._next}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
         frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part)
-        self._begun = push if part.index + 1 < part.of else None
+        self._begun = push if part.number + 1 < part.of else None
         if self._begun is None:
             self._next += push.tokens
         self._index += 1
@@ -236,7 +236,7 @@ class ReceiveAttempt:
             yield from self._end(State.FAILED, Code.CORRUPT, message)
             return
         at = self._granted_epoch, self._verified, self._verified_parts
-        if outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.index) == at:
+        if outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == at:
             self._verified_parts += 1
             if self._verified_parts == frame.part.of:
                 self._verified, self._verified_parts = self._verified + frame.tokens, 0

@@ -12,14 +12,14 @@ Order = Literal["NHD", "HND"]
 
 
 class LayerPart(NamedTuple):
-    """The KV of some tokens in a part of the layers: part `index` of `of` parts that are as equal as possible."""
+    """The KV of some tokens in some layers: part `number`, from 0 on, of `of` parts that are as equal as possible."""
 
-    index: int = 0
+    number: int = 0
     of: int = 1
 
     def layers(self, layers: int) -> range:
         """Those of a model with so many layers."""
-        return range(self.index * layers // self.of, (self.index + 1) * layers // self.of)
+        return range(self.number * layers // self.of, (self.number + 1) * layers // self.of)
 
 
 ALL_LAYERS = LayerPart()

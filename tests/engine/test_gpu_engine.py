@@ -44,7 +44,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(
-        tmp_path_factory.mktemp("models") / "tiny", "llama", dtype="bfloat16", num_hidden_layers=2, head_dim=32
+        tmp_path_factory.mktemp("models") / "tiny",
+        "llama",
+        dtype="bfloat16",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
     )
 
 

@@ -22,6 +22,8 @@ from kvrelay.kernels.rope_kv_write import rope_kv_write
 BLOCK_SIZE, KV_HEADS, DIM = 64, 8, 64
 BLOCKS = 2**31 // (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * DIM) + 64
 CONTEXTS = [130, 65]
+MAP_NORESERVE = 0x4000
+"""Of Linux; Python has no name for it yet."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def far(device: torch.device) -> Iterator[Tensor]:
     if device.type == "cuda":
         yield torch.zeros(shape, dtype=torch.float16, device=device)
         return
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, 2 * int(np.prod(shape)), flags=flags)
     with pytest.MonkeyPatch.context() as patch:
         # It copies back whole storages, although they are the same here.

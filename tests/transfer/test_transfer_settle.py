@@ -133,7 +133,7 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
         buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
         with Launches() as launches:
             pool = RecordedPool(launches)
-            for part in (frame.part, frame.part._replace(index=1, of=3), frame.part._replace(index=2, of=3)):
+            for part in (frame.part, frame.part._replace(number=1, of=3), frame.part._replace(number=2, of=3)):
                 size = pool.read(TABLE, 0, tokens, buffer, part)
                 pool.write(TABLE, 0, tokens, buffer[:size], part)
             gpu_checksum(buffer)
