@@ -21,18 +21,21 @@ def convert(pool: KVPool, table: Sequence[int], theirs: KVLayout, frame: Frame, 
     `keep` tokens have their KV here already, in blocks that others may share: they stay untouched.
     """
     size = pool.layout.block_size
-    mine = _by_slot(pool.tensor, pool.layout)
+    layers = frame.part.layers(theirs.layers)
+    mine = _by_slot(pool.tensor[:, layers.start : layers.stop], pool.layout)
     blocks = torch.tensor(table, device=mine.device)
     first, end = frame.first, frame.first + frame.tokens
     if end <= keep:
         return
     if end % size:
         mine[int(blocks[end // size]), end % size :] = 0
-    for values in _by_token(theirs, frame, data[: frame.nbytes]):
+    for values in _by_token(theirs, frame, len(layers), data[: frame.nbytes]):
         skip = min(len(values), max(0, keep - first))
         at = torch.arange(first + skip, first + len(values), device=mine.device)
         mine[blocks[at // size], at % size] = values[skip:].to(mine.device, mine.dtype)
         first += len(values)
+    # On a GPU the copies are only queued, while the engine reads on another stream and `data` is overwritten.
+    pool.settle()
 
 
 def _by_slot(blocks: Tensor, layout: KVLayout) -> Tensor:
@@ -40,9 +43,9 @@ def _by_slot(blocks: Tensor, layout: KVLayout) -> Tensor:
     return blocks.permute((0, 3, 1, 2, 4, 5) if layout.order == "NHD" else (0, 4, 1, 2, 3, 5))
 
 
-def _by_token(layout: KVLayout, frame: Frame, data: Tensor) -> Iterator[Tensor]:
+def _by_token(layout: KVLayout, frame: Frame, layers: int, data: Tensor) -> Iterator[Tensor]:
     """The values as [token, layer, k|v, head, dim]: first of the whole blocks, then of a partial last one."""
-    layers, heads, dim, size = layout.layers, layout.kv_heads, layout.head_dim, layout.block_size
+    heads, dim, size = layout.kv_heads, layout.head_dim, layout.block_size
     numbers = data.view(TORCH_DTYPES[layout.dtype])
     for slots, blocks in ((size, frame.tokens // size), (frame.tokens % size, 1)):
         count = slots * blocks * layers * 2 * heads * dim

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout, memory_runs
+from kvrelay.engine.kv.layout import ALL_LAYERS, KVLayout, LayerPart, memory_runs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +26,8 @@ class KVPool:
 
         whole      [layer, k|v, *inner] each
         partial    [layer, k|v, slot, head, dim] of its first slots (NHD), or [layer, k|v, head, slot, dim] (HND)
+
+    A frame may also be of a part of the layers only.
 
     In host memory, `runs` gives a frame's whole blocks in place, to be sent or received without a copy.
     """
@@ -45,7 +47,9 @@ class KVPool:
         """Tokens that the pool holds at most."""
         return self.num_blocks * self.layout.block_size
 
-    def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
+    def runs(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart = ALL_LAYERS
+    ) -> list[memoryview]:
         """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
 
         Raises:
@@ -57,66 +61,89 @@ class KVPool:
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
         memory = memoryview(self._bytes.view(-1).numpy().data)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used)]
+        return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
 
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor) -> int:
+    def read(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: Tensor,
+        part: LayerPart = ALL_LAYERS,
+    ) -> int:
         """Copies a frame into the beginning of `out`.
 
         Args:
             blocks: the sequence's whole block table.
-            out: uint8, contiguous, at least `num_tokens * layout.token_bytes` long.
+            out: uint8, contiguous, at least `layout.nbytes(num_tokens, part)` long.
 
         Returns:
-            The frame's bytes, `num_tokens * layout.token_bytes`.
+            The frame's bytes, `layout.nbytes(num_tokens, part)`.
 
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
-        size = self._check(blocks, first_token, num_tokens, out)
+        size = self._check(blocks, first_token, num_tokens, out, part)
         if self._by_kernel:
-            self._gather(self._used(blocks, first_token, num_tokens), num_tokens, out[:size])
+            self._gather(self._used(blocks, first_token, num_tokens), num_tokens, out[:size], part)
         else:
-            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out):
+            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part):
                 framed[...] = pooled
         return size
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor) -> None:
+    def write(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        data: Tensor,
+        part: LayerPart = ALL_LAYERS,
+    ) -> None:
         """Copies a frame from the beginning of `data` into the pool; the rest of a partial last block becomes zero.
+
+        Only in the layers of `part`.
 
         Args:
             blocks: the sequence's whole block table.
-            data: uint8, contiguous, at least `num_tokens * layout.token_bytes` long.
+            data: uint8, contiguous, at least `layout.nbytes(num_tokens, part)` long.
 
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
-        size = self._check(blocks, first_token, num_tokens, data)
+        size = self._check(blocks, first_token, num_tokens, data, part)
         if self._by_kernel:
-            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size])
+            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size], part)
             return
         end = first_token + num_tokens
         if end % self.layout.block_size:
-            self._bytes[blocks[end // self.layout.block_size]].zero_()
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data):
+            layers = part.layers(self.layout.layers)
+            self._bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, part):
             pooled[...] = framed
 
-    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor) -> None:
+    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor, part: LayerPart) -> None:
         """`read` by one kernel; `out`, as long as the frame, may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
 
         near = out.device == blocks.device
         frame = out if near else torch.empty(len(out), dtype=torch.uint8, device=blocks.device)
-        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order)
+        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order, layers=self._range(part))
         if not near:
             out.copy_(frame)
-        self._settle()
+        self.settle()
 
-    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor) -> None:
+    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor, part: LayerPart) -> None:
         """`write` by one kernel; `data`, as long as the frame, may be on another device."""
         from kvrelay.kernels.kv_gather import kv_scatter
 
-        kv_scatter(self.tensor, blocks, num_tokens, data.to(blocks.device), self.layout.order)
-        self._settle()
+        frame = data.to(blocks.device)
+        kv_scatter(self.tensor, blocks, num_tokens, frame, self.layout.order, layers=self._range(part))
+        self.settle()
+
+    def _range(self, part: LayerPart) -> tuple[int, int]:
+        """The first layer of the part, and how many it has."""
+        layers = part.layers(self.layout.layers)
+        return layers.start, len(layers)
 
     def _used(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
         """int64, on the pool's device: the blocks of a frame."""
@@ -124,7 +151,15 @@ class KVPool:
         used = blocks[first_token // size : self.layout.blocks_for(first_token + num_tokens)]
         return torch.tensor(used, dtype=torch.int64, device=self.tensor.device)
 
-    def _settle(self) -> None:
+    def warm_up(self) -> None:
+        """Compiles the kernels that frames need on a GPU, before a frame's timeout could count it. Changes no block."""
+        if self._by_kernel:
+            frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self._bytes.device)
+            self.read([0], 0, self.layout.block_size, frame)
+            gpu_checksum(frame)
+            self.write([0], 0, self.layout.block_size, frame)
+
+    def settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
         if self._bytes.is_cuda:
             torch.cuda.current_stream(self._bytes.device).synchronize()
@@ -141,16 +176,16 @@ class KVPool:
         if min(used) < 0 or max(used) >= self.num_blocks:
             raise ValueError(f"blocks holds {min(used)} to {max(used)}; allowed: 0 to {self.num_blocks - 1}")
 
-    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor) -> int:
+    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart) -> int:
         """Bytes of the frame, after all checks."""
         self._check_range(blocks, first_token, num_tokens)
-        needed = num_tokens * self.layout.token_bytes
+        needed = self.layout.nbytes(num_tokens, part)
         if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or len(frame) < needed:
             raise ValueError(f"frame is {frame.dtype} {list(frame.shape)}; allowed: torch.uint8 [{needed} or more]")
         return needed
 
     def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
     ) -> Iterator[tuple[Any, Any]]:
         """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of.
 
@@ -159,13 +194,13 @@ class KVPool:
         on_cpu = self._bytes.device.type == frame.device.type == "cpu"
         pool: Any = self._bytes.numpy() if on_cpu else self._bytes
         rest: Any = frame.numpy() if on_cpu else frame
-        layout = self.layout
+        layout, layers = self.layout, part.layers(self.layout.layers)
         index = first_token // layout.block_size
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block = pool[blocks[index]]
+            block = pool[blocks[index], layers.start : layers.stop]
             piece = block[:, :, :used] if layout.order == "NHD" else block[:, :, :, :used]
-            size = used * layout.token_bytes
+            size = layout.nbytes(used, part)
             yield piece, rest[:size].reshape(piece.shape)
             rest = rest[size:]
             num_tokens -= used
