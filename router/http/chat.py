@@ -202,9 +202,10 @@ class ChatChoice:
     def counted(self) -> tuple[int, int]:
         return self._tokens, 0 if self._reasoning is None else self._reasoning.tokens
 
-    async def add(
-        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
-    ) -> str | dict[str, Any] | None:
+    async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """There is nothing of the prompt in an answer."""
+
+    def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)

@@ -91,24 +91,24 @@ class TextChoice:
         self._body = body
         self._tokenizer = tokenizer
         self._prompt = list(request.prompt.submit(()).token_ids) if body.echo else []
-        self._echoed = not body.echo
         self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
         self._text: list[str] = []
         self._end: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
-    async def add(
-        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
-    ) -> str | dict[str, Any] | None:
+    async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """The first message will show the prompt's log-probabilities too, if that was asked for."""
+        if self._body.echo and self._logprobs is not None:
+            await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
+
+    def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         alone = self._body.max_tokens == 0
-        text, echoed = "" if alone else message.text, False
-        if not self._echoed and (message.token_ids or ended):
-            self._echoed = echoed = True
+        echoed = self._body.echo and not self._text
+        text = "" if alone else message.text
+        if echoed:
             text = self._tokenizer.text(self._prompt) + text
-            if self._logprobs is not None:
-                await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
         if self._logprobs is not None and not alone:
             self._logprobs.add(message.token_ids, message.logprobs)
         self._text.append(text)

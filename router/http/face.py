@@ -57,6 +57,30 @@ class Plan:
     chat: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HttpSink:
+    """The messages about one prompt of a body."""
+
+    _prompt: int
+    _reply: Reply
+    _events: Events | None
+    """Those of a stream."""
+
+    @property
+    def ready(self) -> bool:
+        return self._events is None or self._events.ready
+
+    def write_now(self, message: GenerateResponse) -> None:
+        made = self._reply.add_more(self._prompt, message)
+        if self._events is not None and made:
+            self._events.write_now(made)
+
+    async def write(self, message: GenerateResponse) -> None:
+        made = await self._reply.add(self._prompt, message)
+        if self._events is not None and made:
+            await self._events.write(made)
+
+
 class HttpFace:
     """Answers HTTP. A client's mistake becomes an error in OpenAI's form; a closed connection cancels its requests."""
 
@@ -156,13 +180,9 @@ class HttpFace:
                 _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
-                    async def write(message: GenerateResponse) -> None:
-                        made = await plan.reply.add(at, message)
-                        if plan.stream and made:
-                            await events.write(made)
-
+                    sink = HttpSink(at, plan.reply, events if plan.stream else None)
                     begin = partial(plan.reply.begin, at)
-                    await call.generate(plan.requests.pop(), write, begin, plan.shown)
+                    await call.generate(plan.requests.pop(), sink, begin, plan.shown)
 
                 # The last prompt is the first to be taken off the list, which keeps no reference to it.
                 with call.ticket.more_calls(count - 1):
