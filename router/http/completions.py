@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral, misfit
+from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
 from kvrelay.router.sampling import MAX_LOGPROBS
@@ -23,8 +23,9 @@ def _is_ids(value: Any) -> bool:
 
 def _check_prompt(value: Any) -> Any:
     """Checks the four forms of a prompt; each by hand, since a union of lists would be tried member by member."""
+    value = whole_list(value)
     single = isinstance(value, str) or _is_ids(value)
-    prompts = [value] if single or not isinstance(value, list) else value
+    prompts = [value] if single or not isinstance(value, list) else list(map(whole_list, value))
     if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
         allowed = f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
         raise PydanticCustomError("prompt", "{allowed}", {"allowed": allowed})
@@ -53,7 +54,7 @@ class CompletionRequest(GenerateFields):
     """Text, token ids, or a list of either. After the check, a list of prompts."""
     echo: bool | None = None
     """The text begins with the prompt; with max_tokens of 0, it is the prompt alone."""
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Integer = Field(None, ge=0, le=MAX_LOGPROBS)
     """Log-probabilities of each token and of this many likeliest ones; with echo, of the prompt's too."""
 
     suffix: Annotated[Any, Neutral("")] = None

@@ -33,6 +33,8 @@ from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
 
+VERSION = version("kvrelay")
+
 REQUEST_ID = "X-Request-Id"
 NAME = web.RequestKey("name", str)
 """The request's name, which the header of its answer has."""
@@ -202,7 +204,7 @@ class HttpFace:
     def _head(self, id_: str) -> dict[str, str]:
         """What each answer begins with."""
         model = self._front.model.fingerprint
-        digest = hashlib.blake2b(f"{version('kvrelay')} {model}".encode(), digest_size=5).hexdigest()
+        digest = hashlib.blake2b(f"{VERSION} {model}".encode(), digest_size=5).hexdigest()
         return {"id": id_, "model": self._front.served_names[0], "system_fingerprint": f"fp_{digest}"}
 
     async def _read(self, request: web.Request, call: Call) -> bytes:
@@ -261,7 +263,7 @@ class HttpFace:
         return _json(to_json({"ready": ready}), status=200 if ready else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json(to_json({"version": version("kvrelay")}))
+        return _json(to_json({"version": VERSION}))
 
     async def _expose_metrics(self, request: web.Request) -> web.StreamResponse:
         self._front.tenant(caller_of(request))

@@ -86,9 +86,10 @@ def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(tmp_pa
         job.send(0, tokens(1))
         job.send(1, tokens(4)[1:])
         job.send(2, tokens(5)[2:])
-        job.submit.attempt += 1
+        job.submit.attempt, job.submit.slot = job.submit.attempt + 1, job.submit.slot + 1
         job.send(5, (399,))
-        job.submit.attempt -= 1
+        job.send(4, (398, 399))
+        job.submit.attempt, job.submit.slot = job.submit.attempt - 1, job.submit.slot - 1
         job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
 
     async def test() -> None:

@@ -108,6 +108,10 @@ class Job:
         finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED,
         **more: Any,
     ) -> None:
+        if len(tokens) == 1 and not finish_reason and not more:
+            # As a worker sends a token that comes with nothing else.
+            self.stream.put_nowait(RelayResponse(slots=[self.submit.slot], indices=[index], token_ids=tokens))
+            return
         event = RequestEvent(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
