@@ -21,6 +21,7 @@ from support.router_fakes import (
     run,
     silent,
     until,
+    within,
 )
 
 TOTAL = 10
@@ -307,7 +308,7 @@ def test_failures_on_every_worker_are_not_retried(tmp_path: Path, code: Failure.
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             with pytest.raises(error, match="just so"):
                 await complete(client)
-            await asyncio.wait_for((await cluster.job("prefill-0")).cancelled.wait(), 0.5)
+            await within(0.5, (await cluster.job("prefill-0")).cancelled, "it is cancelled")
 
     run(test)
 
@@ -348,7 +349,7 @@ def test_silence_has_limits(tmp_path: Path) -> None:
                 await complete(client, timeout=0.1)
             for name in cluster.workers:
                 for at in range(2):
-                    await asyncio.wait_for((await cluster.job(name, at)).cancelled.wait(), 0.5)
+                    await within(0.5, (await cluster.job(name, at)).cancelled, "it is cancelled")
             workers[0].script = prefill_of(token_at)
             assert await complete(client) == tokens(TOTAL)
             outcomes = [record.outcome for record in cluster.records]

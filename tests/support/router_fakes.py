@@ -50,7 +50,8 @@ EOS = "</s>"
 CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant:"
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 20.0
+TURN_SECONDS = 0.01
 
 
 def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
@@ -85,6 +86,19 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S
             raise AssertionError(f"not within {seconds} s: {what}")
         await asyncio.sleep(0.005)
     return value
+
+
+async def within(seconds: float, event: asyncio.Event, what: str) -> None:
+    """Waits for an event for as many turns of the event loop as an idle machine has in this time.
+
+    Router, client and workers of these tests share the loop: other processes that keep it from its turns delay all of
+    them alike, and are not what a promise of the router is about.
+    """
+    for _ in range(round(seconds / TURN_SECONDS)):
+        if event.is_set():
+            return
+        await asyncio.sleep(TURN_SECONDS)
+    assert event.is_set(), f"not within {seconds} s: {what}"
 
 
 @dataclass
