@@ -44,7 +44,7 @@ def dying_decode(count: int) -> Script:
             return
         for index in range(1, count):
             job.send(index, (token_at(index),))
-        await asyncio.sleep(0.05)
+        await job.shown(count)
         await job.worker.server.stop(None)
 
     return script
@@ -117,7 +117,7 @@ def test_prefill_lost_before_the_handoff_is_another_attempt(tmp_path: Path, sent
             return
         if sent:
             job.send(0, tokens(1))
-        await asyncio.sleep(0.05)
+            await job.shown(1)
         await job.worker.server.stop(None)
 
     async def decode(job: Job) -> None:

@@ -115,6 +115,17 @@ class Job:
         """Index of the first token of this attempt."""
         return len(self.submit.token_ids) - self.submit.prompt_tokens
 
+    async def shown(self, tokens: int) -> None:
+        """Waits until the router has sent the client so many tokens of the completion."""
+        router = self.worker.router
+        assert router is not None
+
+        def reached() -> bool:
+            trace = router._front.requests.find(self.submit.request_id)
+            return trace is not None and trace.completion_tokens >= tokens
+
+        await until(reached, f"the client has {tokens} tokens")
+
     def send(
         self,
         index: int = 0,
@@ -215,6 +226,8 @@ class FakeWorker(WorkerServiceServicer):
                 **model,
             }
         )
+        self.router: RouterServer | None = None
+        """Of the cluster."""
         self.jobs: list[Job] = []
         self.fences: list[ClientCall] = []
         self.streams = 0
@@ -370,6 +383,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
     options["supervisor"] = f"127.0.0.1:{supervisor.port}"
     router = RouterServer(RouterConfig(**{**options, **config}), records.append)
     for worker in workers:
+        worker.router = router
         await worker.start()
     await router.start()
     cluster = FakeCluster(router, supervisor, {worker.name: worker for worker in workers}, records)
