@@ -30,10 +30,13 @@ class Held:
         self.milliseconds = array("d")
         self._attempts: dict[str, tuple[Attempt, list[float]]] = {}
         """By the request's name: its attempt, and when each of its tokens arrived that are there in order."""
+        self._arrived = 0.0
+        """When the message came that is delivered now."""
 
     def install(self) -> None:
         """Observes from now on."""
-        submit, deliver, send = Attempt.submit, WorkerStream._deliver, Answer.send
+        submit, deliver = Attempt.submit, WorkerStream._deliver
+        send, send_now, finish = Answer.send, Answer.send_now, Answer.finish
 
         def submitting(attempt: Attempt, *args: float) -> None:
             name = attempt._key[0]
@@ -42,26 +45,34 @@ class Held:
             submit(attempt, *args)
 
         def delivering(stream: WorkerStream, response: RelayResponse) -> None:
-            now = time.monotonic()
+            self._arrived = time.monotonic()
             deliver(stream, response)
             for attempt, times in self._attempts.values():
-                times.extend([now] * (len(attempt.tokens) - len(times)))
+                times.extend([self._arrived] * (len(attempt.tokens) - len(times)))
 
         async def sending(answer: Answer, piece: Piece) -> None:
             await send(answer, piece)
+            sent(answer, piece)
+
+        def sending_now(answer: Answer, piece: Piece) -> None:
+            send_now(answer, piece)
+            sent(answer, piece)
+
+        def sent(answer: Answer, piece: Piece) -> None:
             name = answer._request.wire_id
             if name in self._attempts:
                 now, (_, times) = time.monotonic(), self._attempts[name]
                 end = answer._trace.completion_tokens
+                times.extend([self._arrived] * (end - len(times)))  # sent while their message is delivered
                 self.milliseconds.extend((now - at) * 1e3 for at in times[end - len(piece.token_ids) : end])
 
         async def finishing(answer: Answer, piece: Piece) -> None:
             await finish(answer, piece)
             self._attempts.pop(answer._request.wire_id, None)
 
-        finish = Answer.finish
         Attempt.submit, WorkerStream._deliver = submitting, delivering  # type: ignore[method-assign]
-        Answer.send, Answer.finish = sending, finishing  # type: ignore[method-assign]
+        Answer.send, Answer.send_now = sending, sending_now  # type: ignore[method-assign]
+        Answer.finish = finishing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

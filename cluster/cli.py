@@ -82,7 +82,10 @@ config_option = click.option(
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
 @click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
 @click.option("--gpus", type=int, metavar="N", help="GPUs that the workers share (default: all; 0: none).")
-@click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
+@click.option("--routers", type=int, metavar="N", help="Routers, each a process with ports of its own.")
+@click.option(
+    "--share-port", flag_value=0, type=int, default=None, help="They share the first one's ports, for more streams."
+)
 @click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
 @click.option("--http-port", type=int, metavar="P", help="Port of its OpenAI-compatible HTTP (default 8000).")
@@ -280,6 +283,7 @@ OPTIONS = {
     "colocated": "colocated.replicas",
     "gpus": "ray.gpus",
     "routers": "router.replicas",
+    "share_port": "router.port_step",
     "host": "router.host",
     "grpc_port": "router.grpc_port",
     "http_port": "router.http_port",

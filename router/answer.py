@@ -2,21 +2,47 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.router.completion import Piece
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateResponse
 
-Write = Callable[[GenerateResponse], Awaitable[None]]
+
+class Sink(Protocol):
+    """Takes the messages of one call, as its face does it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write_now` can take a message: the first one was written, and the client keeps up."""
+
+    def write_now(self, message: GenerateResponse) -> None:
+        """Takes a message that only adds tokens and text, without waiting; while `ready`."""
+
+    def write(self, message: GenerateResponse) -> Awaitable[None]:
+        """Takes a message as soon as the client does."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedSink:
+    """That of a face whose every write has to be awaited."""
+
+    write: Callable[[GenerateResponse], Awaitable[None]]
+
+    @property
+    def ready(self) -> bool:
+        return False
+
+    def write_now(self, message: GenerateResponse) -> None:
+        raise RuntimeError("a message for a sink that is never ready")
 
 
 class Answer:
     """Pieces with tokens, then a last one with the figures."""
 
-    def __init__(
-        self, request: CheckedRequest, trace: RequestTrace, write: Write, gap: Callable[[float], None]
-    ) -> None:
+    def __init__(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, gap: Callable[[float], None]) -> None:
         """
         Args:
             trace: read for the last message, and written with each.
@@ -24,7 +50,7 @@ class Answer:
         """
         self._request = request
         self._trace = trace
-        self._write = write
+        self._sink = sink
         self._gap = gap
         self._first = True
         self.progress = trace.received
@@ -35,9 +61,20 @@ class Answer:
         """Whether this call has sent tokens."""
         return self._trace.first_sent is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether `send_now` can take a piece."""
+        return self._sink.ready
+
+    def send_now(self, piece: Piece) -> None:
+        """Sends a piece of tokens and text, without waiting; while `ready`."""
+        self._sink.write_now(self._message(piece))
+        self.progress = time.monotonic()
+        self._sent(self.progress)
+
     async def send(self, piece: Piece) -> None:
         """Sends a piece, as soon as the client takes it."""
-        await self._write(self._message(piece))
+        await self._sink.write(self._message(piece))
         self.progress = time.monotonic()
         self._sent(self.progress)
 
@@ -50,7 +87,7 @@ class Answer:
         last.finish_reason = piece.finish_reason
         last.usage.CopyFrom(trace.usage())
         last.timeline.CopyFrom(trace.timeline(now))
-        await self._write(last)
+        await self._sink.write(last)
 
     def _sent(self, now: float) -> None:
         gap = self._trace.sent(now)

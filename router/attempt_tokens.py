@@ -4,12 +4,13 @@
 
 Between `pause` and the moment that it names, tokens gather: the session sleeps. The pacer lets them go some time after
 the first token that comes after that moment, or when the first gathered one has waited for long enough
-(`router/pacer.py`). The last token and `flush` let them go at once. Then the session takes all of them.
+(`router/pacer.py`). The last token and `flush` let them go at once. Then the session takes all of them: its `relay` at
+once if it can, without waking its task, which costs as much as the rest of a token's way.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.router.attempt_outcome import Taken
 from kvrelay.router.pacer import Pacer
@@ -47,6 +48,8 @@ class AttemptTokens:
         """Where the present pause waits for its turn to end; None once it does."""
         self._held = False
         """Whether the pacer was told of the first token of the present pause."""
+        self.relay: Callable[[], bool] = lambda: False
+        """Takes tokens that are due, and returns whether it did; else the session is woken. It must not raise."""
 
     def __len__(self) -> int:
         """Tokens that are here in order."""
@@ -57,6 +60,11 @@ class AttemptTokens:
         """Whether every token up to the end is here."""
         return self._base + len(self._seen) == self.end
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to take but tokens, and their end isn't known."""
+        return self.end is None and not self._scored and self._taken > 0
+
     # From the workers.
 
     def append(self, index: int, token: int, now: float) -> bool:
@@ -66,7 +74,10 @@ class AttemptTokens:
         if index != self._base + at or at + 1 >= self._left or self._stash or self._scored or self.end is not None:
             return False
         seen.append(token)
-        self._notify(now)
+        if self._paused:
+            self._gather(now)
+        else:
+            self._offer()
         return True
 
     def merge(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
@@ -89,17 +100,19 @@ class AttemptTokens:
             if found[1] is not None:
                 self._logprobs.append(found[1])
         if len(self._seen) > before:
-            self._notify(time.monotonic())
+            if self._paused:
+                self._gather(time.monotonic())
+            else:
+                self.wake()  # no relay: the attempt may have more to note about these tokens
         return ""
 
     def finish(self, end: int, reason: FinishReason) -> None:
         """The tokens end before index `end`, because of `reason`."""
         self.end, self.finish_reason = end, reason
 
-    def _notify(self, now: float) -> None:
-        if not self._paused:
-            self.wake()
-        elif now >= self._until:
+    def _gather(self, now: float) -> None:
+        """A token has come in a pause."""
+        if now >= self._until:
             self._let_go(self._pauses)
         elif not self._held and self._pacer is not None:
             self._held = True
@@ -113,7 +126,12 @@ class AttemptTokens:
 
     def _resume(self, pause: int) -> None:
         if pause == self._pauses:
-            self.flush()
+            self._paused = False
+            self._offer()
+
+    def _offer(self) -> None:
+        if not self.relay():
+            self.wake()
 
     # Towards the session.
 

@@ -38,6 +38,11 @@ class Completion:
         self._text = Detokenizer(token_bytes, request.shown)
         self._stops = StopStrings(request.stop) if request.stop else None
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens can't end the completion: there are no stop strings."""
+        return self._stops is None
+
     async def restore(self, resumed: Resumed) -> FinishReason:
         """Takes what the client has from earlier calls: these tokens, and their text, which is a function of them.
 

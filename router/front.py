@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission, Ticket
-from kvrelay.router.answer import Answer, Write
+from kvrelay.router.answer import Answer, Sink
 from kvrelay.router.callers import Callers, Grant, Identity
 from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
@@ -249,7 +249,7 @@ class Call:
     async def generate(
         self,
         request: GenerateRequest,
-        write: Write,
+        sink: Sink,
         begin: Callable[[CheckedRequest], object] | None = None,
         shown: frozenset[int] = frozenset(),
     ) -> None:
@@ -257,7 +257,7 @@ class Call:
 
         Args:
             request: the caller should keep no reference to it.
-            write: takes each message; one at a time for each completion.
+            sink: takes each message; one at a time for each completion.
             begin: called before the first message with the first completion's checked request.
             shown: special tokens whose names are part of the text.
 
@@ -286,41 +286,36 @@ class Call:
             count = request.n or 1
             del request  # it is several times as large as the packed prompt, and the session may wait long
             if count == 1:
-                await self._complete(checked, trace, write, meter)
+                await self._complete(checked, trace, sink, meter)
                 return
             with self.ticket.more_calls(count - 1):
-                await self._complete_all(completions(checked, count), trace, write, meter)
+                await self._complete_all(completions(checked, count), trace, sink, meter)
 
     async def _complete_all(
-        self, requests: list[CheckedRequest], trace: RequestTrace, write: Write, meter: Meter
+        self, requests: list[CheckedRequest], trace: RequestTrace, sink: Sink, meter: Meter
     ) -> None:
         """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
         KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
         cached = asyncio.Event()
 
-        async def first_write(message: GenerateResponse) -> None:
-            if trace.completion_tokens > 1:
-                cached.set()
-            await write(message)
-
         async def first() -> None:
-            await self._complete(requests[0], trace, first_write, meter)
+            await self._complete(requests[0], trace, _FirstSink(sink, trace, cached), meter)
             cached.set()
 
         async def later(request: CheckedRequest) -> None:
             await cached.wait()
             trace = RequestTrace(self._received, service=request.claim.service_class, context=self._context)
             _describe(request, trace)
-            await self._complete(request, trace, write, meter)
+            await self._complete(request, trace, sink, meter)
 
         await together([first(), *map(later, requests[1:])])
 
-    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
+    async def _complete(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, meter: Meter) -> None:
         self._front.requests.begin(trace)
         self._front.traffic.begin(trace)
         try:
             with self._noting_failure(trace):
-                answer = Answer(request, trace, write, self._front._dispatch.metrics.gap)
+                answer = Answer(request, trace, sink, self._front._dispatch.metrics.gap)
                 finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
         finally:
             meter.generated(trace.generated_tokens)
@@ -346,6 +341,27 @@ class Call:
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
         self.ended.append(Ended(trace, outcome, failure))
         self._front.note_end(self.ended[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstSink:
+    """That of the first of several completions: notes when others can have its prompt from the prefix caches."""
+
+    _sink: Sink
+    _trace: RequestTrace
+    _cached: asyncio.Event
+
+    @property
+    def ready(self) -> bool:
+        return self._cached.is_set() and self._sink.ready
+
+    def write_now(self, message: GenerateResponse) -> None:
+        self._sink.write_now(message)
+
+    async def write(self, message: GenerateResponse) -> None:
+        if self._trace.completion_tokens > 1:
+            self._cached.set()
+        await self._sink.write(message)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

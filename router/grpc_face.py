@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from kvrelay.router.answer import AwaitedSink
 from kvrelay.router.callers import AUTHORIZATION, Identity
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
@@ -103,7 +104,7 @@ class GrpcFace:
         try:
             with front.generation(_caller(context), len(received.data), deadline) as call:
                 kind, max_numbers = pb.GenerateRequest, front.model.max_context
-                await call.generate(received.take(kind, front.config, max_numbers), writer.write)
+                await call.generate(received.take(kind, front.config, max_numbers), AwaitedSink(writer.write))
             return
         except RequestError as error:
             failure = error

@@ -50,8 +50,8 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
+from kvrelay.router.flow import Flow
 from kvrelay.router.health import Trial
-from kvrelay.router.pacer import UNPACED_TOKENS
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion, shape_of
@@ -94,6 +94,7 @@ class Session:
         self._request, self._dispatch, self._trace = request, dispatch, trace
         self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
+        self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
         self._suspicion = Suspicion()
@@ -207,17 +208,14 @@ class Session:
         while True:
             taken = attempt.take()
             if taken.token_ids or taken.finish_reason:
-                piece = self._completion.add(taken.token_ids, taken.finish_reason, taken.logprobs)
+                piece = self._flow.add(taken)
                 if taken.prompt_logprobs:
                     piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
-                self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
-                pacer = self._dispatch.pacer
-                if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := pacer.seconds):
-                    attempt.pause(time.monotonic() + pace, pacer)
+                self._flow.pace(attempt)
                 await self._answer.send(piece)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
@@ -247,7 +245,7 @@ class Session:
         if time.monotonic() < earliest:
             self._following = attempt
             self._alarm.set(earliest)
-            await attempt.wait()
+            await self._flow.wait(attempt, proven=attempt is self._proven)
             return
         self._check_deadline()
         if earliest == token_limit and not self._answer.begun:

@@ -8,7 +8,11 @@ HEADER, STATE_HEADER = "traceparent", "tracestate"
 _PARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(-.*)?"
 )
-_MAX_STATE = 512
+_MAX_STATE, _MAX_MEMBERS = 512, 32
+_MEMBER = re.compile(
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
+)
 SAMPLED = 0x01
 
 
@@ -37,12 +41,18 @@ class TraceContext:
             return cls.new()
         if not int(match["trace"], 16) or not int(match["span"], 16):
             return cls.new()
-        kept = (
-            state if state is not None and len(state) <= _MAX_STATE and state.isascii() and state.isprintable() else ""
-        )
+        kept = state if state is not None and _is_state(state) else ""
         return cls(match["trace"], match["span"], int(match["flags"], 16), kept)
 
     @property
     def sampled(self) -> bool:
         """Whether the caller records this trace."""
         return bool(self.flags & SAMPLED)
+
+
+def _is_state(state: str) -> bool:
+    """Whether it is a valid `tracestate`. OpenTelemetry writes into the log what is wrong with another one."""
+    if len(state) > _MAX_STATE:
+        return False
+    members = [found for member in state.split(",") if (found := member.strip(" \t"))]
+    return len(members) <= _MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))

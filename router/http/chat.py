@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Neutral, misfit
+from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Integer, Neutral, misfit
 from kvrelay.router.http.logprobs import chat_logprobs
 from kvrelay.router.http.messages import ConversationFields, Message
 from kvrelay.router.http.usage import finish_name, timeline_json
@@ -37,9 +37,9 @@ class ChatRequest(GenerateFields, ConversationFields):
 
     messages: list[Message] = Field(min_length=1)
     """The conversation."""
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_UINT32)
+    max_completion_tokens: Integer = Field(None, ge=1, le=MAX_UINT32)
     """Most tokens to generate, reasoning included; max_tokens is its older name."""
-    max_tokens: int | None = Field(None, ge=1, le=MAX_UINT32)
+    max_tokens: Integer = Field(None, ge=1, le=MAX_UINT32)
     """As max_completion_tokens."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """Whether the model calls functions; default auto with tools."""
@@ -47,7 +47,7 @@ class ChatRequest(GenerateFields, ConversationFields):
     """Whether it may call several; default true."""
     logprobs: bool | None = None
     """The answer has the log-probability of each token."""
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Integer = Field(None, ge=0, le=MAX_LOGPROBS)
     """And those of this many likeliest ones; with logprobs."""
     include_reasoning: bool | None = None
     """Whether the answer has what the model thought; default true."""
@@ -202,9 +202,10 @@ class ChatChoice:
     def counted(self) -> tuple[int, int]:
         return self._tokens, 0 if self._reasoning is None else self._reasoning.tokens
 
-    async def add(
-        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
-    ) -> str | dict[str, Any] | None:
+    async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """There is nothing of the prompt in an answer."""
+
+    def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         self._tokens += len(message.token_ids)

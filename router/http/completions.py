@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral, misfit
+from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
 from kvrelay.router.sampling import MAX_LOGPROBS
@@ -23,8 +23,9 @@ def _is_ids(value: Any) -> bool:
 
 def _check_prompt(value: Any) -> Any:
     """Checks the four forms of a prompt; each by hand, since a union of lists would be tried member by member."""
+    value = whole_list(value)
     single = isinstance(value, str) or _is_ids(value)
-    prompts = [value] if single or not isinstance(value, list) else value
+    prompts = [value] if single or not isinstance(value, list) else list(map(whole_list, value))
     if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
         allowed = f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
         raise PydanticCustomError("prompt", "{allowed}", {"allowed": allowed})
@@ -53,7 +54,7 @@ class CompletionRequest(GenerateFields):
     """Text, token ids, or a list of either. After the check, a list of prompts."""
     echo: bool | None = None
     """The text begins with the prompt; with max_tokens of 0, it is the prompt alone."""
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Integer = Field(None, ge=0, le=MAX_LOGPROBS)
     """Log-probabilities of each token and of this many likeliest ones; with echo, of the prompt's too."""
 
     suffix: Annotated[Any, Neutral("")] = None
@@ -91,24 +92,24 @@ class TextChoice:
         self._body = body
         self._tokenizer = tokenizer
         self._prompt = list(request.prompt.submit(()).token_ids) if body.echo else []
-        self._echoed = not body.echo
         self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
         self._text: list[str] = []
         self._end: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
-    async def add(
-        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
-    ) -> str | dict[str, Any] | None:
+    async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """The first message will show the prompt's log-probabilities too, if that was asked for."""
+        if self._body.echo and self._logprobs is not None:
+            await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
+
+    def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
         """What a message adds, as a part of a chunk; only text as that text."""
         ended = bool(message.finish_reason)
         alone = self._body.max_tokens == 0
-        text, echoed = "" if alone else message.text, False
-        if not self._echoed and (message.token_ids or ended):
-            self._echoed = echoed = True
+        echoed = self._body.echo and not self._text
+        text = "" if alone else message.text
+        if echoed:
             text = self._tokenizer.text(self._prompt) + text
-            if self._logprobs is not None:
-                await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
         if self._logprobs is not None and not alone:
             self._logprobs.add(message.token_ids, message.logprobs)
         self._text.append(text)

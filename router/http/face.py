@@ -33,6 +33,8 @@ from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
 
+VERSION = version("kvrelay")
+
 REQUEST_ID = "X-Request-Id"
 NAME = web.RequestKey("name", str)
 """The request's name, which the header of its answer has."""
@@ -55,6 +57,30 @@ class Plan:
     shown: frozenset[int] = frozenset()
     """Special tokens whose names are part of the text."""
     chat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSink:
+    """The messages about one prompt of a body."""
+
+    _prompt: int
+    _reply: Reply
+    _events: Events | None
+    """Those of a stream."""
+
+    @property
+    def ready(self) -> bool:
+        return self._events is None or self._events.ready
+
+    def write_now(self, message: GenerateResponse) -> None:
+        made = self._reply.add_more(self._prompt, message)
+        if self._events is not None and made:
+            self._events.write_now(made)
+
+    async def write(self, message: GenerateResponse) -> None:
+        made = await self._reply.add(self._prompt, message)
+        if self._events is not None and made:
+            await self._events.write(made)
 
 
 class HttpFace:
@@ -162,13 +188,9 @@ class HttpFace:
                 _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
-                    async def write(message: GenerateResponse) -> None:
-                        made = await plan.reply.add(at, message)
-                        if plan.stream and made:
-                            await events.write(made)
-
+                    sink = HttpSink(at, plan.reply, events if plan.stream else None)
                     begin = partial(plan.reply.begin, at)
-                    await call.generate(plan.requests.pop(), write, begin, plan.shown)
+                    await call.generate(plan.requests.pop(), sink, begin, plan.shown)
 
                 # The last prompt is the first to be taken off the list, which keeps no reference to it.
                 with call.ticket.more_calls(count - 1):
@@ -188,7 +210,7 @@ class HttpFace:
     def _head(self, id_: str) -> dict[str, str]:
         """What each answer begins with."""
         model = self._front.model.fingerprint
-        digest = hashlib.blake2b(f"{version('kvrelay')} {model}".encode(), digest_size=5).hexdigest()
+        digest = hashlib.blake2b(f"{VERSION} {model}".encode(), digest_size=5).hexdigest()
         return {"id": id_, "model": self._front.served_names[0], "system_fingerprint": f"fp_{digest}"}
 
     async def _read(self, request: web.Request, call: Call) -> bytes:
@@ -247,7 +269,7 @@ class HttpFace:
         return _json(to_json({"ready": ready}), status=200 if ready else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json(to_json({"version": version("kvrelay")}))
+        return _json(to_json({"version": VERSION}))
 
     async def _expose_metrics(self, request: web.Request) -> web.StreamResponse:
         self._front.tenant(caller_of(request))

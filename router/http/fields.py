@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -44,6 +45,22 @@ def misfit(field: str, value: JsonValue, allowed: str) -> PydanticCustomError:
     return PydanticCustomError("misfit", "{allowed}", {"field": field, "value": value, "allowed": allowed})
 
 
+def whole(value: Any) -> Any:
+    """A number as an integer if it is one, however it is written: JSON doesn't tell `4892.0` from `4892`."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def whole_list(value: Any) -> Any:
+    """A list with each number as by `whole`."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [whole(each) for each in value]
+    return value
+
+
+Integer = Annotated[int | None, BeforeValidator(whole)]
+"""An integer that may be left out."""
+
+
 class Neutral:
     """Annotates a field that means nothing here: it is null, or one of some values."""
 
@@ -57,6 +74,7 @@ class Neutral:
         return {"enum": [None, *self._values], "description": "Has no effect here."}
 
     def _check(self, value: Any) -> Any:
+        value = whole(value)
         if value is not None and not any(type(value) is type(other) and value == other for other in self._values):
             allowed = " or ".join(json.dumps(each) for each in (None, *self._values))
             raise PydanticCustomError("not_served", "{allowed}", {"allowed": f"{allowed}; not served otherwise"})
@@ -151,9 +169,9 @@ class GenerateFields(Fields):
     """Answer by server-sent events, as tokens come."""
     stream_options: StreamOptions | None = None
     """With stream."""
-    n: int | None = Field(None, ge=1, le=MAX_COMPLETIONS)
+    n: Integer = Field(None, ge=1, le=MAX_COMPLETIONS)
     """Completions of each prompt; completion i > 0 has a seed that is derived from `seed` and i."""
-    max_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
+    max_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
     """Most tokens to generate."""
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     """0 is greedy."""
@@ -165,7 +183,7 @@ class GenerateFields(Fields):
         | None
     ) = Field(None, max_length=MAX_STOPS)
     """One string or several that end the text before them."""
-    seed: int | None = Field(None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
+    seed: Integer = Field(None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
     """Equal seeds give equal tokens; a negative one counts modulo 2^64."""
     presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     """Subtracted from the logit of each token that the completion has."""
@@ -180,17 +198,19 @@ class GenerateFields(Fields):
     user: str | None = None
     """Requests of one user prefer the same workers, unless prompt_cache_key or the header X-Session-Id is given."""
 
-    top_k: int | None = Field(None, ge=-1, le=MAX_UINT32)
+    top_k: Integer = Field(None, ge=-1, le=MAX_UINT32)
     """Keep the k likeliest tokens; 0 and -1 keep all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Drop tokens less likely than this times the likeliest one."""
     repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY)
     """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
-    min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
+    min_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
     """Tokens before which nothing ends the text."""
     ignore_eos: bool | None = None
     """Continue after the model's end-of-sequence tokens."""
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_UINT32)]] | None = Field(None, max_length=MAX_STOP_IDS)
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]] | None, BeforeValidator(whole_list)] = (
+        Field(None, max_length=MAX_STOP_IDS)
+    )
     """Token ids that end the text."""
     bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]] | None = Field(
         None, max_length=MAX_BAD_WORDS
@@ -206,7 +226,7 @@ class GenerateFields(Fields):
     """As structured_outputs.choice."""
     guided_grammar: str | None = None
     """As structured_outputs.grammar."""
-    priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
+    priority: Integer = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     """Of the requests of one tenant that wait, the one with the smallest value goes first."""
     slo_class: str | None = None
     """Class of service of the router's configuration."""
@@ -223,7 +243,7 @@ class GenerateFields(Fields):
 
     best_of: Annotated[Any, Neutral(1)] = None
     use_beam_search: Annotated[Any, Neutral(False)] = None
-    length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
+    length_penalty: Annotated[Any, Neutral(1)] = None
     early_stopping: Annotated[Any, Neutral(False)] = None
     skip_special_tokens: Annotated[Any, Neutral(True)] = None
     spaces_between_special_tokens: Annotated[Any, Neutral(True)] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrelay.router.http.fields import Fields, Neutral, misfit
+from kvrelay.router.http.fields import Fields, Integer, Neutral, misfit
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
 MAX_TOOLS = 512
@@ -47,7 +47,7 @@ class MessageToolCall(Fields):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
+    index: Integer = None
     """Has no effect here."""
     provider_specific_fields: JsonValue = None
     """Has no effect here."""

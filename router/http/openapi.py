@@ -41,6 +41,14 @@ ERRORS = {
     "503": "No worker can take the request now, or the router is stopping",
     "504": "The client's deadline, or the limit on the first token, has passed",
 }
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"type": "string", "description": "A chunk or an error, as JSON; `[DONE]` at the end of the stream."}
+    },
+}
+"""Each event of a stream: before version 3.2, OpenAPI has no other place for it than the schema of the whole."""
 NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
@@ -99,7 +107,7 @@ ERROR = {
 def _post(path: str, model: type[BaseModel], text: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if path in STREAMED:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     schema = {"$ref": REFERENCE.format(model=model.__name__)}
     return {
         "summary": text,

@@ -19,14 +19,15 @@ DONE = b"data: [DONE]\n\n"
 class Choice(Protocol):
     """One completion, as one of OpenAI's two APIs shows it."""
 
-    async def add(
-        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
-    ) -> str | dict[str, Any] | None:
-        """What a message adds to the choice: a chunk's part without its index, or only text, or nothing.
+    async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
+        """Called once, before the first message is added.
 
         Args:
-            prompt_logprobs: all that the request's messages had so far.
+            prompt_logprobs: all that were asked for.
         """
+
+    def add(self, message: GenerateResponse) -> str | dict[str, Any] | None:
+        """What a message adds to the choice: a chunk's part without its index, or only text, or nothing."""
 
     def part(self, text: str) -> dict[str, Any]:
         """A chunk's part that adds only text."""
@@ -66,13 +67,19 @@ class Reply:
 
     async def add(self, prompt: int, message: GenerateResponse) -> bytes:
         """Adds a message about a prompt; returns the events that it makes, if any."""
-        index = prompt * (self._body.n or 1) + message.index
-        choice = self._choices.get(index)
-        if choice is None:
-            choice = self._choices[index] = self._make(self._prompts[prompt])
+        index = self._index(prompt, message)
         if message.prompt_logprobs:
             self._prompt_logprobs[prompt].extend(message.prompt_logprobs)
-        part = await choice.add(message, self._prompt_logprobs[prompt])
+        if index not in self._choices:
+            choice = self._choices[index] = self._make(self._prompts[prompt])
+            await choice.begin(self._prompt_logprobs[prompt])
+        return self.add_more(prompt, message)
+
+    def add_more(self, prompt: int, message: GenerateResponse) -> bytes:
+        """As `add`, for a message after a completion's first one."""
+        index = self._index(prompt, message)
+        choice = self._choices[index]
+        part = choice.add(message)
         if message.finish_reason:
             self._total.end(message.usage)
         if part is None:
@@ -83,6 +90,9 @@ class Reply:
                 return before + to_json(part) + after
             part = choice.part(part)
         return self._event([{"index": index, **part}])
+
+    def _index(self, prompt: int, message: GenerateResponse) -> int:
+        return prompt * (self._body.n or 1) + message.index
 
     def end(self) -> bytes:
         """The last events of a stream."""

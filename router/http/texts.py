@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import to_json
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.errors import InvalidRequest
-from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit
+from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit, whole_list
 from kvrelay.router.http.messages import ConversationFields
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
@@ -49,7 +49,7 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     """As in a completion."""
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_UINT32)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]], BeforeValidator(whole_list)]
     """Token ids."""
 
     async def answer(self, model: ModelInfo, tokenizer: Tokenizer) -> bytes:

@@ -22,6 +22,7 @@ from aiohttp import web
 from pydantic import Field
 from pydantic_core import to_json
 
+from kvrelay.router.answer import AwaitedSink
 from kvrelay.router.errors import Exhausted, NotKept, RequestError, SlowReader, shorten
 from kvrelay.router.front import Front
 from kvrelay.router.http.body import declared_size, parse, read
@@ -189,7 +190,7 @@ class Page:
                 call.ticket.resize(len(data))
                 ask = await parse(Ask, data, 0)
                 run = _Run(front, events)
-                await run.follow(call.generate(ask.request(), run.write, run.begin))
+                await run.follow(call.generate(ask.request(), AwaitedSink(run.write), run.begin))
                 return await events.end(run.end())
         except SlowReader:
             raise asyncio.CancelledError from None

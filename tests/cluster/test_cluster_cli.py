@@ -22,6 +22,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from kvrelay.cluster import configfile
 from kvrelay.cluster.cli import OPTIONS, main, up
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import UsageError
@@ -81,6 +82,15 @@ def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
     (dtype,) = [parameter for parameter in up.params if parameter.name == "dtype"]
     assert isinstance(dtype.type, click.Choice)
     assert tuple(dtype.type.choices) == get_args(Dtype)
+
+
+def test_routers_share_ports_if_asked_to() -> None:
+    for flags, ports in ((["--share-port"], {(50051, 8000, True)}), ([], {(50051, 8000, False), (50052, 8001, False)})):
+        given = up.make_context("up", ["--routers", "2", *flags]).params
+        options = {OPTIONS[name]: configfile.Override(name, given[name]) for name in ("routers", "share_port")}
+        options = {key: override for key, override in options.items() if override.value is not None}
+        routers = configfile.load(None, options).router_configs()
+        assert {(router.grpc_port, router.http_port, router.share_port) for router in routers} == ports
 
 
 @pytest.mark.parametrize(

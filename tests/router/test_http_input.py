@@ -170,6 +170,46 @@ def test_a_large_body_within_the_limits_is_taken() -> None:
     assert len(strings) < MAX_STRINGS
 
 
+NUMBERS = {
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 4, "n": 2, "seed": -7, "top_k": -1, "best_of": 1, "logprobs": 1}
+    | {"min_tokens": 2, "priority": 3, "stop_token_ids": [9, 10], "logit_bias": {"7": 1}, "length_penalty": 1},
+    "/v1/chat/completions": CHAT | {"max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2},
+    "/detokenize": {"tokens": [40, 41]},
+}
+
+
+def spelled(value: Any) -> Any:
+    """The value with each integer written as `4.0`."""
+    if isinstance(value, dict):
+        return {key: spelled(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [spelled(each) for each in value]
+    return float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_an_integer_may_be_written_with_a_fraction_of_zero(path: str) -> None:
+    def parsed(body: dict[str, Any]) -> Any:
+        return asyncio.run(parse(KINDS[path], json.dumps(body).encode(), CONTEXT))
+
+    body = NUMBERS[path]
+    assert ".0" in json.dumps(spelled(body))
+    assert parsed(spelled(body)) == parsed(body)
+    for name, value in body.items():
+        if type(value) is int and name != "logit_bias":
+            with pytest.raises(RequestError, match=name):
+                parsed(body | {name: value + 0.5})
+
+
+def test_prompts_of_ids_may_be_written_with_a_fraction_of_zero() -> None:
+    prompts = [[5, 6], [7]]
+    body = json.dumps({"prompt": spelled(prompts)}).encode()
+    assert asyncio.run(parse(CompletionRequest, body, CONTEXT)).prompt == prompts
+    for wrong in ([5.5], [[5], [6.5]], [5, True], [1e400]):
+        with pytest.raises(RequestError, match="prompt"):
+            asyncio.run(parse(CompletionRequest, json.dumps({"prompt": wrong}).encode(), CONTEXT))
+
+
 def test_the_document_describes_every_path_and_what_it_says_is_served(tmp_path: Path) -> None:
     assert DOCUMENT["openapi"] == "3.1.0"
     for path, kind in KINDS.items():

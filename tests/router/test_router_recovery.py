@@ -21,6 +21,7 @@ from support.router_fakes import (
     run,
     silent,
     until,
+    within,
 )
 
 TOTAL = 10
@@ -43,7 +44,7 @@ def dying_decode(count: int) -> Script:
             return
         for index in range(1, count):
             job.send(index, (token_at(index),))
-        await asyncio.sleep(0.05)
+        await job.shown(count)
         await job.worker.server.stop(None)
 
     return script
@@ -116,7 +117,7 @@ def test_prefill_lost_before_the_handoff_is_another_attempt(tmp_path: Path, sent
             return
         if sent:
             job.send(0, tokens(1))
-        await asyncio.sleep(0.05)
+            await job.shown(1)
         await job.worker.server.stop(None)
 
     async def decode(job: Job) -> None:
@@ -311,7 +312,7 @@ def test_failures_on_every_worker_are_not_retried(
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             with pytest.raises(error, match="just so"):
                 await complete(client)
-            await asyncio.wait_for((await cluster.job("prefill-0")).cancelled.wait(), 0.5)
+            await within(0.5, (await cluster.job("prefill-0")).cancelled, "it is cancelled")
 
     run(test)
     (line,) = [vars(record) for record in caplog.records if record.message == "attempt failed"]
@@ -354,7 +355,7 @@ def test_silence_has_limits(tmp_path: Path) -> None:
                 await complete(client, timeout=0.1)
             for name in cluster.workers:
                 for at in range(2):
-                    await asyncio.wait_for((await cluster.job(name, at)).cancelled.wait(), 0.5)
+                    await within(0.5, (await cluster.job(name, at)).cancelled, "it is cancelled")
             workers[0].script = prefill_of(token_at)
             assert await complete(client) == tokens(TOTAL)
             outcomes = [record.outcome for record in cluster.records]

@@ -28,6 +28,7 @@ from support.router_fakes import (
     run,
     silent,
     until,
+    within,
 )
 
 TOKENIZER = byte_level_tokenizer()
@@ -86,9 +87,10 @@ def test_repeated_tokens_are_shown_once_and_those_of_other_attempts_never(tmp_pa
         job.send(0, tokens(1))
         job.send(1, tokens(4)[1:])
         job.send(2, tokens(5)[2:])
-        job.submit.attempt += 1
+        job.submit.attempt, job.submit.slot = job.submit.attempt + 1, job.submit.slot + 1
         job.send(5, (399,))
-        job.submit.attempt -= 1
+        job.send(4, (398, 399))
+        job.submit.attempt, job.submit.slot = job.submit.attempt - 1, job.submit.slot - 1
         job.send(4, tokens(6)[4:], FINISH_REASON_LENGTH)
 
     async def test() -> None:
@@ -150,7 +152,7 @@ def test_a_first_token_that_ends_the_request_cancels_decode(tmp_path: Path) -> N
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             completion = await client.complete("hello", max_tokens=5, timeout=10)
             assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (1,), "stop")
-            await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 0.5)
+            await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
 
     run(test)
 
@@ -193,7 +195,7 @@ def test_a_stop_string_cancels_decode_at_once(tmp_path: Path) -> None:
             completion = await client.complete("hello", max_tokens=40, stop=stop)
             assert (completion.text, completion.finish_reason) == (TOKENIZER.decode(tokens(2)), "stop")
             assert completion.timeline.transfer_bytes == 640
-            await asyncio.wait_for((await cluster.job("decode-0")).cancelled.wait(), 0.5)
+            await within(0.5, (await cluster.job("decode-0")).cancelled, "it is cancelled")
 
     run(test)
 
@@ -225,7 +227,7 @@ def test_a_client_that_leaves_ends_the_request_on_both_workers(tmp_path: Path, h
                     reading.cancel()
                 await asyncio.wait([reading])
             for name in cluster.workers:
-                await asyncio.wait_for((await cluster.job(name)).cancelled.wait(), 0.5)
+                await within(0.5, (await cluster.job(name)).cancelled, "it is cancelled")
             await until(lambda: cluster.records, "a record")
             assert cluster.records[0].outcome == "cancelled"
             assert all(view.outstanding_tokens == 0 for view in cluster.router.registry.view())
@@ -262,7 +264,7 @@ def test_the_last_message_waits_a_moment_for_the_transfer_report_and_tokens_do_n
             completion = await client.complete("hello", max_tokens=3, timeout=10)
             assert completion.timeline.transfer_bytes == 0
             assert 0.2 < clock() - start < 2
-            await asyncio.wait_for((await cluster.job("prefill-0", 1)).cancelled.wait(), 0.5)
+            await within(0.5, (await cluster.job("prefill-0", 1)).cancelled, "it is cancelled")
 
     run(test)
 

@@ -49,3 +49,18 @@ def test_no_header_raises(parent: str, state: str) -> None:
 def test_a_state_that_is_no_header_is_dropped() -> None:
     for state in ("a=" + "x" * 600, "a=\n", "a=ü"):
         assert TraceContext.read(f"00-{TRACE}-{SPAN}-01", state).state == ""
+
+
+MEMBERS = st.text("ab01=@ \t-_*/,;\"'<>?~\u00fc\n", max_size=30) | st.sampled_from(["a=1", "1@b=2", "a=", "=1", "a=1 "])
+
+
+@given(st.lists(MEMBERS, max_size=40).map(",".join))
+def test_no_state_is_written_into_the_log(state: str) -> None:
+    """OpenTelemetry logs the parts of a state that it can't take; a client might have put a prompt there."""
+    span = pytest.importorskip("opentelemetry.trace.span")
+    context = TraceContext.read(f"00-{TRACE}-{SPAN}-01", state)
+    with pytest.MonkeyPatch.context() as patch:
+        logged: list[object] = []
+        patch.setattr(span._logger, "warning", lambda *args: logged.append(args))
+        span.TraceState.from_header([context.state])
+    assert logged == []

@@ -50,7 +50,8 @@ EOS = "</s>"
 CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant:"
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 20.0
+TURN_SECONDS = 0.01
 
 
 def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
@@ -87,6 +88,19 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_S
     return value
 
 
+async def within(seconds: float, event: asyncio.Event, what: str) -> None:
+    """Waits for an event for as many turns of the event loop as an idle machine has in this time.
+
+    Router, client and workers of these tests share the loop: other processes that keep it from its turns delay all of
+    them alike, and are not what a promise of the router is about.
+    """
+    for _ in range(round(seconds / TURN_SECONDS)):
+        if event.is_set():
+            return
+        await asyncio.sleep(TURN_SECONDS)
+    assert event.is_set(), f"not within {seconds} s: {what}"
+
+
 @dataclass
 class Job:
     """One submitted part of a request; a script answers it."""
@@ -101,6 +115,17 @@ class Job:
         """Index of the first token of this attempt."""
         return len(self.submit.token_ids) - self.submit.prompt_tokens
 
+    async def shown(self, tokens: int) -> None:
+        """Waits until the router has sent the client so many tokens of the completion."""
+        router = self.worker.router
+        assert router is not None
+
+        def reached() -> bool:
+            trace = router._front.requests.find(self.submit.request_id)
+            return trace is not None and trace.completion_tokens >= tokens
+
+        await until(reached, f"the client has {tokens} tokens")
+
     def send(
         self,
         index: int = 0,
@@ -108,6 +133,10 @@ class Job:
         finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED,
         **more: Any,
     ) -> None:
+        if len(tokens) == 1 and not finish_reason and not more:
+            # As a worker sends a token that comes with nothing else.
+            self.stream.put_nowait(RelayResponse(slots=[self.submit.slot], indices=[index], token_ids=tokens))
+            return
         event = RequestEvent(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
@@ -197,6 +226,8 @@ class FakeWorker(WorkerServiceServicer):
                 **model,
             }
         )
+        self.router: RouterServer | None = None
+        """Of the cluster."""
         self.jobs: list[Job] = []
         self.fences: list[ClientCall] = []
         self.streams = 0
@@ -352,6 +383,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
     options["supervisor"] = f"127.0.0.1:{supervisor.port}"
     router = RouterServer(RouterConfig(**{**options, **config}), records.append)
     for worker in workers:
+        worker.router = router
         await worker.start()
     await router.start()
     cluster = FakeCluster(router, supervisor, {worker.name: worker for worker in workers}, records)
