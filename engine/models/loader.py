@@ -31,6 +31,7 @@ def load_weights(
     linear: MakeLinear,
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cpu",
+    head_linear: MakeLinear | None = None,
 ) -> Weights:
     """Loads the weights, converted to `dtype`, onto a device.
 
@@ -39,6 +40,7 @@ def load_weights(
 
     Args:
         linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`.
+        head_linear: the same for the head; `linear` unless given.
         on_loaded: called with the loaded share of the bytes, 0 to 1.
 
     Raises:
@@ -55,7 +57,7 @@ def load_weights(
         embedding=embedding,
         layers=layers,
         norm=files.take("model.norm.weight"),
-        head=linear(head, None),
+        head=(head_linear or linear)(head, None),
         frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
 

@@ -1,7 +1,9 @@
 """The runner on the CPU: `launch` computes the step to its end."""
 
+import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,13 +24,18 @@ from kvrelay.engine.models.loader import OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.ops import Linear
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -132,7 +139,8 @@ def build_cpu_runner(folder: Path, dtype: Dtype, options: EngineConfig, on_loade
     spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    model, attention = _load(checkpoint, config, pool, config.windows(spec.max_context), threads, on_loaded)
+    windows = config.windows(spec.max_context)
+    model, attention = _load(checkpoint, config, pool, windows, replace(options, threads=threads), on_loaded)
     if isinstance(model, NativeDecoder):
         # torch has little left to do here. Its threads spin for a while after each call, which would take the cores
         # from the kernels' own threads.
@@ -147,17 +155,27 @@ def _load(
     config: ModelConfig,
     pool: KVPool,
     windows: tuple[int, ...],
-    threads: int,
+    options: EngineConfig,
     on_loaded: OnLoaded | None,
 ) -> tuple[Model, Attention]:
     """The model on the native kernels if they are available and support it, else on torch."""
     dtype = pool.tensor.dtype
     kernels = library() if supports(dtype) and fits(config) else None
+    quantize, quantize_head = LAYERS.get(options.quantization), HEAD.get(options.quantization)
     if kernels is None:
-        weights = load_weights(checkpoint, config, dtype, ops.linear, on_loaded)
+
+        def dequantized(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+            return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
+
+        if quantize is not None:
+            logger.warning("without the native kernels, quantized weights take as much memory and time as others")
+        linear, head = quantizing(quantize, dequantized), quantizing(quantize_head, dequantized)
+        weights = load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
         return Decoder(config, weights, ops), TorchAttention(pool, windows)
-    team = Team(kernels, threads)
-    weights = load_weights(checkpoint, config, dtype, packer(team), on_loaded)
+    team = Team(kernels, options.threads)
+    pack = packer(team)
+    linear, head = quantizing(quantize, pack), quantizing(quantize_head, pack)
+    weights = load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
     attention = NativeAttention(pool, windows, config.heads, team)
     return NativeDecoder(config, weights, attention, team), attention
 

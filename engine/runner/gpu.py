@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.triton import TritonAttention
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
 from kvrelay.engine.models.checkpoint import Checkpoint
@@ -205,6 +205,7 @@ def build_gpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
+    require(options.quantization == "none", "quantization", options.quantization, "none on a GPU")
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
     layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")

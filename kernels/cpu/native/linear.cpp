@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "codes.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -25,15 +26,31 @@ int64_t padded(int64_t inputs) { return round_up(inputs, 32) + 32; }
 // with the rows. A row's outputs of one such panel are also adjacent; otherwise each cache line would be on another page.
 constexpr int64_t PANEL_BYTES = 1 << 18;
 
-// The position of a call in this order: part `index` of `parts` of the rows, and the pairs of blocks of a panel.
+// Pairs of blocks of a panel.
+int64_t panel_pairs(int64_t inputs, int64_t number_bytes) {
+    return std::max<int64_t>(1, PANEL_BYTES / (2 * W * inputs * number_bytes));
+}
+
+// What a product prefetches: `lines` cache lines of each of two blocks with every tile of inputs.
+struct Prefetch {
+    const char *at0, *at1;
+    int lines;
+};
+
+constexpr int64_t LINE = 64;
+
+// The position of a product: part `index` of `parts` of the rows, with panels of `panel` pairs.
 struct Position {
     int64_t index, parts, panel;
 };
 
-// Weights that a product prefetches: `lines` cache lines of each of two blocks with every tile of inputs.
-struct Prefetch {
-    const bf16 *w0, *w1;
-    int lines;
+// Two blocks that are multiplied together: their numbers, their weights as products read them, and what to prefetch
+// meanwhile.
+template <class T>
+struct Pair {
+    int64_t b0, b1;
+    const T *w0, *w1;
+    Prefetch next;
 };
 
 // The type of inputs: bfloat16 if weights are and the CPU has the dot product, else float32.
@@ -120,14 +137,14 @@ struct Vectors {
     static constexpr int TALLEST = W == 16 ? 12 : 6;
     static constexpr int64_t PREPARED = 1 << 17;  // numbers of the rows that are prepared at once
 
-    // Multiplies `rows` rows, from `row` on, which are prepared at `a`, with blocks `b0` and `b1`.
+    // Multiplies `rows` rows, from `row` on, which are prepared at `a`, with two blocks.
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Position
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<T>& blocks
     ) {
         static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
             return std::array{tile<M + 1>...};
         }(std::make_integer_sequence<int, TALLEST>());
-        tiles[rows - 1](args, a, stride, row, b0, b1);
+        tiles[rows - 1](args, a, stride, row, blocks);
     }
 
     // Part `index` of `count` rows, which are divided into as few parts as possible.
@@ -137,10 +154,9 @@ private:
     // A row's products are added in the same order for every M, so its result doesn't depend, to the last bit, on the
     // other rows.
     template <int M>
-    static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t b0, int64_t b1) {
-        const int64_t pairs = divide_up(args.inputs, 2), block = packed_pairs(args.inputs, args.type) * 2 * W;
-        const T* w0 = static_cast<const T*>(args.weight) + b0 * block;
-        const T* w1 = static_cast<const T*>(args.weight) + b1 * block;
+    static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, const Pair<T>& blocks) {
+        const int64_t pairs = divide_up(args.inputs, 2);
+        const T *w0 = blocks.w0, *w1 = blocks.w1;
         vf sums[M][2];
         for (auto& sum : sums) sum[0] = sum[1] = vf{};
         for (int64_t pair = 0; pair < pairs; pair++) {
@@ -160,7 +176,7 @@ private:
             store(found[m][0], sums[m][0]);
             store(found[m][1], sums[m][1]);
         }
-        finish(args, row, M, b0, b1, found);
+        finish(args, row, M, blocks.b0, blocks.b1, found);
     }
 };
 
@@ -176,25 +192,12 @@ struct Tiles {
     tiles::Registers registers;
 
     static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Position at
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<bf16>& blocks
     ) {
-        // A single part prefetches its own weights, two tiles ahead. Of several parts, each prefetches its share of the
-        // weights of the next panel.
-        const int64_t block = packed_pairs(args.inputs, BFLOAT16) * 2 * W;
-        const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * block;
-        const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * block;
-        Prefetch next{w0 + 2 * TILE, w1 + 2 * TILE, LINES};
-        if (at.parts > 1) {
-            next.lines = int(divide_up(LINES, at.parts));
-            const int64_t panel = at.panel * block * (args.epilogue == SILU_MUL ? 1 : 2);
-            const int64_t done = block / TILE * at.index * next.lines * LINE;
-            next.w0 = w0 + panel + done;
-            next.w1 = w1 + panel + done;
-        }
         if (rows > tiles::ROWS) {
-            tile<2>(args, a, stride, row, rows, b0, b1, next);
+            tile<2>(args, a, stride, row, rows, blocks);
         } else {
-            tile<1>(args, a, stride, row, rows, b0, b1, next);
+            tile<1>(args, a, stride, row, rows, blocks);
         }
     }
 
@@ -206,15 +209,15 @@ struct Tiles {
     }
 
 private:
-    static constexpr int TILE = tiles::ROWS * tiles::INPUTS, LINE = 32, LINES = TILE / LINE;
+    static constexpr int TILE = tiles::ROWS * tiles::INPUTS;
 
     template <int M>
     static void tile(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, int64_t b0, int64_t b1, Prefetch next
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<bf16>& blocks
     ) {
         const int64_t steps = packed_pairs(args.inputs, BFLOAT16) / tiles::PAIRS;
-        const bf16* w0 = static_cast<const bf16*>(args.weight) + b0 * steps * TILE;
-        const bf16* w1 = static_cast<const bf16*>(args.weight) + b1 * steps * TILE;
+        const bf16 *w0 = blocks.w0, *w1 = blocks.w1;
+        Prefetch next = blocks.next;
         _tile_zero(0);
         _tile_zero(1);
         if constexpr (M == 2) {
@@ -222,9 +225,9 @@ private:
             _tile_zero(3);
         }
         for (int64_t step = 0; step < steps; step++, a += tiles::INPUTS, w0 += TILE, w1 += TILE) {
-            for (int line = 0; line < next.lines; line++, next.w0 += LINE, next.w1 += LINE) {
-                __builtin_prefetch(next.w0, 0, 2);
-                __builtin_prefetch(next.w1, 0, 2);
+            for (int line = 0; line < next.lines; line++, next.at0 += LINE, next.at1 += LINE) {
+                __builtin_prefetch(next.at0, 0, 2);
+                __builtin_prefetch(next.at1, 0, 2);
             }
             _tile_loadd(6, w0, 64);
             _tile_loadd(7, w1, 64);
@@ -244,10 +247,98 @@ private:
             _tile_stored(2, sums[tiles::ROWS][0], sizeof sums[0]);
             _tile_stored(3, sums[tiles::ROWS][1], sizeof sums[0]);
         }
-        finish(args, row, rows, b0, b1, sums);
+        finish(args, row, rows, blocks.b0, blocks.b1, sums);
     }
 };
 #endif
+
+// The pairs of blocks of a product: two neighbours, or a block of the gate and the same one of up.
+struct Order {
+    bool gated;
+    int64_t blocks, pairs, steps;  // steps: tiles of inputs of a block
+
+    explicit Order(const LinearArgs& args)
+        : gated(args.epilogue == SILU_MUL), blocks(divide_up(args.outputs, W)), pairs(divide_up(blocks, 2)),
+          steps(divide_up(args.inputs, tiles::INPUTS)) {}
+
+    int64_t first(int64_t pair) const { return gated ? pair : 2 * pair; }
+    int64_t second(int64_t pair) const { return gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1); }
+
+    // Part `index` of `parts` prefetches its share of the panel of `panel` pairs after this one.
+    Prefetch next_panel(const char* at0, const char* at1, int64_t block_bytes, Position at) const {
+        const int64_t lines = divide_up(divide_up(block_bytes / steps, LINE), at.parts);
+        const int64_t ahead = at.panel * block_bytes * (gated ? 1 : 2) + steps * at.index * lines * LINE;
+        return {at0 + ahead, at1 + ahead, int(lines)};
+    }
+};
+
+// Weights that are multiplied as they are packed.
+template <class T>
+class Dense {
+public:
+    using Number = T;
+
+    Dense(const LinearArgs& args, const Order& order, bf16*)
+        : order_(order), weights_(static_cast<const T*>(args.weight)),
+          block_(packed_pairs(args.inputs, args.type) * 2 * W), most_(panel_pairs(args.inputs, sizeof(T))) {}
+
+    // Pairs of a panel, if the rows are taken in so many parts.
+    int64_t panel(int64_t) const { return most_; }
+
+    void open(int64_t, int64_t) {}
+
+    // A single part prefetches its own weights, two tiles ahead.
+    Pair<T> pair(int64_t pair, Position at) const {
+        const int64_t b0 = order_.first(pair), b1 = order_.second(pair);
+        const T *w0 = weights_ + b0 * block_, *w1 = weights_ + b1 * block_;
+        const char *at0 = reinterpret_cast<const char*>(w0), *at1 = reinterpret_cast<const char*>(w1);
+        const int64_t bytes = block_ * int64_t{sizeof(T)}, tile = bytes / order_.steps;
+        if (at.parts > 1) return {b0, b1, w0, w1, order_.next_panel(at0, at1, bytes, at)};
+        return {b0, b1, w0, w1, {at0 + 2 * tile, at1 + 2 * tile, int(tile / LINE)}};
+    }
+
+private:
+    Order order_;
+    const T* weights_;
+    int64_t block_, most_;
+};
+
+// Weights that are decoded into `panel` first.
+template <WeightType TYPE>
+class Coded {
+public:
+    using Number = bf16;
+
+    Coded(const LinearArgs& args, const Order& order, bf16* panel)
+        : order_(order), codes_{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.inputs, args.group, TYPE},
+          block_(packed_pairs(args.inputs, TYPE) * 2 * W), most_(panel_pairs(args.inputs, sizeof(bf16))), panel_(panel) {}
+
+    // With one part nothing is multiplied twice, so a pair is enough, and stays in the L1 cache.
+    int64_t panel(int64_t parts) const { return parts == 1 ? 1 : most_; }
+
+    void open(int64_t begin, int64_t end) {
+        begin_ = begin;
+        for (int64_t pair = begin; pair < end; pair++) {
+            decode<TYPE>(codes_, order_.first(pair), decoded(pair, 0));
+            decode<TYPE>(codes_, order_.second(pair), decoded(pair, 1));
+        }
+    }
+
+    Pair<bf16> pair(int64_t pair, Position at) const {
+        const int64_t b0 = order_.first(pair), b1 = order_.second(pair), bytes = codes_.block_bytes();
+        const char* codes = reinterpret_cast<const char*>(codes_.codes);
+        const Prefetch next = order_.next_panel(codes + b0 * bytes, codes + b1 * bytes, bytes, at);
+        return {b0, b1, decoded(pair, 0), decoded(pair, 1), next};
+    }
+
+private:
+    bf16* decoded(int64_t pair, int which) const { return panel_ + ((pair - begin_) * 2 + which) * block_; }
+
+    Order order_;
+    Codes codes_;
+    int64_t block_, most_, begin_ = 0;
+    bf16* panel_;
+};
 
 // Copies row `from`, normalized if there is a norm, in the type and with the padding that the products read.
 template <class A>
@@ -290,20 +381,27 @@ int row_groups(int64_t tiles, int64_t blocks, int threads) {
     return best;
 }
 
-template <class P>
+// Floats for the rows that are prepared at once, of any type, and for a panel.
+int64_t prepared_floats(int64_t inputs) {
+    int64_t floats = rows_at_once<Vectors<float>>(inputs) * padded(inputs);
+#ifdef KVRELAY_TILES
+    floats = std::max(floats, rows_at_once<Tiles>(inputs) * padded(inputs) / 2);
+#endif
+    return round_up(floats, LINE / sizeof(float));
+}
+
+template <class P, class Weights>
 void run(const LinearArgs& args, int thread, int threads) {
     using A = typename P::A;
     [[maybe_unused]] P products;
-    const int64_t rows = *args.rows;
-    const bool gated = args.epilogue == SILU_MUL;
-    // Pairs of blocks: two neighbours, or a block of the gate and the same one of up.
-    const int64_t blocks = divide_up(args.outputs, W), pairs = divide_up(blocks, 2);
-    const int groups = row_groups(divide_up(rows, P::TALLEST), pairs, threads);
-    const Share share(rows, thread % groups, groups), columns(pairs, thread / groups, threads / groups);
+    const Order order(args);
+    const int64_t rows = *args.rows, most = rows_at_once<P>(args.inputs), prepared_stride = padded(args.inputs);
+    const int groups = row_groups(divide_up(rows, P::TALLEST), order.pairs, threads);
+    const Share share(rows, thread % groups, groups), columns(order.pairs, thread / groups, threads / groups);
     const bool as_is = args.norm == nullptr && std::is_same_v<A, float> && args.inputs % 2 == 0;
-    const int64_t most = rows_at_once<P>(args.inputs), prepared_stride = padded(args.inputs);
-    const int64_t panel = std::max<int64_t>(1, PANEL_BYTES / (2 * W * args.inputs * (args.type == BFLOAT16 ? 2 : 4)));
-    A* prepared = reinterpret_cast<A*>(args.workspace + thread * kvrelay_linear_workspace(args.inputs));
+    float* workspace = args.workspace + thread * kvrelay_linear_workspace(args.inputs, args.type);
+    A* prepared = reinterpret_cast<A*>(workspace);
+    Weights weights(args, order, reinterpret_cast<bf16*>(workspace + prepared_floats(args.inputs)));
     for (int64_t first = share.begin; first < share.end; first += most) {
         const int64_t count = std::min(most, share.end - first);
         const A* in = prepared;
@@ -316,21 +414,28 @@ void run(const LinearArgs& args, int thread, int threads) {
                 prepare(args, args.in + (first + i) * args.in_stride, prepared + i * stride);
             }
         }
-        const int64_t parts = divide_up(count, P::TALLEST);
+        const int64_t parts = divide_up(count, P::TALLEST), panel = weights.panel(parts);
         for (int64_t begin = columns.begin; begin < columns.end; begin += panel) {
             const int64_t end = std::min(begin + panel, columns.end);
+            weights.open(begin, end);
             for (int64_t index = 0; index < parts; index++) {
                 const Share part = P::part(count, index);
                 const A* a = in + part.begin * stride;
                 const int64_t row = first + part.begin, height = part.end - part.begin;
                 for (int64_t pair = begin; pair < end; pair++) {
-                    const int64_t b0 = gated ? pair : 2 * pair;
-                    const int64_t b1 = gated ? pair + pairs : std::min(2 * pair + 1, blocks - 1);
-                    P::multiply(args, a, stride, row, height, b0, b1, {index, parts, panel});
+                    P::multiply(args, a, stride, row, height, weights.pair(pair, {index, parts, panel}));
                 }
             }
         }
     }
+}
+
+template <class Weights>
+void run_bf16(const LinearArgs& args, int thread, int threads) {
+#ifdef KVRELAY_TILES
+    if (tiles::used) return run<Tiles, Weights>(args, thread, threads);
+#endif
+    run<Vectors<bf16>, Weights>(args, thread, threads);
 }
 
 template <class T>
@@ -344,37 +449,55 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
     }
 }
 
-}  // namespace
-
-int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type) {
-    return round_up(outputs, W) * packed_pairs(inputs, type) * 2 * (type == BFLOAT16 ? 2 : 4);
-}
-
-void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed) {
-    if (type == BFLOAT16) {
-        pack(static_cast<const bf16*>(weight), outputs, inputs, static_cast<bf16*>(packed));
-    } else {
-        pack(static_cast<const float*>(weight), outputs, inputs, static_cast<float*>(packed));
+void pack_codes(const uint8_t* codes, int64_t outputs, int64_t inputs, int bits, uint8_t* packed) {
+    const int64_t padded_inputs = 2 * packed_pairs(inputs, INT8);
+    memset(packed, 0, round_up(outputs, W) * padded_inputs * bits / 8);
+    for (int64_t output = 0; output < outputs; output++) {
+        uint8_t* block = packed + output / W * W * padded_inputs * bits / 8;
+        for (int64_t k = 0; k < inputs; k++) {
+            const uint8_t code = codes[output * inputs + k];
+            const int64_t offset = packed_offset<bf16>(output % W, k), vector = offset / (2 * W);
+            if (bits == 8) {
+                block[offset] = code;
+            } else {
+                block[vector / 2 * 2 * W + offset % (2 * W)] |= (code & 15) << (vector % 2 * 4);
+            }
+        }
     }
 }
 
-int64_t kvrelay_linear_workspace(int64_t inputs) {
-    int64_t floats = rows_at_once<Vectors<float>>(inputs) * padded(inputs);
-#ifdef KVRELAY_TILES
-    floats = std::max(floats, rows_at_once<Tiles>(inputs) * padded(inputs) / 2);
-#endif
-    return floats;
+}  // namespace
+
+int32_t kvrelay_block_outputs() { return W; }
+
+int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type) {
+    return round_up(outputs, W) * packed_pairs(inputs, type) * 2 * weight_bits(type) / 8;
+}
+
+void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed) {
+    if (type == FLOAT32) {
+        pack(static_cast<const float*>(weight), outputs, inputs, static_cast<float*>(packed));
+    } else if (type == BFLOAT16) {
+        pack(static_cast<const bf16*>(weight), outputs, inputs, static_cast<bf16*>(packed));
+    } else {
+        pack_codes(static_cast<const uint8_t*>(weight), outputs, inputs, weight_bits(type), static_cast<uint8_t*>(packed));
+    }
+}
+
+int64_t kvrelay_linear_workspace(int64_t inputs, int32_t type) {
+    const int64_t floats = prepared_floats(inputs);
+    if (weight_bits(type) > 8) return floats;
+    return floats + panel_pairs(inputs, sizeof(bf16)) * 2 * packed_pairs(inputs, type) * 2 * W / 2;
 }
 
 void kvrelay_linear(const void* raw, int thread, int threads) {
     const LinearArgs& args = *static_cast<const LinearArgs*>(raw);
-    if (args.type == FLOAT32) {
-        run<Vectors<float>>(args, thread, threads);
-#ifdef KVRELAY_TILES
-    } else if (tiles::used) {
-        run<Tiles>(args, thread, threads);
-#endif
-    } else {
-        run<Vectors<bf16>>(args, thread, threads);
+    switch (args.type) {
+        case FLOAT32: return run<Vectors<float>, Dense<float>>(args, thread, threads);
+        case BFLOAT16: return run_bf16<Dense<bf16>>(args, thread, threads);
+        case INT8: return run_bf16<Coded<INT8>>(args, thread, threads);
+        case INT4: return run_bf16<Coded<INT4>>(args, thread, threads);
+        case FLOAT8: return run_bf16<Coded<FLOAT8>>(args, thread, threads);
+        case FLOAT4: return run_bf16<Coded<FLOAT4>>(args, thread, threads);
     }
 }

@@ -7,7 +7,8 @@
 //
 // One load of bfloat16 has W outputs for two inputs. That is the operand of AVX512_BF16's dot product; without it, a shift
 // and a mask make two vectors of float32. 16 pairs of inputs for 16 outputs are one tile of AMX. Outputs are padded to
-// whole blocks, inputs to whole tiles (bfloat16) or pairs.
+// whole blocks, inputs to whole tiles (bfloat16) or pairs. Weights of 4 or 8 bits (codes.h) are decoded to bfloat16, block
+// by block: into the L1 cache for the few rows of a decode step, or a panel at a time into the L2 cache for many.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,11 @@
 #include "simd.h"
 #include "tiles.h"
 
-enum WeightType : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum WeightType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT8 = 4, FLOAT4 = 5 };
+
+constexpr int weight_bits(int32_t type) {
+    return type == FLOAT32 ? 32 : type == BFLOAT16 ? 16 : type == INT8 || type == FLOAT8 ? 8 : 4;
+}
 
 enum Epilogue : int32_t {
     STORE = 0,     // out = y
@@ -26,15 +31,18 @@ enum Epilogue : int32_t {
 struct LinearArgs {
     const int64_t* rows;     // number of rows of the step
     const void* weight;      // packed
+    const float* scales;     // of the weights of 4 or 8 bits; see codes.h
+    const uint8_t* zeros;
     const float* bias;       // [outputs], padded to whole blocks; null: none
     const float* norm;       // [inputs] weights of an RMS norm of `in`; null: none
     const float* in;         // [rows, inputs]
     float* out;              // [rows, outputs], or half as wide with SILU_MUL
-    float* workspace;          // kvrelay_linear_workspace(inputs) floats for each thread
+    float* workspace;        // kvrelay_linear_workspace(inputs, type) floats for each thread
     int64_t in_stride;       // floats from row to row
     int64_t out_stride;
     int64_t inputs;
     int64_t outputs;         // with SILU_MUL an even number of whole blocks
+    int64_t group;           // inputs that share a scale
     float eps;
     WeightType type;
     Epilogue epilogue;
@@ -42,7 +50,7 @@ struct LinearArgs {
 
 // Pairs of inputs of a block, padding included.
 inline int64_t packed_pairs(int64_t inputs, int32_t type) {
-    return type == BFLOAT16 ? round_up(divide_up(inputs, 2), tiles::PAIRS) : divide_up(inputs, 2);
+    return type == FLOAT32 ? divide_up(inputs, 2) : round_up(divide_up(inputs, 2), tiles::PAIRS);
 }
 
 // Offset within a block of the weight of output n and input k.
@@ -52,10 +60,12 @@ inline int64_t packed_offset(int64_t n, int64_t k) {
 }
 
 extern "C" {
+// Outputs of a block.
+int32_t kvrelay_block_outputs();
 // Bytes of a packed weight [outputs, inputs].
 int64_t kvrelay_packed_bytes(int64_t outputs, int64_t inputs, int32_t type);
-// Packs a contiguous `weight` [outputs, inputs] of this type.
+// Packs a contiguous `weight` [outputs, inputs] of this type; weights of 4 bits come as one code in each byte.
 void kvrelay_pack(const void* weight, int64_t outputs, int64_t inputs, int32_t type, void* packed);
-int64_t kvrelay_linear_workspace(int64_t inputs);
+int64_t kvrelay_linear_workspace(int64_t inputs, int32_t type);
 void kvrelay_linear(const void* args, int thread, int threads);
 }
