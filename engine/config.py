@@ -46,7 +46,7 @@ class EngineConfig:
     """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""
 
     quantization: Quantization = "none"
-    """What the weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
+    """What weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
     one for each 64 inputs, and an int8 head. On CPUs only. Activations and KV keep the model's dtype."""
 
     device: Device = "auto"
