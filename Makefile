@@ -11,10 +11,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 setup: $(READY)
 
 # torch goes first: once it is there, no other package pulls another build of it.
-$(READY): pyproject.toml constraints.txt helm/requirements.txt
+$(READY): pyproject.toml packaging/client/pyproject.toml constraints.txt helm/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable packaging/client --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement helm/requirements.txt
 	touch $(READY)
 

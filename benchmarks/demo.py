@@ -27,7 +27,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvrelay-demo-") as state:
         # A state folder of its own, because a cluster of the user's may be up.
         os.environ["KVRELAY_STATE_DIR"] = state
-        failed = kvrelay("up", "--detach", "--grpc-port", "0")
+        failed = kvrelay("up", "--detach", "--grpc-port", "0", "--http-port", "0")
         if failed:
             return failed
         try:

@@ -42,7 +42,7 @@ def local_cluster(*options: str) -> Iterator[LocalCluster]:
     """A running cluster; `options` are further ones of `kvrelay up`."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-benchmark-") as state:
         cluster = LocalCluster(state)
-        cluster.run("up", "--detach", "--grpc-port", "0", *options)
+        cluster.run("up", "--detach", "--grpc-port", "0", "--http-port", "0", *options)
         try:
             yield cluster
         finally:

@@ -1,6 +1,7 @@
 """Measures a router: tokens per second, CPU cores used, and the latency that it adds to each token.
 
     python benchmarks/router_throughput.py [--streams 64] [--rate 8000 ...] [--seconds 15] [--repeats 1] [--out FILE]
+        [--coalesce-ms 10 0 ...] [--routers 1]
 
 Real processes and real gRPC: supervisor, router, one worker of each role, client. The workers only echo: prefill
 answers with the first token; decode runs `rate / streams` steps a second, each with one token for every request that
@@ -26,8 +27,9 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -70,7 +72,15 @@ WARM_UP = 999_999
 """The number of the request that is not measured."""
 WARM_SECONDS = 1.0
 START_SECONDS = 60.0
+PORT = 29317
+"""Of several routers, which share it."""
+CONNECTIONS = 8
+"""Of the client, for each of several routers."""
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
+
+
+Running = dict[tuple[str, int], tuple[Submit, Iterator[int]]]
+"""The requests of one router, each with the indices of its next tokens."""
 
 
 class EchoWorker(WorkerServiceServicer):
@@ -81,10 +91,10 @@ class EchoWorker(WorkerServiceServicer):
         self._role = role
         self._supervisor = supervisor
         self._step_seconds = step_seconds
-        self._running: dict[tuple[str, int], tuple[Submit, Iterator[int]]] = {}
+        self._running: list[Running] = []
+        """The requests of each router."""
         self.sent: dict[int, list[float]] = {}
         """Times at which each token was sent, by the number in the request's prompt."""
-        self._submits = 0
 
     async def serve(self, until: asyncio.Event) -> None:
         server = grpc.aio.server(options=server_options())
@@ -107,8 +117,9 @@ class EchoWorker(WorkerServiceServicer):
         await heartbeat.stop()
 
     def _load(self) -> Load:
-        blocks = Blocks(total=10**6, free=10**6 - len(self._running), held=len(self._running), size=16)
-        return Load(blocks=blocks, requests=Requests(running=len(self._running), free_slots=10**6))
+        count = sum(map(len, self._running))
+        blocks = Blocks(total=10**6, free=10**6 - count, held=count, size=16)
+        return Load(blocks=blocks, requests=Requests(running=count, free_slots=10**6))
 
     async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:
         await anext(request_iterator)
@@ -116,47 +127,53 @@ class EchoWorker(WorkerServiceServicer):
         hello = WorkerHello(name=self.name, incarnation=self.incarnation, model=info)
         await context.write(RelayResponse(hello=hello, load=self._load()))
         firsts: list[RequestEvent] = []
-        reader = asyncio.create_task(self._read(request_iterator, firsts))
+        running: Running = {}
+        self._running.append(running)
+        submits = 0
+
+        async def read() -> None:
+            nonlocal submits
+            async for request in request_iterator:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        submits += 1
+                        self._take(request.submit, running, firsts)
+                    case "cancel":
+                        running.pop((request.cancel.request_id, request.cancel.attempt), None)
+
+        reader = asyncio.create_task(read())
         try:
             step = time.monotonic()
             while not reader.done():
                 step = max(step + self._step_seconds, time.monotonic() - self._step_seconds)
                 await asyncio.sleep(step - time.monotonic())
-                events = [*firsts, *self._step()]
+                events = [*firsts, *self._step(running)]
                 firsts.clear()
                 if events:
                     load = self._load()
-                    await context.write(RelayResponse(events=events, load=load, submits_seen=self._submits))
+                    await context.write(RelayResponse(events=events, load=load, submits_seen=submits))
         finally:
             reader.cancel()
+            self._running = [other for other in self._running if other is not running]
 
-    async def _read(self, requests: AsyncIterator[RelayRequest], firsts: list[RequestEvent]) -> None:
-        async for request in requests:
-            match request.WhichOneof("message"):
-                case "submit":
-                    self._submits += 1
-                    self._take(request.submit, firsts)
-                case "cancel":
-                    self._running.pop((request.cancel.request_id, request.cancel.attempt), None)
-
-    def _take(self, submit: Submit, firsts: list[RequestEvent]) -> None:
+    def _take(self, submit: Submit, running: Running, firsts: list[RequestEvent]) -> None:
         if submit.phase != PHASE_PREFILL:
-            self._running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens))
+            running[submit.request_id, submit.attempt] = submit, iter(range(1, submit.sampling.max_tokens))
             self.sent[number_of(submit.token_ids)] = []
             return
         key = {"request_id": submit.request_id, "attempt": submit.attempt}
         firsts.append(RequestEvent(**key, first_index=0, token_ids=[100], prefill=PrefillReport(prefill_seconds=0.001)))
         firsts.append(RequestEvent(**key, transfer=TransferReport(transfer_bytes=1)))
 
-    def _step(self) -> list[RequestEvent]:
+    def _step(self, running: Running) -> list[RequestEvent]:
         now = time.monotonic()
         events = []
-        for (name, attempt), (submit, indices) in list(self._running.items()):
+        for (name, attempt), (submit, indices) in list(running.items()):
             index = next(indices)
             event = RequestEvent(request_id=name, attempt=attempt, first_index=index, token_ids=[100 + index % 3900])
             if index == submit.sampling.max_tokens - 1:
                 event.finish_reason = FINISH_REASON_LENGTH
-                del self._running[name, attempt]
+                del running[name, attempt]
             self.sent[number_of(submit.token_ids)].append(now)
             events.append(event)
         return events
@@ -198,11 +215,15 @@ class Crowd:
         """Times at which each token but the first was received, by the number in the request's prompt."""
         self.messages = self.count = 0
 
-    async def run(self, streams: int, seconds: float) -> None:
-        async with grpc.aio.insecure_channel(self._router, options=channel_options()) as channel:
-            stub = InferenceServiceStub(channel)
+    async def run(self, streams: int, seconds: float, connections: int) -> None:
+        options = (*channel_options(), ("grpc.use_local_subchannel_pool", 1))
+        async with AsyncExitStack() as stack:
+            channels = [grpc.aio.insecure_channel(self._router, options=options) for _ in range(connections)]
+            stubs = [InferenceServiceStub(await stack.enter_async_context(channel)) for channel in channels]
             end = time.monotonic() + seconds
-            await asyncio.gather(*(self._stream(stub, end, streams, place) for place in range(streams)))
+            await asyncio.gather(
+                *(self._stream(stubs[place % connections], end, streams, place) for place in range(streams))
+            )
 
     async def _stream(self, stub: InferenceServiceStub, end: float, streams: int, place: int) -> None:
         # Staggered lengths, since requests of many clients don't end at the same time.
@@ -250,11 +271,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 async def measure(router: str, pids: dict[str, int], rate: int, args: argparse.Namespace) -> dict[str, Any]:
     crowd = Crowd(router, args.tokens)
-    running = asyncio.create_task(crowd.run(args.streams, WARM_SECONDS + args.seconds))
+    connections = 1 if args.routers == 1 else CONNECTIONS * args.routers
+    running = asyncio.create_task(crowd.run(args.streams, WARM_SECONDS + args.seconds, connections))
     watched = {name: psutil.Process(pid) for name, pid in pids.items()}
 
     def used() -> dict[str, float]:
-        return {name: sum(process.cpu_times()[:2]) for name, process in watched.items()}
+        spent: dict[str, float] = defaultdict(float)
+        for name, process in watched.items():
+            spent[name.partition("-")[0]] += sum(process.cpu_times()[:2])
+        return spent
 
     await asyncio.sleep(WARM_SECONDS)
     begin, count, messages, before = time.monotonic(), crowd.count, crowd.messages, used()
@@ -274,13 +299,14 @@ async def measure(router: str, pids: dict[str, int], rate: int, args: argparse.N
     }
 
 
-def run(rate: int, args: argparse.Namespace) -> dict[str, Any]:
+def run(rate: int, coalesce_ms: float, args: argparse.Namespace) -> dict[str, Any]:
+    sharing = {"grpc_port": 0, "share_port": False} if args.routers == 1 else {"grpc_port": PORT, "share_port": True}
     with tempfile.TemporaryDirectory(prefix="kvrelay-router-") as folder:
 
-        def config(name: str, **options: Any) -> list[str]:
-            path = Path(folder, f"{name}.json")
+        def config(part: str, **options: Any) -> list[str]:
+            path = Path(folder, f"{options.get('name', part)}.json")
             path.write_text(json.dumps(options))
-            return ["-m", f"kvrelay.{'cluster.' if name == 'supervisor' else ''}{name}", "--config", str(path)]
+            return ["-m", f"kvrelay.{'cluster.' if part == 'supervisor' else ''}{part}", "--config", str(path)]
 
         with process(config("supervisor"), stderr=subprocess.DEVNULL) as supervising:
             supervisor = address_of(supervising)
@@ -288,15 +314,27 @@ def run(rate: int, args: argparse.Namespace) -> dict[str, Any]:
             with (
                 process([*here, "--worker", "prefill"], stdin=subprocess.PIPE),
                 process([*here, "--worker", "decode"], stdin=subprocess.PIPE) as decode,
-                process(
-                    config("router", model=MODEL, grpc_port=0, supervisor=supervisor), stderr=subprocess.DEVNULL
-                ) as routing,
+                ExitStack() as stack,
             ):
-                router = address_of(routing)
+                common = {
+                    "model": MODEL,
+                    "http_port": None,
+                    "supervisor": supervisor,
+                    "coalesce_ms": coalesce_ms,
+                    **sharing,
+                }
+                pids = {"decode": decode.pid, "client": os.getpid()}
+                for number in range(args.routers):
+                    options = config("router", name=f"router-{number}", **common)
+                    routing = stack.enter_context(process(options, stderr=subprocess.DEVNULL))
+                    router = address_of(routing)
+                    pids[f"router-{number}"] = routing.pid
                 with grpc.insecure_channel(router) as channel:
                     wait_ready(channel)
-                pids = {"router": routing.pid, "decode": decode.pid, "client": os.getpid()}
-                result = asyncio.run(measure(router, pids, rate, args))
+                result = asyncio.run(measure(router, pids, rate, args)) | {
+                    "coalesce_ms": coalesce_ms,
+                    "routers": args.routers,
+                }
                 sent = json.loads(decode.communicate(timeout=30)[0])
     added = [
         (here - there) * 1e3
@@ -329,6 +367,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of one request")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--coalesce-ms", type=float, nargs="+", default=[10.0], help="router.coalesce_ms, in turn")
+    parser.add_argument("--routers", type=int, default=1, help="on one port")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", choices=sorted(ROLES), help=argparse.SUPPRESS)
     parser.add_argument("--supervisor", help=argparse.SUPPRESS)
@@ -337,8 +377,8 @@ def main() -> None:
         asyncio.run(work(args.worker, args.supervisor, args.streams / args.rate[0]))
         return
     runs = []
-    for rate in args.rate * args.repeats:
-        runs.append(run(rate, args))
+    for rate, coalesce_ms in list(itertools.product(args.rate, args.coalesce_ms)) * args.repeats:
+        runs.append(run(rate, coalesce_ms, args))
         print(json.dumps(runs[-1]), flush=True)
     if args.out is not None:
         results = {

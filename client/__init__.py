@@ -25,6 +25,7 @@ from kvrelay.client.messages import (
     ModelInfo,
     Prompt,
     Timeline,
+    TokenLogprobs,
     Usage,
 )
 from kvrelay.client.security import Tls
@@ -49,6 +50,7 @@ __all__ = [
     "Prompt",
     "Timeline",
     "Tls",
+    "TokenLogprobs",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -59,6 +59,7 @@ class InternalError(KvrelayError):
 
 _KINDS: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: InvalidRequest,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INTERNAL: InternalError,

@@ -1,6 +1,7 @@
 """Converts between the values that both clients take and return, and the messages on the wire."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, TypeVar, cast
 
@@ -45,6 +46,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 FinishReason = Literal["stop", "length"]
 """The names of `kvrelay.v1.FinishReason`, without their prefix."""
 
+REQUEST_FIELDS = ("request_id", "tenant", "model", "priority", "slo_class", "cache_salt", "session")
+"""The options that are fields of the request itself; the others are its sampling parameters."""
+
 ValueT = TypeVar("ValueT")
 
 
@@ -52,11 +56,12 @@ class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate` and `complete`. None, or leaving one out, means the router's default."""
 
     max_tokens: int | None
-    """Most tokens to generate; by default 128, or less where the context leaves less."""
+    """Most tokens to generate; by default what the prompt leaves of the model's context."""
     min_tokens: int | None
     """Until this many tokens, nothing but max_tokens ends the request; 0 by default."""
     temperature: float | None
-    """0 is greedy; 1 by default; at most 100."""
+    """0 is greedy; 1 by default; at most 100. The model's generation_config.json may have another default, as for
+    top_k, top_p, min_p and repetition_penalty."""
     top_k: int | None
     """Keep the k likeliest tokens; 0, the default, keeps all."""
     top_p: float | None
@@ -71,6 +76,40 @@ class GenerateOptions(TypedDict, total=False):
     """Up to 64 token ids that end the request."""
     ignore_eos: bool
     """Continue after the model's end-of-sequence tokens."""
+    presence_penalty: float | None
+    """Subtracted once from the logit of each token that the completion has, -2 to 2; 0 by default."""
+    frequency_penalty: float | None
+    """Subtracted for each time that the completion has the token, -2 to 2; 0 by default."""
+    repetition_penalty: float | None
+    """Above 1, tokens that the prompt or the completion has become less likely; up to 10; 1 by default."""
+    logit_bias: Mapping[int, float]
+    """Added to the logits of these token ids, -100 to 100; at most 1024 ids."""
+    bad_words: Sequence[str]
+    """Up to 64 strings that the completion never has as tokens."""
+    logprobs: int | None
+    """Return each token's log-probability, and those of this many likeliest tokens, up to 20; none by default."""
+    prompt_logprobs: int | None
+    """The same for the tokens of the prompt but the first."""
+    json_schema: str | Mapping[str, Any]
+    """The completion is JSON that obeys this schema. Of the options from here to `grammar`, at most one."""
+    json_object: bool
+    """The completion is a JSON object."""
+    regex: str
+    """The whole completion matches this regular expression."""
+    choice: Sequence[str]
+    """The completion is one of these texts."""
+    grammar: str
+    """The completion follows this context-free grammar in Lark's form."""
+    model: str
+    """A name that the model is served under; the model by default."""
+    priority: int
+    """Of the requests of one tenant that wait, the one with the smallest value goes first; 0 by default."""
+    slo_class: str
+    """Name of a class of service that the router's configuration has."""
+    cache_salt: str
+    """Requests with different salts never share prefix-cache blocks."""
+    session: str
+    """Requests with the same key go to the same workers where that costs nothing, e.g. the turns of a conversation."""
     tenant: str
     """Fails the call unless the router knows its caller as this tenant, by the API key or the client's certificate."""
     request_id: str
@@ -114,6 +153,19 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities, by the model's own distribution."""
+
+    logprob: float
+    """Of the token itself."""
+    rank: int
+    """Of the token among all, from 1."""
+    top_ids: tuple[int, ...]
+    """The likeliest tokens, likeliest first, as many as were asked for."""
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """New output. The last chunk of a stream, and no other, has a finish reason, usage and timeline."""
 
@@ -123,6 +175,12 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timeline: Timeline | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token of the prompt but the first, with the first token, if they were asked for."""
+    seed: int | None = None
+    """In the first chunk of a call: the seed of the completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +192,11 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timeline: Timeline
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """As in `Chunk`."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    seed: int | None = None
+    """With it and otherwise the same options, the prompt gets the same tokens again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +227,29 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
-    _set(request, "request_id", options.get("request_id", ""))
-    _set(request, "tenant", options.get("tenant", ""))
+    for name in REQUEST_FIELDS:
+        if (value := options.get(name)) is not None:
+            _set(request, name, value)
     for name in pb.SamplingParams.DESCRIPTOR.fields_by_name:
         value = options.get(name)
         if value is not None:
             _set(request.sampling, name, (value,) if name == "stop" and isinstance(value, str) else value, "sampling.")
+    _set_constraint(request.sampling, options)
     return request
+
+
+def _set_constraint(sampling: pb.SamplingParams, options: GenerateOptions) -> None:
+    kinds = [field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["kind"].fields]
+    given = {kind: value for kind in kinds if (value := options.get(kind)) not in (None, False)}
+    if len(given) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} are given; allowed: one of them")
+    for kind, value in given.items():
+        if kind == "choice":
+            sampling.constraint.choice.SetInParent()
+            _set(sampling.constraint.choice, "texts", value, "sampling.constraint.choice.")
+        else:
+            text = json.dumps(value) if kind == "json_schema" and isinstance(value, Mapping) else value
+            _set(sampling.constraint, kind, text, "sampling.constraint.")
 
 
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]]) -> pb.TokenizeRequest:
@@ -190,11 +269,17 @@ def detokenize_request(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
 def chunk(response: pb.GenerateResponse) -> Chunk:
     """One message of a stream."""
     text, token_ids = response.text, tuple(response.token_ids)
+    logprobs, prompt_logprobs = _logprobs(response.logprobs), _logprobs(response.prompt_logprobs)
+    seed = response.seed if response.HasField("seed") else None
     if not response.finish_reason:
-        return Chunk(text, token_ids)
+        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed)
     name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
-    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline)
+    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs, seed)
+
+
+def _logprobs(found: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple([TokenLogprobs(one.logprob, one.rank, tuple(one.top_ids), tuple(one.top_logprobs)) for one in found])
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:
@@ -212,6 +297,9 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         last.finish_reason,
         last.usage,
         last.timeline,
+        tuple(one for part in chunks for one in part.logprobs),
+        tuple(one for part in chunks for one in part.prompt_logprobs),
+        next((part.seed for part in chunks if part.seed is not None), None),
     )
 
 
@@ -252,10 +340,14 @@ def _add_message(messages: pb.ChatMessages, index: int, message: object) -> None
 def _set(message: Message, name: str, value: Any, where: str = "") -> None:
     try:
         if message.DESCRIPTOR.fields_by_name[name].is_repeated:
-            getattr(message, name).extend(value)
+            target = getattr(message, name)
+            if isinstance(value, Mapping):
+                target.update(value)
+            else:
+                target.extend(value)
         else:
             setattr(message, name, value)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         # The text of a UnicodeEncodeError contains the value, which may be a prompt.
         why = "not valid Unicode" if isinstance(error, UnicodeError) else str(error)
         raise InvalidRequest(f"{where}{name}: {why}") from error

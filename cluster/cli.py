@@ -61,7 +61,7 @@ config_option = click.option(
 
 @main.command()
 @config_option
-@click.option("--model", help="Folder of a Hugging Face checkpoint, or a bundled model's name (default pico).")
+@click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
@@ -69,6 +69,9 @@ config_option = click.option(
 @click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
 @click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
+@click.option("--http-port", type=int, metavar="P", help="Port of its OpenAI-compatible HTTP (default 8000).")
+@click.option("--served-model-name", metavar="NAME", multiple=True, help="A name of the model in requests.")
+@click.option("--chat-template", metavar="FILE", help="Jinja template of chats; default: the model's own.")
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
 @click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
@@ -142,18 +145,28 @@ def status(as_json: bool) -> None:
 )
 @click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for.")
 @click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones.")
+@click.option(
+    "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
+)
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
+@click.option(
+    "--top-k", type=click.IntRange(0, 2**32 - 1), metavar="K", help="Keep the K likeliest tokens; 0 keeps all."
+)
+@click.option("--top-p", type=float, metavar="P", help="Keep the likeliest tokens up to this total probability.")
+@click.option("--repetition-penalty", type=float, metavar="R", help="Above 1, tokens that were there are less likely.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@click.option("--logprobs", type=click.IntRange(0, 20), metavar="K", help="With --json: those of K tokens each.")
+@click.option("--json-schema", type=click.File(encoding="utf-8"), metavar="FILE", help="JSON that obeys this schema.")
+@click.option("--regex", metavar="REGEX", help="A text that matches this regular expression.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Equal seeds give equal tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the model's end-of-sequence tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
-def generate(
-    prompt: str, target: str | None, tls: bool, ca: Path | None, as_json: bool, timeline: bool, **sampling: Any
-) -> None:
+def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
     """Continues PROMPT; prints the text as it is generated.
 
-    The variable KVRELAY_API_KEY has the key for a router that asks for one.
+    Other users of the machine can see a key on the command line; they can't see the variable.
     """
     from kvrelay.cluster import generate as generation
 
@@ -165,6 +178,7 @@ def generate(
         raise click.BadParameter(
             f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
         ) from None
+    tls, ca, api_key = (sampling.pop(name) for name in ("tls", "ca", "api_key"))
     if target is None:
         from kvrelay.cluster import state
 
@@ -172,8 +186,12 @@ def generate(
         target = DEFAULT_TARGET
         if current is not None and current.router:
             target, tls = current.router, tls or current.router_tls
+    if sampling["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json")
+    if sampling["json_schema"] is not None:
+        sampling["json_schema"] = sampling["json_schema"].read()
     options = cast("GenerateOptions", sampling)
-    router = generation.Router(target, tls or ca is not None, ca, os.environ.get("KVRELAY_API_KEY") or None)
+    router = generation.Router(target, tls or ca is not None, ca, api_key)
     generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
 
 
@@ -243,6 +261,9 @@ OPTIONS = {
     "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",
+    "http_port": "router.http_port",
+    "served_model_name": "router.served_model_name",
+    "chat_template": "router.chat_template",
     "address": "ray.address",
     "drain_seconds": "drain_seconds",
 }
@@ -255,7 +276,7 @@ def _load(path: Path | None, flags: dict[str, Any]) -> "ClusterConfig":
     overrides = {
         OPTIONS[name]: configfile.Override(f"--{name.replace('_', '-')}", value)
         for name, value in flags.items()
-        if value is not None
+        if value not in (None, ())
     }
     return configfile.load(path, overrides)
 
@@ -288,6 +309,11 @@ def _refuse_second() -> None:
 def _print_ready(console: "Console", state: "ClusterState", stop: str) -> None:
     console.print("[bold green]kvrelay is ready[/]")
     console.print(f"  router     {state.router}")
+    if state.http:
+        bases = [f"{'https' if state.router_tls else 'http'}://{address}" for address in state.http.split(",")]
+        console.print(f"  http       {'  '.join(f'{base}/v1' for base in bases)}", soft_wrap=True)
+        if state.page:
+            console.print(f"  page       {bases[0]}/", soft_wrap=True)
     if state.dashboard:
         console.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     console.print("  try        kvrelay generate 'def __init__(self, '")

@@ -7,7 +7,7 @@ so an option is defined, checked and documented once.
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
@@ -62,7 +62,8 @@ class ModelSection(Section):
     """The checkpoint that is served."""
 
     path: str = "pico"
-    """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
+    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
+    (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
     """Dtype of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""
@@ -107,8 +108,9 @@ class RouterSection(RouterOptions):
     another one if its router is lost."""
 
     port_step: int = 1
-    """Distance between the ports of two routers: the first has grpc_port. 0 gives all of them the same, for routers
-    with addresses of their own."""
+    """Distance between the ports of two routers: the first has grpc_port and http_port. 0 gives all of them the same:
+    routers with addresses of their own, or routers on one machine, which share the ports. Each connection is then one
+    router's, so more of them serve more streams."""
 
     cpus: Amount = 1.0
     """CPUs that Ray reserves for each router."""
@@ -121,7 +123,9 @@ class RouterSection(RouterOptions):
         require(1 <= self.replicas <= 64, "replicas", self.replicas, "1 to 64")
         require(0 <= self.port_step <= 1000, "port_step", self.port_step, "0 to 1000")
         most = 65535 - (self.replicas - 1) * self.port_step
-        require(self.grpc_port <= most, "grpc_port", self.grpc_port, f"up to {most} for {self.replicas} routers")
+        for name in ("grpc_port", "http_port"):
+            port = getattr(self, name) or 0
+            require(port <= most, name, port, f"up to {most} for {self.replicas} routers")
 
 
 class RaySection(Section):
@@ -195,9 +199,13 @@ class ClusterConfig(Section):
         return self
 
     def _require_ports(self) -> None:
-        shared = self.local and self.router.replicas > 1 and self.router.grpc_port > 0
-        allowed = "1 or more, since the routers share this machine"
-        require(not shared or self.router.port_step > 0, "router.port_step", self.router.port_step, allowed)
+        chosen = self.router.grpc_port > 0 and self.router.http_port != 0
+        allowed = "1 or more, since the routers would share ports that are not chosen"
+        require(not self._share_ports or chosen, "router.port_step", self.router.port_step, allowed)
+
+    @property
+    def _share_ports(self) -> bool:
+        return self.local and self.router.replicas > 1 and self.router.port_step == 0
 
     def _require_resources(self, role: WorkerRole | None) -> None:
         reserved = bool(self.bundle(role))
@@ -246,13 +254,15 @@ class ClusterConfig(Section):
     def router_configs(self) -> list[RouterConfig]:
         """Each router's options, without the supervisor's address: `router-0`, `router-1`, ..."""
         section = self.router
-        known = {option.name for option in fields(RouterOptions)} - {"grpc_port"}
-        options = {name: value for name, value in asdict(section).items() if name in known}
+        known = {option.name for option in fields(RouterOptions)} - {"grpc_port", "http_port"}
+        options = {name: getattr(section, name) for name in known}
         return [
             RouterConfig(
                 **options,
                 name=f"router-{index}",
                 grpc_port=section.grpc_port and section.grpc_port + index * section.port_step,
+                http_port=section.http_port and section.http_port + index * section.port_step,
+                share_port=self._share_ports,
                 model=self.model.path,
                 drain_seconds=self.drain_seconds,
                 security=self.security,

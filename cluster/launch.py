@@ -105,7 +105,7 @@ class Cluster:
         secured = secrets.prepare(self._config)
         self._config, self._token = secured.config, secured.token
         self._update(join_token_path=secured.token_path, certificates=secured.config.security.certificates)
-        self._update(router_tls=bool(self._config.router.tls_certificate))
+        self._update(router_tls=bool(self._config.router.tls_certificate), page=self._config.router.page)
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
@@ -115,7 +115,8 @@ class Cluster:
         self._report.phase("starting the cluster")
         self._supervisor = supervisor_actor.create(self._config, self._token)
         self._update(supervisor=self._ask(self._supervisor.address))
-        self._update(router=self._until_ready())
+        startup = self._until_ready()
+        self._update(router=",".join(startup.routers), http=",".join(startup.http))
 
     def wait(self) -> None:
         """Returns when a signal has come. The cluster serves without its supervisor, which Ray starts again if it ends.
@@ -207,8 +208,8 @@ class Cluster:
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise RunError(f"the supervisor: {' '.join(str(cause).split())}; see {_logs()}") from error
 
-    def _until_ready(self) -> str:
-        """The routers' addresses, with commas between."""
+    def _until_ready(self) -> "Startup":
+        """The cluster with its routers' addresses."""
         last: Startup | None = None
         changed = time.monotonic()
         while True:
@@ -217,14 +218,14 @@ class Cluster:
             _check_failures(startup)
             everyone = all(member.state == MEMBER_STATE_READY for member in startup.members)
             if startup.ready and everyone and all(serves(router, self.state.router_tls) for router in startup.routers):
-                return ",".join(startup.routers)
+                return startup
             if startup != last:
                 last, changed = startup, time.monotonic()
             elif time.monotonic() - changed > STALL_SECONDS:
                 missing = ", ".join(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
-                    return ",".join(startup.routers)
+                    return startup
                 raise RunError(
                     f"not ready: no progress of {missing} in {STALL_SECONDS:g} s; resources may be missing, see "
                     f"{_logs()}"

@@ -339,9 +339,19 @@ class Membership:
 
 
 def ready_routers(members: Iterable[Member]) -> tuple[str, ...]:
-    """host:port of the public gRPC of each router that is ready, in the order of their names."""
+    """host:port of the public gRPC of each router that is ready, in the order of their names; each address once, which
+    several of them may share."""
+    return tuple(dict.fromkeys(member.address for member in _ready_routers(members)))
+
+
+def ready_http(members: Iterable[Member]) -> tuple[str, ...]:
+    """host:port of the HTTP of each router that is ready and has one, as `ready_routers`."""
+    return tuple(dict.fromkeys(member.http_address for member in _ready_routers(members) if member.http_address))
+
+
+def _ready_routers(members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.role == ROLE_ROUTER and member.state == MEMBER_STATE_READY]
-    return tuple(member.address for member in sorted(ready, key=lambda member: (len(member.name), member.name)))
+    return sorted(ready, key=lambda member: (len(member.name), member.name))
 
 
 def _stuck(report: Member, seconds: float, factor: float) -> bool:

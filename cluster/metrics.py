@@ -6,41 +6,16 @@ Prometheus scrapes them from every node of the Ray cluster; Ray adds the prefix 
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.router.metrics import COUNTERS, HISTOGRAMS, QUEUE, REQUESTS
 from kvrelay.router.trace import RequestRecord
-
-# From a millisecond to a minute; each step about doubles.
-SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0]
-TOKEN_SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0]
-
-HISTOGRAMS = {
-    "ttft_seconds": ("router_ttft_seconds", "From a request's arrival to its first token.", SECONDS),
-    "tpot_seconds": ("router_tpot_seconds", "Mean time between two tokens after the first.", TOKEN_SECONDS),
-    "total_seconds": ("router_request_seconds", "From a request's arrival to its last message.", SECONDS),
-    "router_queue_seconds": ("router_queue_seconds", "Waited for capacity on a decode worker.", SECONDS),
-    "queue_seconds": ("prefill_queue_seconds", "From submission to the first scheduled step.", SECONDS),
-    "prefill_seconds": ("prefill_compute_seconds", "From the first scheduled step to the first token.", SECONDS),
-    "transfer_seconds": ("transfer_push_seconds", "From the first frame to the acknowledgement of all.", SECONDS),
-    "handoff_seconds": ("transfer_handoff_seconds", "The part of the transfer after the end of prefill.", SECONDS),
-    "decode_queue_seconds": ("decode_queue_seconds", "From the KV's commit to the first scheduled step.", SECONDS),
-}
-"""Field of RequestRecord, metric, meaning, buckets."""
-COUNTERS = {
-    "retries": ("router_retries", "Placements after a failed attempt."),
-    "migrations": ("router_migrations", "Placements of requests whose worker drains."),
-    "resumed": ("router_resumes", "Calls that continue a request whose earlier call was lost."),
-    "transfer_bytes": ("transfer_kv_bytes", "KV sent over links."),
-    "prompt_tokens": ("router_prompt_tokens", "Tokens of prompts."),
-    "cached_tokens": ("router_cached_tokens", "Prompt tokens found in prefix caches."),
-    "completion_tokens": ("router_completion_tokens", "Generated tokens."),
-}
-"""Field of RequestRecord, metric, meaning."""
 
 
 class RouterMetrics:
     """A router's observer of ended requests and of its load."""
 
     def __init__(self, router: str) -> None:
-        self._requests = Counter("kvrelay_router_requests", "Requests that have ended.", ("router", "outcome"))
+        name, text = REQUESTS
+        self._requests = Counter(f"kvrelay_{name}", text, ("router", "outcome"))
         self._histograms = {
             field: Histogram(f"kvrelay_{name}", text, buckets, ("router",))
             for field, (name, text, buckets) in HISTOGRAMS.items()
@@ -48,7 +23,8 @@ class RouterMetrics:
         self._counters = {
             field: Counter(f"kvrelay_{name}", text, ("router",)) for field, (name, text) in COUNTERS.items()
         }
-        self._queue = Gauge("kvrelay_router_queue_requests", "Requests that wait for capacity on decode.", ("router",))
+        name, text = QUEUE
+        self._queue = Gauge(f"kvrelay_{name}", text, ("router",))
         self._tags = {"router": router}
 
     def observe_load(self, load: Load) -> None:

@@ -15,7 +15,7 @@ from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.rpc.certificates import part_files
 from kvrelay.rpc.security import PARTS
 
-ROUTER_FILES = ("api_keys", "tls_certificate", "tls_key", "tls_client_ca")
+ROUTER_FILES = ("chat_template", "api_keys", "tls_certificate", "tls_key", "tls_client_ca")
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -33,6 +33,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     check_checkpoint(folder)
     for each in config.router_configs():
         check_port("grpc_port", each.host, each.grpc_port)
+        if each.http_port is not None:
+            check_port("http_port", each.host, each.http_port)
     check_port("ray.dashboard_port", config.ray.dashboard_host, config.ray.dashboard_port)
     check_access(config)
     given = {name: getattr(config.router, name) for name in ROUTER_FILES}

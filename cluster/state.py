@@ -33,6 +33,10 @@ class ClusterState:
     """host:port of the supervisor's gRPC."""
     router: str = ""
     """host:port of the public gRPC of each router, with commas between."""
+    http: str = ""
+    """host:port of the HTTP of each router, with commas between; empty without it."""
+    page: bool = False
+    """Whether HTTP has the page at `/`."""
     dashboard: str = ""
     """URL of Ray's dashboard."""
     join_token_path: str = ""
@@ -40,7 +44,7 @@ class ClusterState:
     certificates: str = ""
     """Folder of its certificates; empty without TLS."""
     router_tls: bool = False
-    """Whether the public gRPC uses TLS."""
+    """Whether the public gRPC and HTTP use TLS."""
     drain_seconds: float = 30.0
     """Time that requests are given to finish when it ends."""
 

@@ -138,7 +138,13 @@ def _process(entry: MemberStatus) -> dict[str, Any]:
 
 def _router_entry(entry: MemberStatus) -> dict[str, Any]:
     requests = {"queued": entry.load.requests.waiting, "running": entry.load.requests.running}
-    return {"name": entry.member.name, "address": entry.member.address, **_process(entry), "requests": requests}
+    return {
+        "name": entry.member.name,
+        "address": entry.member.address,
+        "http": entry.member.http_address or None,
+        **_process(entry),
+        "requests": requests,
+    }
 
 
 def _worker_entry(entry: MemberStatus) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster.keepers import Keepers, Progress
-from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_routers
+from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
 from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
@@ -88,6 +88,8 @@ class Startup:
     """Requests can be served, though some members may be missing."""
     routers: tuple[str, ...]
     """host:port of the public gRPC of each router that is ready, in the order of their names."""
+    http: tuple[str, ...]
+    """host:port of their HTTP, of those that have one."""
     members: list[Progress]
 
 
@@ -196,9 +198,9 @@ class SupervisorServer(SupervisorServiceServicer):
 
     def startup(self) -> Startup:
         """How far every expected member is."""
-        routers = ready_routers(self.membership.members())
+        members = self.membership.members()
         progress = [] if self._keepers is None else self._keepers.progress()
-        return Startup(self.membership.ready, routers, progress)
+        return Startup(self.membership.ready, ready_routers(members), ready_http(members), progress)
 
     async def _bind(self) -> grpc.aio.Server:
         """A server at the configured port, or at the port where the members look for this supervisor."""

@@ -35,11 +35,13 @@ router:
 """
 METRICS = """# Metrics
 
-This page is generated from `cluster/metrics.py` by `python docs/generate.py`; edit the descriptions there.
+This page is generated from `cluster/metrics.py` and `router/metrics.py` by `python docs/generate.py`; edit the
+descriptions there.
 
-Every node of the Ray cluster exports Prometheus text. Ray adds the prefix `ray_` to the names, the suffix `_total` to
-counters, and labels of node and process. The unit is the last word of the name. Histograms have `_bucket`, `_sum` and
-`_count`. The labels `router` and `worker` hold the process's name, `router-0` for example.
+A router's HTTP has its own metrics at `/metrics`, under the names below (`_total` behind counters). Every node of the
+Ray cluster exports those of all of its processes as Prometheus text. Ray adds the prefix `ray_` to the names, the
+suffix `_total` to counters, and labels of node and process. The unit is the last word of the name. Histograms have
+`_bucket`, `_sum` and `_count`. The labels `router` and `worker` hold the process's name, `router-0` for example.
 
 `outcome` is `stop`, `length`, `cancelled`, `invalid`, `exhausted`, `unavailable`, `deadline` or `internal`. The routers
 record the metrics of a request when it has ended, also those whose time was spent on workers; a part that a request
@@ -90,10 +92,12 @@ def _type(field: dict[str, Any]) -> str:
     """A type in words, with its limits as far as the schema has them."""
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if "anyOf" in field:
+        return " or ".join(map(_type, field["anyOf"]))
     if "properties" in field:
         return "keys of [`engine`](#engine) except `threads`"
     if field["type"] == "object":
-        return "mapping of names to numbers"
+        return f"mapping of names to {'keys' if '$ref' in field['additionalProperties'] else 'numbers'}"
     low, high = field.get("minimum"), field.get("maximum")
     if low is None:
         return str(field["type"])

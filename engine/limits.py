@@ -42,6 +42,13 @@ class SequenceLimits:
         if most > capacity:
             raise ValueError(f"prompt_tokens plus max_tokens is {most}; the KV pool holds {capacity} tokens")
         request.sampling.check()
+        if (request.sampling.constraint is None) != (request.grammar is None):
+            raise ValueError("constraint and its compiled form differ; allowed: both or none")
+        for token, _ in request.sampling.logit_bias:
+            self.check_token("logit_bias", token)
+        for word in request.sampling.bad_words:
+            for token in word:
+                self.check_token("bad_words", token)
         for token in (min(request.tokens), max(request.tokens)):
             self.check_token("tokens", token)
 

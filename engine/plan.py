@@ -9,11 +9,40 @@ sequence, at positions `starts[r] .. starts[r] + lengths[r] - 1`. In `tokens`, t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.shaping import Shaping
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities, by the model's own distribution: before penalties, temperature, filters."""
+
+    logprob: float
+    """Of the token itself."""
+    rank: int
+    """Of the token among all, from 1."""
+    top_ids: tuple[int, ...]
+    """The likeliest tokens, likeliest first, as many as were asked for."""
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPart:
+    """Tokens of a prompt whose log-probabilities a step yields."""
+
+    row: int
+    begin: int
+    """The row's first token whose logits are needed, counted within the step."""
+    targets: NDArray[np.int32]
+    """[N] the prompt's tokens after that one and the N - 1 that follow it."""
+    top: int
+    """How many of the likeliest tokens are wanted beside each."""
+    first: int
+    """Index of targets[0] in the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +70,15 @@ class StepPlan:
     feeds: NDArray[np.int32] | None = None
     """[R] for a row whose only token isn't known yet, the row of the step before that samples it, and 0 in `tokens`; -1
     for a row whose tokens are known. None if all tokens are known."""
+    shapings: tuple[Shaping | None, ...] | None = None
+    """[R] what changes each row's logits; to be read until the step is committed. None if nothing changes any."""
+    prompt_parts: tuple[PromptPart, ...] = ()
+    """In order of their rows, at most one for each."""
+
+    def is_special(self, row: int) -> bool:
+        """Whether the row's token takes more than what its logits, temperature, filters and `min_tokens` say."""
+        shaped = self.shapings is not None and self.shapings[row] is not None
+        return shaped or self.sampling[row].logprobs is not None
 
     @property
     def num_rows(self) -> int:
@@ -59,3 +97,13 @@ class StepOutput:
     """[R] the sampled token of each row with `sample`, else None."""
     nonfinite: tuple[int, ...] = ()
     """Rows whose logits aren't finite: their tokens are meaningless, and their sequences fail."""
+    refused: tuple[tuple[int, str], ...] = ()
+    """Rows that have no token because of what their requests ask for, and why; their sequences fail."""
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """[R] of each row's token where its request asks for them. None if no row does."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """Of each of the plan's prompt parts."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None or bool(self.prompt_logprobs)

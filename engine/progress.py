@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
 from kvrelay.engine.sequence import Sequence
 
@@ -22,6 +23,13 @@ class Progress(NamedTuple):
     """The blocks of a handed-off sequence, with its first token. The receiver of this report must release it."""
     error: str | None = None
     """Why the sequence failed; None if it didn't."""
+    refused: bool = False
+    """Whether it failed because of what its request asks for."""
+    logprobs: TokenLogprobs | None = None
+    """Of the token, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens [prompt_first, ...)."""
+    prompt_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,11 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from kvrelay.engine.constrain.grammar import Constraint, Grammar
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens that a request may ask for beside each of its own."""
+
 
 class FinishReason(enum.IntEnum):
     """Why a sequence ended by itself (a cancel or a failure is not a finish).
@@ -20,7 +25,7 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen; `kvrelay/v1/inference.proto` has the ranges.
+    """How tokens are chosen; `kvrelay/v1/inference.proto` has the ranges and says what each field means.
 
     `stop_token_ids` includes the model's end-of-sequence ids unless `ignore_eos` was asked for, so that one rule ends a
     sequence. The engine knows no stop strings: the router has the text.
@@ -34,10 +39,37 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the completion never has."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens are reported beside each token; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    constraint: Constraint | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the logits of tokens that were there before change."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def shaped(self) -> bool:
+        """Whether logits change before the token is chosen, other than by `min_tokens`, temperature and filters."""
+        return self.follows_tokens or bool(self.logit_bias)
+
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before it, beside the model's own logits."""
+        return self.penalized or bool(self.bad_words) or self.constraint is not None
 
     def check(self) -> None:
         """Raises ValueError, naming field, value and range, unless the sampler can draw with these values."""
@@ -48,6 +80,20 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; allowed: above 0, up to 1")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p is {self.min_p}; allowed: 0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value}; allowed: finite numbers")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; allowed: above 0, finite")
+        for token, bias in self.logit_bias:
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias of token {token} is {bias}; allowed: finite numbers")
+        if not all(self.bad_words):
+            raise ValueError("bad_words has an empty sequence; allowed: at least one token each")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise ValueError(f"{name} is {count}; allowed: 0 to {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +111,8 @@ class Request:
     prompt_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
+    grammar: Grammar | None = None
+    """The compiled form of `sampling.constraint`; there if that is."""
 
     @property
     def key(self) -> tuple[str, int]:

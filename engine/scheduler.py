@@ -27,8 +27,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from operator import attrgetter
 
-import numpy as np
-
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -37,9 +35,11 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.planning import build_plan, with_logprobs
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
+from kvrelay.engine.shaping import Shaping
 
 
 class Scheduler:
@@ -86,7 +86,8 @@ class Scheduler:
             ValueError: the request can never be served here, or is here already; names field, value and limit.
         """
         self._check(request)
-        sequence = self._sequence(request, self._pool.share((), f"sequence {request}"), handoff)
+        hold = self._pool.share((), f"sequence {request}")
+        sequence = self._sequence(request, hold, handoff, list(request.tokens))
         self._waiting.append(sequence)
         return sequence
 
@@ -102,7 +103,7 @@ class Scheduler:
         self._check(request)
         if not self._free_slots() or (self._waiting and self._waiting[0] is self._starved):
             return None
-        hold = self._allocate(request, request.tokens, [], len(request.tokens) + 1)
+        hold = self._allocate(request, request.tokens, [], len(request.tokens) + 1, len(request.tokens))
         if hold is None:
             return None
         hold.owner = f"reservation {request}"
@@ -129,8 +130,8 @@ class Scheduler:
             raise ValueError(f"first_token is {first_token}; it ends request {request.key} already")
         hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
-        sequence = self._sequence(request, hold, handoff=False)
-        sequence.tokens.append(first_token)
+        sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
+        sequence.unscored = 0
         sequence.chain = hold.chain
         sequence.num_computed = sequence.furthest = length
         sequence.lifetime.committed = now()
@@ -200,7 +201,10 @@ class Scheduler:
         self._schedule_chunks(rows, budget)
         if not rows:
             return None
-        plan = self._build(rows)
+        for sequence, length in rows:
+            self._tables.grow(sequence.slot, sequence.hold.blocks, self._limits.blocks_for(sequence.reach + length))
+        block_tables = self._tables.gather([sequence.slot for sequence, _ in rows])
+        plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
         self._in_flight.append((plan, [sequence for sequence, _ in rows]))
         return plan
 
@@ -218,6 +222,7 @@ class Scheduler:
             sizes = f"{len(out.tokens)} and names rows {out.nonfinite}"
             raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
         moment = now()
+        refused = dict(out.refused)
         reports = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
@@ -228,9 +233,12 @@ class Scheduler:
                     sequence.hold.release()
             elif row in out.nonfinite:
                 reports.append(self._fail(sequence, moment))
+            elif row in refused:
+                self._end(sequence, Status.FAILED, moment)
+                reports.append(Progress(sequence, sequence.num_computed, error=refused[row], refused=True))
             else:
                 reports.append(self._advance(sequence, lengths[row], token, moment))
-        return reports
+        return with_logprobs(plan, rows, out, reports) if out.has_logprobs else reports
 
     # What a step computes.
 
@@ -276,8 +284,7 @@ class Scheduler:
             length = sequence.expected
             if length - sequence.reach != 1:
                 continue
-            if sequence.yields and (sequence.handoff or length >= sequence.request.most_tokens):
-                # The token in flight is its last, whatever it is.
+            if sequence.yields and not sequence.continues_unseen(length):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append((sequence, 1))
@@ -301,36 +308,6 @@ class Scheduler:
                 end = border if border > start else end
             rows.append((sequence, end - start))
             budget -= end - start
-
-    def _build(self, rows: list[tuple[Sequence, int]]) -> StepPlan:
-        """The plan that computes so many tokens of each sequence; they are in flight from now on."""
-        tokens: list[int] = []
-        starts, sample, generated, feeds = [], [], [], []
-        for row, (sequence, length) in enumerate(rows):
-            known, expected = len(sequence.tokens), sequence.expected
-            start = sequence.reach
-            end = start + length
-            tokens += sequence.tokens[start:end] if start < known else (0,)
-            feeds.append(-1 if start < known else sequence.row)
-            starts.append(start)
-            sample.append(end == expected)
-            generated.append(expected - sequence.request.prompt_tokens)
-            self._tables.grow(sequence.slot, sequence.hold.blocks, self._limits.blocks_for(end))
-            sequence.scheduled += length
-            sequence.yields += end == expected
-            sequence.row = row
-        return StepPlan(
-            step=next(self._steps),
-            handles=tuple([sequence.handle for sequence, _ in rows]),
-            tokens=np.array(tokens, np.int32),
-            starts=np.array(starts, np.int32),
-            lengths=np.array([length for _, length in rows], np.int32),
-            block_tables=self._tables.gather([sequence.slot for sequence, _ in rows]),
-            sample=np.array(sample, np.bool_),
-            sampling=tuple([sequence.request.sampling for sequence, _ in rows]),
-            generated=np.array(generated, np.int32),
-            feeds=np.array(feeds, np.int32) if self._in_flight else None,
-        )
 
     # What a step did.
 
@@ -360,6 +337,8 @@ class Scheduler:
             hold.owner = f"export {sequence.request}"
             self._end(sequence, Status.HANDED_OFF, moment)
             return Progress(sequence, end, token, hold=hold)
+        elif sequence.shaping is not None:
+            sequence.shaping.push(token)
         return Progress(sequence, end, token, finish)
 
     def _publish(self, sequence: Sequence) -> None:
@@ -393,17 +372,22 @@ class Scheduler:
         if status is not Status.HANDED_OFF and not sequence.scheduled:
             sequence.hold.release()
 
-    def _allocate(self, request: Request, tokens: Tokens[int], chain: list[bytes], capacity: int) -> Hold | None:
-        """Blocks for `capacity` tokens; all but the last token may come from the prefix cache.
+    def _allocate(
+        self, request: Request, tokens: Tokens[int], chain: list[bytes], capacity: int, limit: int
+    ) -> Hold | None:
+        """Blocks for `capacity` tokens, of which the first `limit` may come from the prefix cache.
 
         None unless one block is left for each running sequence: a new one shouldn't cause a preemption at once.
         """
         blocks, spare = self._limits.blocks_for(capacity), len(self._running)
-        return self._prefix.allocate(tokens, request.tenant, chain, blocks, capacity - 1, spare)
+        return self._prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)
 
     def _allocate_waiting(self, sequence: Sequence) -> bool:
         """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
-        hold = self._allocate(sequence.request, sequence.tokens, sequence.chain, len(sequence.tokens))
+        # The logits of a token that comes from the prefix cache are not computed.
+        length = len(sequence.tokens)
+        limit = (sequence.unscored or length) - 1
+        hold = self._allocate(sequence.request, sequence.tokens, sequence.chain, length, limit)
         if hold is None:
             return False
         hold.owner = sequence.hold.owner
@@ -441,8 +425,12 @@ class Scheduler:
         if request.key in self._live:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
-    def _sequence(self, request: Request, hold: Hold, handoff: bool) -> Sequence:
-        sequence = Sequence(request, next(self._handles), hold, handoff, tokens=list(request.tokens))
+    def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
+        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
+        shaping = Shaping.of(request, tokens)
+        sequence = Sequence(
+            request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored
+        )
         self._live[request.key] = sequence
         return sequence
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.lifetime import Lifetime
 from kvrelay.engine.request import Request
+from kvrelay.engine.shaping import Shaping
 
 
 class Status(enum.IntEnum):
@@ -66,6 +67,10 @@ class Sequence:
     """Its row in the block tables while RUNNING."""
     chain: list[bytes] = field(default_factory=list)
     """Prefix digests of its tokens' leading blocks, as far as they were needed."""
+    shaping: Shaping | None = None
+    """What changes its logits before its next token is chosen."""
+    unscored: int = 0
+    """The first token of the prompt whose log-probabilities are asked for and in no plan yet; 0 if none is left."""
     lifetime: Lifetime = field(default_factory=Lifetime)
 
     @property
@@ -90,6 +95,11 @@ class Sequence:
     @property
     def ended(self) -> bool:
         return self.status > Status.PREEMPTED
+
+    def continues_unseen(self, length: int) -> bool:
+        """Whether the token that makes it `length` tokens long can be computed while that one isn't known yet."""
+        last = self.handoff or length >= self.request.most_tokens
+        return not last and not self.request.sampling.follows_tokens
 
     def advance(self, end: int) -> None:
         """The KV of its first `end` tokens is in the pool now."""

@@ -73,6 +73,10 @@ class Choices(NamedTuple):
         """Views of the first `rows` rows."""
         return Choices(*(column[:rows] for column in self))
 
+    def select(self, rows: Tensor) -> "Choices":
+        """Copies of the rows with these indices, int64 [N]."""
+        return Choices(*(column.index_select(0, rows) for column in self))
+
 
 @triton.jit
 def _exponential(key_0, key_1, token):

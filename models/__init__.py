@@ -1,9 +1,11 @@
-"""The bundled models, by name, and the script that trained them (`train.py`).
+"""The bundled models, by name, models of the Hugging Face hub (`hub.py`), and the script that trained the former.
 
 Importing this package imports no torch, so that the router can resolve a model's name.
 """
 
 from pathlib import Path
+
+from kvrelay.models import hub
 
 _HERE = Path(__file__).resolve().parent
 
@@ -18,17 +20,23 @@ def bundled(name: str) -> Path | None:
     return _HERE / name if name in names() else None
 
 
-def resolve(model: str) -> Path:
-    """The folder of a model, given by the name of a bundled model or by the path of a Hugging Face folder.
+def resolve(model: str, *, weights: bool = True) -> Path:
+    """The folder of a model: a bundled one, by its name; one of the Hugging Face hub, by `hf:ORG/NAME`, which is
+    downloaded where the hub's cache doesn't have it; or a Hugging Face folder, by its path.
 
     A bundled name takes precedence over a folder of the same name; write `./name` for that folder.
 
+    Args:
+        weights: whether the weights are needed, besides the configuration and the tokenizer.
+
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of them, or can't be downloaded.
     """
     if (folder := bundled(model)) is not None:
         return folder
-    allowed = f"the path of a folder with a config.json, or a bundled model: {', '.join(names())}"
+    if model.startswith(hub.PREFIX):
+        return hub.fetch(model, weights=weights)
+    allowed = f"the path of a folder with a config.json, {hub.FORM}, or a bundled model: {', '.join(names())}"
     path = Path(model).expanduser()
     if not model or not path.is_dir():
         raise ValueError(f"model: {model!r} is neither a folder nor a bundled model; give {allowed}")

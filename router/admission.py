@@ -19,14 +19,42 @@ PEER_SHARE = 2
 class Ticket:
     """The share of one call."""
 
-    def __init__(self, admission: "Admission", peer: str, nbytes: int) -> None:
+    def __init__(self, admission: "Admission", peer: str, size: int) -> None:
         self._admission = admission
         self._peer = peer
+        self._size = size
+        self._prompts = 0
         self._nbytes = 0
-        self.set(nbytes)
+        self._set(CHARGE * size)
 
-    def set(self, nbytes: int) -> None:
-        """From now on, the call holds `nbytes`."""
+    def hold(self, nbytes: int) -> None:
+        """A prompt of the request is known, and packed into `nbytes`."""
+        self._prompts += nbytes
+        self._set(self._size + self._prompts)
+
+    def resize(self, size: int) -> None:
+        """The request, which came without its size, has `size` bytes."""
+        self._size = size
+        self._set(CHARGE * size)
+
+    @contextmanager
+    def more_calls(self, count: int) -> Iterator[None]:
+        """Counts the call as `count` more for the duration of a `with`.
+
+        Raises:
+            Exhausted: too many calls.
+        """
+        self._admission._check_calls(count)
+        self._admission.calls += count
+        try:
+            yield
+        finally:
+            self._admission.calls -= count
+
+    def close(self) -> None:
+        self._set(0)
+
+    def _set(self, nbytes: int) -> None:
         self._admission._add(self._peer, nbytes - self._nbytes)
         self._nbytes = nbytes
 
@@ -38,7 +66,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self.calls = 0
-        """Calls that were admitted and have not ended."""
+        """Calls that were admitted and have not ended; one with several completions counts as many."""
         self.nbytes = 0
         """Bytes that they hold."""
         self._by_peer: Counter[str] = Counter()
@@ -54,8 +82,7 @@ class Admission:
         Raises:
             Exhausted: too many calls, or too many bytes.
         """
-        if self.calls >= self._max_requests:
-            raise Exhausted(f"{self._max_requests} requests are in flight, the router's max_requests")
+        self._check_calls(1)
         charge = CHARGE * size
         if self.nbytes + charge > self._max_bytes:
             raise Exhausted(
@@ -67,12 +94,16 @@ class Admission:
                 "would be passed"
             )
         self.calls += 1
-        ticket = Ticket(self, peer, charge)
+        ticket = Ticket(self, peer, size)
         try:
             yield ticket
         finally:
-            ticket.set(0)
+            ticket.close()
             self.calls -= 1
+
+    def _check_calls(self, count: int) -> None:
+        if self.calls + count > self._max_requests:
+            raise Exhausted(f"{self.calls} requests are in flight; the router's max_requests is {self._max_requests}")
 
     def _add(self, peer: str, nbytes: int) -> None:
         self.nbytes += nbytes

@@ -1,11 +1,12 @@
-"""The messages of one call to its client, whose times go into the request's trace."""
+"""The messages of one completion to its client, whose times go into the request's trace."""
 
 import time
 from collections.abc import Awaitable, Callable
 
 from kvrelay.router.completion import Piece
 from kvrelay.router.trace import RequestTrace
-from kvrelay.v1.inference_pb2 import GenerateResponse, Usage
+from kvrelay.router.validation import CheckedRequest
+from kvrelay.v1.inference_pb2 import GenerateResponse
 
 Write = Callable[[GenerateResponse], Awaitable[None]]
 
@@ -13,15 +14,12 @@ Write = Callable[[GenerateResponse], Awaitable[None]]
 class Answer:
     """Pieces with tokens, then a last one with the figures."""
 
-    def __init__(self, request_id: str, trace: RequestTrace, write: Write) -> None:
-        """
-        Args:
-            request_id: the client's name for the request.
-            trace: read for the last message; written with each.
-        """
-        self._request_id = request_id
+    def __init__(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
+        """`trace` is read for the last message, and written with each."""
+        self._request = request
         self._trace = trace
         self._write = write
+        self._first = True
         self.progress = trace.received
         """Monotonic time at which the latest token was sent or the latest attempt began."""
 
@@ -43,15 +41,21 @@ class Answer:
             trace.sent(now)
         last = self._message(piece)
         last.finish_reason = piece.finish_reason
-        last.usage.CopyFrom(
-            Usage(
-                prompt_tokens=trace.prompt_tokens,
-                completion_tokens=trace.completion_tokens,
-                cached_tokens=trace.cached_tokens,
-            )
-        )
+        last.usage.CopyFrom(trace.usage())
         last.timeline.CopyFrom(trace.timeline(now))
         await self._write(last)
 
     def _message(self, piece: Piece) -> GenerateResponse:
-        return GenerateResponse(request_id=self._request_id, text=piece.text, token_ids=piece.token_ids)
+        request = self._request
+        message = GenerateResponse(
+            request_id=request.request_id,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            index=request.index,
+            logprobs=piece.logprobs,
+            prompt_logprobs=piece.prompt_logprobs,
+        )
+        if self._first:
+            self._first = False
+            message.seed = request.sampling.seed
+        return message

@@ -27,36 +27,17 @@ from kvrelay.internal.v1.worker_pb2 import (
     Phase,
     RequestEvent,
 )
+from kvrelay.router.attempt_outcome import AttemptFailure, Taken
+from kvrelay.router.prefixes import Expectation
+from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailure:
-    """Why an attempt failed."""
-
-    code: Failure.Code
-    message: str
-    blamed: frozenset[WorkerId]
-    """Workers that the next attempt should avoid."""
-    lost: bool = False
-    """Whether a worker was lost; False where a worker returned the request."""
-    silent: bool = False
-    """Whether workers sent nothing for too long."""
-    cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
-    reporters: frozenset[WorkerId] = frozenset()
-    """The worker that returned the request; those that were silent; none for a lost worker."""
-
-    @property
-    def handoff(self) -> bool:
-        """Whether the hand-off between the two workers failed."""
-        return self.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_LINK, Failure.CAUSE_REFUSED)
 
 
 @dataclass(slots=True)
@@ -67,10 +48,10 @@ class _Part:
     phase: Phase
     next_index: int
     """Index of the next token that the worker has to send."""
-    claimed_tokens: int
-    """Tokens that this part adds to `stream.outstanding_tokens`."""
     on_trial: bool
     """Whether the request may end the worker; False again when this part has proved harmless or is over."""
+    apart: bool
+    """Whether the worker takes it only while no other request is on trial there."""
     open: bool = True
     """Whether the worker may send more events."""
     delivered: bool = False
@@ -83,11 +64,10 @@ class _Part:
     """The number of its trial on the worker; 0 without one, after it, or if another trial was under way before."""
 
     def __post_init__(self) -> None:
-        self.stream.outstanding_tokens += self.claimed_tokens
         self.stream.requests += 1
         if self.on_trial:
             self.stream.trials_begun += 1
-            self._trial = self.stream.trials_begun if not self.stream.trials else 0
+            self._trial = self.stream.trials_begun if self.apart and not self.stream.trials else 0
             self.stream.trials += 1
 
     @property
@@ -97,8 +77,6 @@ class _Part:
 
     def release(self) -> None:
         """The worker has no more work with this part. Safe to call again."""
-        self.stream.outstanding_tokens -= self.claimed_tokens
-        self.claimed_tokens = 0
         self.stream.requests -= self._counted
         self._counted = False
         self._end_trial()
@@ -124,8 +102,10 @@ class Attempt:
         generated: Sequence[int],
         prefill: WorkerStream,
         decode: WorkerStream | None,
+        expected: Sequence[Expectation] = (),
         *,
         on_trial: bool = False,
+        apart: bool = False,
     ) -> None:
         """
         Args:
@@ -134,7 +114,9 @@ class Attempt:
             prefill: the worker that computes the prompt and the first token.
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
-            on_trial: whether each worker shall count the request as on trial, until it has sent enough.
+            expected: what each of these streams' workers should have in its cache; ended with the attempt.
+            on_trial: whether the request counts as on trial on each worker, until it has sent enough.
+            apart: whether no other request may be on trial there.
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
@@ -148,21 +130,28 @@ class Attempt:
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
         self._seen: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        """Of the tokens in `_seen`, if they were asked for."""
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._wants = request.sampling.HasField("logprobs")
+        # A client that has tokens has these too.
+        self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
         self._taken = 0
-        self._stash: dict[int, int] = {}
+        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
         self._end: int | None = None
         """Index after the last token, once a worker has sent the last one."""
         self._wake = asyncio.Event()
-        trace.prefill_worker = prefill.worker.name
-        trace.decode_worker = "" if decode is None else decode.worker.name
-        work = len(request.prompt) + self._base
+        self._paused = False
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
+        self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, work + self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, work, on_trial)
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, self._base + 1, self._left, on_trial)
+            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial, apart)
+            second = self._base + 1
+            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, second, on_trial, apart)
 
     # Towards the workers.
 
@@ -213,14 +202,23 @@ class Attempt:
             submit.attempt = self.number
             submit.prompt_tokens = len(self._request.prompt)
             submit.sampling.CopyFrom(self._request.sampling)
-            submit.tenant = self._request.tenant
+            if not self._wants_prompt or part.phase == PHASE_DECODE:
+                submit.sampling.ClearField("prompt_logprobs")
+            submit.tenant = self._request.namespace
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(submit, partial(self._on_event, part), partial(self._on_lost, part), self.wake)
+            part.stream.submit(
+                submit,
+                partial(self._on_event, part),
+                partial(self._on_lost, part),
+                self.wake,
+                cached_tokens=self._expected[0].tokens if self._expected else 0,
+            )
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -233,6 +231,8 @@ class Attempt:
         """Cancels every part that is still open. Safe to call again."""
         for part in self._parts:
             self._end_part(part)
+        for expectation in self._expected:
+            expectation.end()
 
     def _end_part(self, part: _Part) -> None:
         part.release()
@@ -261,11 +261,24 @@ class Attempt:
     def wake(self) -> None:
         self._wake.set()
 
-    def take(self) -> tuple[list[int], FinishReason]:
-        """The new tokens in order, and the finish reason if they are the last; unspecified if they are not."""
-        token_ids = self._seen[self._taken :]
-        self._taken = len(self._seen)
-        return token_ids, self._finish_reason if self._complete else FINISH_REASON_UNSPECIFIED
+    def pause(self) -> None:
+        """Tokens gather until `resume`: they wake nobody, and `take` keeps them, unless no more will come."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._taken < len(self._seen):
+            self._wake.set()
+
+    def take(self) -> Taken:
+        """The new tokens in order, and what was asked for beside them."""
+        complete = self._complete
+        finish_reason = self._finish_reason if complete else FINISH_REASON_UNSPECIFIED
+        gathers = self._paused and not complete and self.failure is None
+        first, self._taken = self._taken, self._taken if gathers else len(self._seen)
+        new = slice(first, self._taken)
+        prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
+        return Taken(self._seen[new], finish_reason, self._logprobs[new], prompt_logprobs)
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -276,6 +289,8 @@ class Attempt:
     @property
     def suspects(self) -> frozenset[WorkerId]:
         """The suspected workers of which the attempt still needs something."""
+        if not (self._prefill.stream.suspected or (self._decode is not None and self._decode.stream.suspected)):
+            return frozenset()
         return frozenset(
             part.stream.worker
             for part in self._parts
@@ -305,7 +320,11 @@ class Attempt:
     # From the workers' streams.
 
     def _on_event(self, part: _Part, event: RequestEvent) -> None:
-        self._note_reports(event)
+        self._trace.note(event)
+        if event.HasField("prefill"):
+            self._note_cached(event.prefill.cached_tokens)
+        if event.prompt_logprobs:
+            self._merge_prompt(part, event)
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and self._end is None:
@@ -322,7 +341,8 @@ class Attempt:
             part.open, part.returned = False, True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
-        self._wake.set()
+        if not self._paused or self._complete or event.HasField("transfer"):
+            self._wake.set()
 
     def _on_lost(self, part: _Part) -> None:
         was_open, part.open = part.open, False
@@ -341,6 +361,8 @@ class Attempt:
             blamed = blamed or sender
         elif failure.cause in (Failure.CAUSE_PEER_LOST, Failure.CAUSE_REFUSED):
             blamed = blamed or self.workers - sender or sender
+        elif failure.cause == Failure.CAUSE_TRIAL:
+            blamed = frozenset()
         else:
             # Of a link, either end may report the failure first: the next attempt must avoid the link in both cases.
             blamed = self.workers
@@ -356,14 +378,12 @@ class Attempt:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
-    def _note_reports(self, event: RequestEvent) -> None:
-        if event.HasField("prefill") and self._trace.prefill is None:
-            self._trace.prefill = event.prefill
-        if event.HasField("transfer"):
-            self._trace.transfer = event.transfer
-            self._trace.transfer_bytes += event.transfer.transfer_bytes
-        if event.HasField("decode"):
-            self._trace.decode = event.decode
+    def _note_cached(self, cached: int) -> None:
+        """The prefill worker had so many tokens of the prompt cached."""
+        for expectation, part in zip(self._expected, self._parts, strict=False):
+            # The KV is on its way to the decode worker, which will have as much of it.
+            tokens = cached if part is self._prefill else expectation.tokens
+            expectation.reported(tokens, part.stream.block_size)
 
     def _merge(self, part: _Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""
@@ -374,21 +394,45 @@ class Attempt:
         if end > self._base + self._left:
             self._fail_defect(part, f"sent index {end - 1}; max_tokens is {self._base + self._left}")
             return
-        for at, token in enumerate(event.token_ids, event.first_index - self._base):
+        if self._wants and len(event.logprobs) != len(event.token_ids):
+            self._fail_defect(part, f"sent {len(event.logprobs)} log-probabilities of {len(event.token_ids)} tokens")
+            return
+        if self._wants_prompt and not self._prompt_complete and part is self._prefill:
+            self._fail_defect(
+                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+            )
+            return
+        for offset, token in enumerate(event.token_ids):
+            at = event.first_index - self._base + offset
             if at < 0:
                 continue
-            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, token)
+            new = token, event.logprobs[offset] if self._wants else None
+            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
             if known != token:
                 self._fail_defect(part, f"sent token {token} at index {self._base + at}, where {known} was sent before")
                 return
-        while (next_token := self._stash.pop(len(self._seen), None)) is not None:
-            self._seen.append(next_token)
+        while (found := self._stash.pop(len(self._seen), None)) is not None:
+            self._seen.append(found[0])
+            if found[1] is not None:
+                self._logprobs.append(found[1])
         part.next_index = max(part.next_index, end)
         part.delivered = True
         if part.phase == PHASE_PREFILL:
             part.release()
         if part is self._decode:
             self.decide_by = math.inf
+
+    def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
+        """Adds log-probabilities of the prompt's tokens, of which the first has none."""
+        due = 1 + len(self._prompt_logprobs)
+        if event.prompt_logprobs_first != due:
+            self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
+        else:
+            self._prompt_logprobs.extend(event.prompt_logprobs)
+
+    @property
+    def _prompt_complete(self) -> bool:
+        return 1 + len(self._prompt_logprobs) == len(self._request.prompt)
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

@@ -4,20 +4,23 @@
     router.tls_client_ca     the common name of the client's certificate
     neither                  nobody is authenticated, and all calls are the empty tenant's
 
+A key may be granted less than everything, see `ApiKeys`; a certificate's tenant has no limits of its own.
+
 A tenant is never taken from a message: its caller could name another one, and learn from its prefix cache.
 """
 
 import hashlib
+import hmac
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidRequest, Unauthenticated
+from kvrelay.router.limits import NO_LIMITS, Limits
 from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.rpc.watched import Watched
 
@@ -26,14 +29,36 @@ logger = logging.getLogger(__name__)
 AUTHORIZATION = "authorization"
 SCHEME = "Bearer "
 TENANT_CHARACTERS = 128
-_LINE = re.compile(rf"(?P<tenant>[!-~]{{1,{TENANT_CHARACTERS}}})\s+(?P<digest>[0-9a-f]{{64}})")
+_LINE = re.compile(
+    rf"(?P<tenant>[!-~]{{1,{TENANT_CHARACTERS}}})\s+(?P<digest>[0-9a-f]{{64}})(?P<options>(\s+[a-z_]+=[!-~]+)*)"
+)
+_LOOKED_UP = 16
+"""Digits of a digest by which a key is found; all of them are then compared, in a time that tells nothing of them."""
+MAX_WEIGHT = 1000.0
+MAX_COUNT = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a caller may do."""
+
+    tenant: str = ""
+    key: str = ""
+    """Digest of its API key, if it has one."""
+    classes: frozenset[str] | None = None
+    """Classes of service that it may ask for; None for all."""
+    weight: float = 1.0
+    """Its tenant's share of the workers, against those of other tenants that wait."""
+    limits: Limits = NO_LIMITS
 
 
 class ApiKeys:
     """The API keys in a file, read again when it changes. Any thread.
 
-    A line is a tenant and the SHA-256 of one of its keys in hexadecimal; empty lines and those that begin with # don't
-    count. The file doesn't have the keys themselves. They are drawn at random, so a hash without salt protects them.
+    A line is a tenant, the SHA-256 of one of its keys in hexadecimal, and options of the form name=value: `classes`
+    (with commas between), `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`. Empty lines and those
+    that begin with # don't count. The file doesn't have the keys themselves. They are drawn at random, so a hash
+    without salt protects them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,33 +67,78 @@ class ApiKeys:
             ValueError: the file can't be used now; the text says why.
         """
         self._path = path
-        self._tenants = Watched("API keys", [path], self._read)
+        self._grants = Watched("API keys", [path], self._read)
 
-    def tenant(self, key: str) -> str | None:
-        """The tenant whose key this is."""
-        return self._tenants.current().get(hashlib.sha256(key.encode()).hexdigest())
+    def grant(self, key: str) -> Grant | None:
+        """What a key allows; None if it is not known."""
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        found = self._grants.current().get(digest[:_LOOKED_UP], Grant())
+        return found if hmac.compare_digest(found.key, digest) else None
 
-    def _read(self) -> Mapping[str, str]:
+    def _read(self) -> Mapping[str, Grant]:
         try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"api_keys {self._path}: {getattr(error, 'strerror', None) or 'not text'}") from None
-        tenants = {}
+        grants = {}
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
             match = _LINE.fullmatch(line)
             if match is None:
                 allowed = f"a tenant of up to {TENANT_CHARACTERS} characters, and a SHA-256 in 64 hexadecimal digits"
-                raise ValueError(f"api_keys {self._path}: line {number}; allowed: {allowed}")
-            tenants[match["digest"]] = match["tenant"]
-        if not tenants:
+                raise ValueError(f"api_keys {self._path}: line {number}; allowed: {allowed}, and options name=value")
+            try:
+                grant = _grant(match["tenant"], match["digest"], match["options"].split())
+            except ValueError as error:
+                raise ValueError(f"api_keys {self._path}: line {number}: {error}") from None
+            grants[grant.key[:_LOOKED_UP]] = grant
+        if not grants:
             raise ValueError(f"api_keys {self._path}: holds no key, so nobody could call")
-        return tenants
+        return grants
+
+
+def _grant(tenant: str, key: str, options: Sequence[str]) -> Grant:
+    """
+    Raises:
+        ValueError: names an option that is not known, and the value of one that is wrong.
+    """
+    values = dict(option.split("=", 1) for option in options)
+    classes = values.pop("classes", None)
+    weight = _number("weight", values.pop("weight", "1"), float, MAX_WEIGHT)
+    counts = {
+        name: int(_number(name, values.pop(name), int, MAX_COUNT))
+        for name in ("requests_per_minute", "tokens_per_minute", "concurrent")
+        if name in values
+    }
+    if values:
+        known = "classes, weight, requests_per_minute, tokens_per_minute, concurrent"
+        raise ValueError(f"option {next(iter(values))}; allowed: {known}")
+    return Grant(tenant, key, None if classes is None else frozenset(classes.split(",")), weight, Limits(**counts))
+
+
+def _number(name: str, text: str, kind: Callable[[str], float], most: float) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= most:
+        raise ValueError(f"{name} is {text!r}; allowed: a number above 0, up to {most:g}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a call shows of its caller."""
+
+    authorizations: Sequence[str] = ()
+    """The values of its `authorization` metadata or headers."""
+    common_names: Sequence[str] = ()
+    """Those of its client's certificate, which the transport has verified."""
 
 
 class Callers:
-    """Tells the tenant of a call."""
+    """Tells who calls."""
 
     def __init__(self, options: RouterOptions) -> None:
         """
@@ -85,27 +155,26 @@ class Callers:
         """Whether a tenant is more than the empty one."""
         return self._keys is not None or self._certificates
 
-    def tenant(self, context: "grpc.aio.ServicerContext[Any, Any]") -> str:
-        """The tenant of the call; empty if nobody is authenticated.
+    def grant(self, identity: Identity) -> Grant:
+        """What the caller of a call may do; its tenant is empty if nobody is authenticated.
 
         Raises:
             Unauthenticated: the call has no valid API key, or its certificate names no tenant.
         """
         if self._keys is not None:
-            given = [str(value) for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
+            given = identity.authorizations
             if len(given) != 1 or not given[0].startswith(SCHEME):
-                raise Unauthenticated("no API key; this router asks for one, as metadata `authorization: Bearer KEY`")
-            tenant = self._keys.tenant(given[0].removeprefix(SCHEME).strip())
-            if tenant is None:
+                raise Unauthenticated("no API key; this router asks for one, as `authorization: Bearer KEY`")
+            grant = self._keys.grant(given[0].removeprefix(SCHEME).strip())
+            if grant is None:
                 raise Unauthenticated("the API key is not known")
-            return tenant
+            return grant
         if self._certificates:
-            names = list(context.auth_context().get("x509_common_name", ()))
-            tenant = names[0].decode(errors="replace") if len(names) == 1 else ""
-            if not 1 <= len(tenant) <= TENANT_CHARACTERS:
+            names = identity.common_names
+            if len(names) != 1 or not 1 <= len(names[0]) <= TENANT_CHARACTERS or not names[0].isprintable():
                 raise Unauthenticated("the client's certificate has no common name, which would be its tenant")
-            return tenant
-        return ""
+            return Grant(names[0])
+        return Grant()
 
     def check_claim(self, claimed: str, tenant: str) -> None:
         """Checks the tenant that a request itself names: it may say no more than is known.

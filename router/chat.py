@@ -1,7 +1,12 @@
 """Renders chat messages to one prompt, by the model's own Jinja template."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,14 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+RENDER_SECONDS = 2.0
+"""Most time that a template may take."""
+MAX_CHARACTERS = 64 * 2**20
+"""Of a rendered prompt, where nothing else limits it."""
+MAX_REPEATED = 2**20
+"""Characters of a text, or entries of a list, that a template makes by multiplying."""
+MAX_EXPONENT = 64
 
 
 class TemplateFailed(ValueError):
@@ -27,6 +40,64 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """As Hugging Face's templates take them; at least one."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
+    """End with the beginning of an assistant's message."""
+    continue_final_message: bool = False
+    """End with the last message's content, which the model is to continue."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a limit of time: a template is stopped when it next calls, looks up or multiplies."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self._limits = threading.local()
+
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Limits what the current thread renders in a `with`."""
+        self._limits.until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._limits.until = math.inf
+
+    def check_time(self) -> None:
+        if time.monotonic() > self._limits.until:
+            raise _TooLong(f"the template took more than {RENDER_SECONDS:g} s")
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        self.check_time()
+        return super().call(context, obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check_time()
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(value) if isinstance(value, Sized) else abs(value) for value in (left, right)]
+        if operator == "**" and sizes[1] > MAX_EXPONENT:
+            raise _TooLong(f"the template takes a power above {MAX_EXPONENT}")
+        if isinstance(left, Sized) != isinstance(right, Sized) and sizes[0] * sizes[1] > MAX_REPEATED:
+            raise _TooLong(f"the template repeats a text up to more than {MAX_REPEATED} characters")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A compiled chat template, with the globals that templates of Hugging Face models use."""
 
@@ -39,46 +110,73 @@ class ChatTemplate:
         Raises:
             ValueError: `source` is no Jinja template.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self._environment = _Environment()
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals["raise_exception"] = _raise_exception
+        self._environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for the assistant's next message, special tokens included.
+    def render(self, conversation: Conversation, max_characters: int = MAX_CHARACTERS) -> str:
+        """The prompt, special tokens included.
 
         Raises:
-            TemplateFailed: the template refuses the messages.
+            TemplateFailed: the template refuses the messages, takes too long, or renders more than `max_characters`.
         """
+        parts: list[str] = []
+        length = 0
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            with self._environment.limited(RENDER_SECONDS):
+                for part in self._template.generate(self._variables(conversation)):
+                    self._environment.check_time()
+                    parts.append(part)
+                    length += len(part)
+                    if length > max_characters:
+                        raise _TooLong(f"the template renders more than {max_characters} characters")
         except _RaisedByTemplate as error:
             raise TemplateFailed(str(error)) from error
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise TemplateFailed(f"{type(error).__name__} in the template") from error
+        text = "".join(parts)
+        return _cut(text, conversation.messages[-1]) if conversation.continue_final_message else text
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        return {
+            "documents": None,
+            **self._special_tokens,
+            **conversation.variables,
+            "messages": [dict(message) for message in conversation.messages],
+            "tools": list(conversation.tools) or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
 
 
-def load_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a checkpoint: `chat_template.jinja`, or the one in its tokenizer_config.json (`config`), or None.
+def _cut(text: str, message: Mapping[str, Any]) -> str:
+    """A rendered prompt up to the content of its last message, which a template may have stripped."""
+    content = str(message.get("content", ""))
+    at = text.rfind(content.strip())
+    if at < 0 or not content.strip():
+        raise TemplateFailed("the template doesn't render the last message as it is, so it can't be continued")
+    whole = content.lstrip()
+    return text[: at + len(whole if text.startswith(whole, at) else content.strip())]
+
+
+def load_chat_template(folder: Path, config: Mapping[str, Any], chosen: Path | None = None) -> ChatTemplate | None:
+    """The chosen template; or that of a checkpoint: `chat_template.jinja`, or the one in its tokenizer_config.json
+    (`config`); or None.
 
     Raises:
         ValueError: the template can't be used.
     """
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    path = chosen or folder / "chat_template.jinja"
+    try:
+        source = path.read_text(encoding="utf-8") if chosen or path.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat template {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
@@ -101,6 +199,10 @@ def token_text(value: object) -> str | None:
 
 class _RaisedByTemplate(jinja2.TemplateError):
     """Raised by the template's `raise_exception`."""
+
+
+class _TooLong(_RaisedByTemplate):
+    """The template takes more time or memory than it may."""
 
 
 def _raise_exception(message: str) -> None:

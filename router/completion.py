@@ -8,7 +8,7 @@ from kvrelay.router.detokenizer import Detokenizer, TokenBytes
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.stops import StopStrings
 from kvrelay.router.validation import CheckedRequest, Resumed
-from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 
 PART_TOKENS = 512
 """Resumed tokens that are added at a time, in some milliseconds; then others have their turn on the event loop."""
@@ -22,6 +22,10 @@ class Piece:
     token_ids: Sequence[int]
     finish_reason: FinishReason
     """Unspecified unless this is the last piece."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each token if they were asked for, else none."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """All of them in the first piece with a token, if they were asked for."""
 
 
 class Completion:
@@ -31,7 +35,7 @@ class Completion:
         self.tokens: list[int] = []
         """The tokens that the client has."""
         self._min_tokens = request.sampling.min_tokens
-        self._text = Detokenizer(token_bytes)
+        self._text = Detokenizer(token_bytes, request.shown)
         self._stops = StopStrings(request.stop)
 
     async def restore(self, resumed: Resumed) -> FinishReason:
@@ -55,11 +59,16 @@ class Completion:
             await asyncio.sleep(0)
         return FINISH_REASON_UNSPECIFIED
 
-    def add(self, token_ids: Sequence[int], finish_reason: FinishReason) -> Piece:
-        """Adds tokens; `finish_reason` is the worker's if the last of them ended the sequence, else unspecified.
+    def add(
+        self, token_ids: Sequence[int], finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> Piece:
+        """Adds tokens, with their log-probabilities if they were asked for.
 
         A stop string ends the completion with the token that completed it; later tokens are dropped. A token that ends
         the sequence by itself (a stop id, an end-of-sequence token) has no text.
+
+        Args:
+            finish_reason: the worker's if the last of the tokens ended the sequence, else unspecified.
         """
         shown: list[str] = []
         for at, token in enumerate(token_ids):
@@ -70,7 +79,7 @@ class Completion:
             text, stopped = self._stops.push(self._text.push(token), armed=armed)
             shown.append(text)
             if stopped:
-                return Piece("".join(shown), token_ids[: at + 1], FINISH_REASON_STOP)
+                return Piece("".join(shown), token_ids[: at + 1], FINISH_REASON_STOP, logprobs[: at + 1])
         if finish_reason != FINISH_REASON_UNSPECIFIED:
             text, stopped = self._stops.push(self._text.flush())
             shown.append(text)
@@ -78,4 +87,4 @@ class Completion:
                 finish_reason = FINISH_REASON_STOP
             else:
                 shown.append(self._stops.flush())
-        return Piece("".join(shown), token_ids, finish_reason)
+        return Piece("".join(shown), token_ids, finish_reason, logprobs)

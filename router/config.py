@@ -1,9 +1,29 @@
 """The options of a router, and those of one router process."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClass:
+    """A class of service, which requests ask for by its name."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    weight: float = 1.0
+    """Its share of the workers while requests wait, against the other classes of the same tenant."""
+
+    first_token_timeout_seconds: float = 0.0
+    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED; 0: that of all."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("weight", 0.001, 1000), ("first_token_timeout_seconds", 0.0, 86400)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +33,32 @@ class RouterOptions:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     host: str = "127.0.0.1"
-    """Address that the public gRPC binds to."""
+    """Address that the public gRPC and HTTP bind to."""
 
     grpc_port: int = 50051
     """Port of the public gRPC; 0 takes a free one, and another one when the router is replaced."""
+
+    http_port: int | None = 8000
+    """Port of the OpenAI-compatible HTTP; 0 takes a free one, and another one when the router is replaced. null: no
+    HTTP."""
+
+    page: bool = True
+    """Whether HTTP has the page at `/`: a playground, the stages of each request, the map of the workers. It shows no
+    text of anybody's requests. Whoever opens it needs an API key where calls need one."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
+
+    chat_template: str = ""
+    """File with the Jinja template of chats; empty: the model's own."""
+
+    tool_parser: ToolParserName = "auto"
+    """Format in which the model writes tool calls: hermes (also Qwen), llama3, mistral, none; auto takes the one that
+    its chat template shows."""
+
+    reasoning_parser: ReasoningParserName = "auto"
+    """How answers of the HTTP API are split from what the model thinks: think takes <think>...</think> at their
+    beginning, none doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: int = 1024
     """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
@@ -27,19 +69,35 @@ class RouterOptions:
     prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for capacity on a decode worker; one more is refused with
-    RESOURCE_EXHAUSTED."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant that has
+    most of them is refused with RESOURCE_EXHAUSTED."""
 
     backlog_share: float = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
     on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
     whenever a request ends. With a large share, finished prompts may fill prefill memory."""
 
+    prefill_ahead_tokens: int = 8192
+    """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
+    gets its share. Too few let the worker wait for a prompt."""
+
+    prefix_index_tokens: int = 8 * 2**20
+    """Tokens in workers' prefix caches that the router remembers, to place prompts where their beginning was computed;
+    about 5 bytes each. 0: placement by load only."""
+
     max_message_bytes: int = 4 * 2**20
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
 
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
+
+    classes: Mapping[str, ServiceClass] = field(default_factory=dict)
+    """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
+    the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
+
+    coalesce_ms: float = 10.0
+    """Longest time that tokens gather for one message to their client while the router has many streams: 0.16 ms for
+    each stream, up to this. The first tokens of a stream never wait. 0: a message for each token."""
 
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
@@ -52,12 +110,13 @@ class RouterOptions:
     """Placements of one request, the first one included."""
 
     api_keys: str = ""
-    """File with a line for each API key: the tenant, and the SHA-256 of the key in hexadecimal; read again when it
-    changes. Calls must then carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with
-    calls of the same tenant. Empty, without tls_client_ca: anybody may call, and all are one tenant."""
+    """File with a line for each API key: the tenant, the SHA-256 of the key in hexadecimal, and options (`classes`,
+    `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`); read again when it changes. Calls must then
+    carry a key, as `authorization: Bearer KEY`, and share limits and prefix cache only with calls of the same tenant.
+    Empty, without tls_client_ca: anybody may call, and all are one tenant."""
 
     tls_certificate: str = ""
-    """File with the public port's certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
+    """File with the public ports' certificate, in PEM; read again when it changes. Empty: clients use plaintext."""
 
     tls_key: str = ""
     """File with its key."""
@@ -71,14 +130,23 @@ class RouterOptions:
             raise ValueError(f"tls_key is {self.tls_key!r}; allowed: a file exactly if tls_certificate is one")
         if self.tls_client_ca and not self.tls_certificate:
             raise ValueError(f"tls_client_ca is {self.tls_client_ca!r}; allowed: with tls_certificate only")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
+        if not all(self.served_model_name):
+            raise ValueError("served_model_name has an empty name; allowed: names of at least 1 character")
         for name, low, high in (
             ("grpc_port", 0, 65535),
             ("max_requests", 1, 1_000_000),
             ("max_queue", 0, 1_000_000),
             ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
+            ("prefill_ahead_tokens", 1, 2**40),
+            ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
             ("first_token_timeout_seconds", 0.1, 86400),
+            ("coalesce_ms", 0.0, 1000.0),
             ("worker_wait_seconds", 0.0, 86400),
             ("idle_timeout_seconds", 0.1, 86400),
             ("max_attempts", 1, 100),
@@ -100,13 +168,16 @@ class RouterConfig(RouterOptions):
     """Unique in the cluster."""
 
     model: str = "pico"
-    """Folder of the checkpoint (the router reads its tokenizer and chat template), or a bundled model's name."""
+    """The model as the workers have it: the router reads its tokenizer and chat template."""
 
     supervisor: str = ""
     """host:port of the supervisor, which tells the router its workers."""
 
     security: SecurityConfig = field(default_factory=SecurityConfig)
     """What the router proves itself with to the supervisor and the workers."""
+
+    share_port: bool = False
+    """Whether other routers on this machine have the same ports. Each connection is one router's."""
 
     advertised_host: str = ""
     """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
@@ -117,5 +188,7 @@ class RouterConfig(RouterOptions):
 
     def __post_init__(self) -> None:
         RouterOptions.__post_init__(self)
+        if self.share_port and not self.grpc_port:
+            raise ValueError("grpc_port is 0; allowed: 1 to 65535 with share_port")
         if not 0 <= self.drain_seconds <= 3600:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

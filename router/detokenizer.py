@@ -12,7 +12,7 @@ U+FFFD.
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import tokenizers
@@ -48,6 +48,10 @@ class TokenBytes:
             known = self._known[token] = self._find(token)
         return known
 
+    def name(self, token: int) -> bytes:
+        """The bytes of a token as the vocabulary has it: those of a special token, too."""
+        return self[token] or (self._tokenizer.id_to_token(token) or "").encode()
+
     def _find(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token)
         if piece is None or token in self._special:
@@ -66,12 +70,16 @@ class TokenBytes:
 class Detokenizer:
     """The text of one completion."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, shown: Container[int] = ()) -> None:
+        """`shown`: special tokens whose names are part of the text."""
         self._token_bytes = token_bytes
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """The characters that `token` completes; may be empty."""
+        if token in self._shown:
+            return self._utf8.decode(self._token_bytes.name(token))
         return self._utf8.decode(self._token_bytes[token])
 
     def flush(self) -> str:

@@ -1,5 +1,6 @@
 """The ways in which a request can fail, each with the gRPC status that its client gets."""
 
+import math
 from typing import ClassVar
 
 import grpc
@@ -19,8 +20,10 @@ class RequestError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     outcome: ClassVar[Outcome] = "internal"
     """The value of `RequestRecord.outcome`."""
-    metadata: ClassVar[tuple[tuple[str, str], ...]] = ()
+    metadata: tuple[tuple[str, str], ...] = ()
     """Trailing metadata of the status."""
+    field: str | None = None
+    """The field of the request that is at fault."""
 
 
 class InvalidArgument(RequestError):
@@ -35,6 +38,19 @@ class InvalidRequest(InvalidArgument):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field} is {shorten(value)}; allowed: {allowed}")
+        self.field = field.partition(":")[0]
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no token of the context, or fewer than the request asks for."""
+
+
+class ModelNotFound(RequestError):
+    """The request names another model than the served one."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    outcome = "invalid"
+    field = "model"
 
 
 class Unauthenticated(RequestError):
@@ -44,12 +60,27 @@ class Unauthenticated(RequestError):
     outcome = "invalid"
 
 
+class Forbidden(RequestError):
+    """The caller is known, and may not ask for this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    outcome = "invalid"
+
+
 class Exhausted(RequestError):
     """The cluster is full; the metadata says when to retry."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     outcome = "exhausted"
     metadata = ((RETRY_DELAY_KEY, str(round(RETRY_DELAY_SECONDS * 1000))),)
+
+
+class LimitReached(Exhausted):
+    """The caller has used up what it may ask for now."""
+
+    def __init__(self, text: str, retry_seconds: float) -> None:
+        super().__init__(text)
+        self.metadata = ((RETRY_DELAY_KEY, str(math.ceil(retry_seconds * 1000))),)
 
 
 class Unavailable(RequestError):

@@ -1,14 +1,26 @@
 """Chooses the workers of a request. The policy decides from values and does no I/O: a simulator can run it too."""
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from xxhash import xxh3_64_intdigest
+
+from kvrelay.router.prefixes import Expectation, PrefixIndex
 from kvrelay.rpc.compatibility import rank
 from kvrelay.rpc.identity import WorkerId
 
 WorkerRole = Literal["prefill", "decode", "colocated"]
+
+WORK_WEIGHT = 4
+"""What a request's own work counts for, against the load that it finds. Computed again, tokens delay not only this
+request but those after it; `benchmarks/placement.py` measures it."""
+RUNNING_TOKENS = 64
+"""How many tokens of prefill a running request counts as: each step computes a token of it, and reads its KV."""
+TRANSFER_SHARE = 16
+"""Sending the KV of so many tokens counts as computing one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +62,11 @@ class WorkerView:
     ready: bool
     """Takes new requests: in state ready, connected, and with the cluster's model."""
     outstanding_tokens: int = 0
-    """Tokens that this router has submitted to the worker and that are not known to be computed."""
+    """Tokens to compute of the requests from this router that the worker's report doesn't account for."""
     pending_tokens: int = 0
     """Tokens that the worker has yet to compute for all routers, by its own report."""
+    running: int = 0
+    """Requests there from all routers, waiting ones too."""
     kv_tokens: int = 0
     """Tokens that its KV pool holds; 0 before its first report."""
     capacity: DecodeCapacity | None = None
@@ -70,8 +84,9 @@ class WorkerView:
 
     @property
     def load(self) -> int:
-        """Tokens of work before a new request. Both terms count: a report lags behind what was just submitted."""
-        return self.outstanding_tokens + self.pending_tokens
+        """Tokens of work before a new request, in tokens of prefill. What requests may yet generate doesn't count: few
+        get as far as their `max_tokens`."""
+        return self.outstanding_tokens + self.pending_tokens + RUNNING_TOKENS * self.running
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,10 @@ class Demand:
     """Workers to use only if there are no others."""
     on_trial: bool = False
     """Whether it may share no worker with another request on trial."""
+    chain: Sequence[int] = ()
+    """The prompt's digests (`router/prefixes.py`)."""
+    key: int = 0
+    """Requests with equal keys prefer the same one of equally good workers, at every router; 0: workers take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +115,13 @@ class Placement:
     decode: WorkerId | None
 
     @property
+    def each(self) -> tuple[WorkerId, ...]:
+        """Its one or two workers, the one that computes the prompt first."""
+        return (self.prefill,) if self.decode in (None, self.prefill) else (self.prefill, self.decode)
+
+    @property
     def workers(self) -> frozenset[WorkerId]:
-        return frozenset((self.prefill,) if self.decode is None else (self.prefill, self.decode))
+        return frozenset(self.each)
 
 
 class NoPlace(enum.Enum):
@@ -109,51 +133,75 @@ class NoPlace(enum.Enum):
     """No decode worker is expected to have capacity at the end of the prompt's prefill: the request has to wait."""
 
 
-class LeastLoaded:
-    """Chooses the prefill and the decode worker with the least load, or a co-located one with less than both together.
+class LeastWork:
+    """Chooses the workers that would be done with the request first: those with the least load and work together.
 
-    Equally loaded workers take turns. Only workers with equal digests are paired; the group of equal digests that can
-    serve most requests comes first. Workers and pairs to avoid are used only if there are no others. A decode worker is
-    chosen if it has capacity for the prompt. A limited backlog of prompts may also be computed ahead for a worker
-    without: their KV waits in prefill memory.
+    The work of a prompt is the tokens that a worker doesn't have in its cache. Its transfer is little work, for the
+    tokens that the decode worker doesn't have. A co-located worker is chosen if it has less of both than a pair; a
+    decode worker computes the prompt itself if there is no prefill worker. Of equally good workers, requests with the
+    same key go to the same one, the others take turns.
+
+    Only workers with equal digests are paired; the group of equal digests that can serve most requests comes first.
+    Workers and pairs to avoid are used only if there are no others. A decode worker is chosen if it has capacity for
+    the prompt. A limited backlog of prompts may also be computed ahead for a worker without: their KV waits in prefill
+    memory.
     """
 
-    def __init__(self, backlog_share: float = 0.0) -> None:
+    def __init__(self, index: PrefixIndex, backlog_share: float = 0.0, ahead_tokens: float = math.inf) -> None:
         """
         Args:
+            index: tells what workers have in their caches. This class forgets workers that are gone.
             backlog_share: largest share of the prefill workers' KV memory that may hold prompts waiting for decode.
+            ahead_tokens: tokens that a worker has to compute from which on it gets no other prompt.
         """
+        self._index = index
         self._backlog_share = backlog_share
+        self._ahead_tokens = ahead_tokens
         self._turn = 0
         self._last_turn: dict[WorkerId, int] = {}
 
     def place(self, demand: Demand, workers: Sequence[WorkerView]) -> Placement | NoPlace:
+        """Decides by the workers' state now. Who follows the decision calls `take`."""
+        self._last_turn = {worker.id: self._last_turn[worker.id] for worker in workers if worker.id in self._last_turn}
+        self._index.keep((worker.id, worker.kv_tokens) for worker in workers)
         found = [_Group.of(group, demand) for group in _groups([worker for worker in workers if worker.ready])]
         able = [group for group in found if group is not None]
+        able = [group for group in able if not group.alone] or able
         groups = [group for group in able if not group.troubled] or able
         for group in groups:
             chosen = self._choose(demand, group)
             if chosen is not None:
-                self._turn += 1
-                known = {worker.id for worker in workers}
-                self._last_turn = {worker: turn for worker, turn in self._last_turn.items() if worker in known}
-                self._last_turn |= {worker.id: self._turn for worker in chosen}
-                decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role == "colocated" else None
+                decode = chosen[-1].id if demand.decode_tokens or chosen[-1].role != "prefill" else None
                 return Placement(chosen[0].id, decode)
         return NoPlace.NO_CAPACITY if groups else NoPlace.NO_WORKERS
 
+    def take(self, placement: Placement, chain: Sequence[int]) -> list[Expectation]:
+        """Notes that a request with this chain is placed.
+
+        Returns:
+            What is expected of each of `placement.each`; to be ended when the placement is over.
+        """
+        self._turn += 1
+        self._last_turn |= dict.fromkeys(placement.each, self._turn)
+        return [self._index.expect(worker, chain) for worker in placement.each]
+
     def _choose(self, demand: Demand, group: "_Group") -> list[WorkerView] | None:
         """The best option of a group among those with capacity."""
-        prefills, decodes, colocated = (
-            sorted(
-                (worker for worker in workers if not (demand.on_trial and worker.trials)),
-                key=lambda worker: self._cost(demand, [worker]),
-            )
-            for workers in (group.prefills, group.decodes, group.colocated)
-        )
-        decodes = [worker for worker in decodes if self._accepts(demand, worker, group)]
+        costs = self._costs(demand, group)
+
+        def best_first(workers: Sequence[WorkerView]) -> list[WorkerView]:
+            allowed = [worker for worker in workers if not (demand.on_trial and worker.trials)]
+            return sorted(allowed, key=lambda worker: costs[worker.id])
+
+        def cost(option: Sequence[WorkerView]) -> tuple[int, ...]:
+            return tuple(map(sum, zip(*(costs[worker.id] for worker in option), strict=True)))
+
+        prefills, colocated = best_first(group.prefills), best_first(group.colocated)
+        decodes = best_first([worker for worker in group.decodes if self._accepts(demand, worker, group)])
         options = [[worker] for worker in colocated[:1]]
-        if not demand.decode_tokens:
+        if group.alone:
+            options += [[worker] for worker in decodes[:1]]
+        elif not demand.decode_tokens:
             options += [[worker] for worker in prefills[:1]]
         elif prefills and decodes:
             best = [prefills[0], decodes[0]]
@@ -161,9 +209,12 @@ class LeastLoaded:
                 pairs = [
                     [prefill, decode] for prefill in prefills for decode in decodes if group.allows(prefill, decode)
                 ]
-                best = min(pairs, key=lambda pair: self._cost(demand, pair), default=[])
+                best = min(pairs, key=cost, default=[])
             options += [best] if best else []
-        return min(options, key=lambda option: self._cost(demand, option), default=None)
+        chosen = min(options, key=cost, default=None)
+        if chosen is None or chosen[0].outstanding_tokens + chosen[0].pending_tokens >= self._ahead_tokens:
+            return None
+        return chosen
 
     def _accepts(self, demand: Demand, decode: WorkerView, group: "_Group") -> bool:
         """Whether such a prompt may be computed for `decode` now."""
@@ -174,17 +225,27 @@ class LeastLoaded:
         backlog = (capacity.promised_blocks + capacity.blocks_for(demand.prompt_tokens)) * capacity.block_size
         return backlog <= self._backlog_share * prefill_tokens
 
-    def _cost(self, demand: Demand, option: Sequence[WorkerView]) -> tuple[int, int, int, int]:
-        """Sort key: workers to avoid, then company that a trial puts at risk, then load, then the latest turn.
-
-        All but the last are sums over the workers, so the best pair consists of the best of each role.
+    def _costs(self, demand: Demand, group: "_Group") -> dict[WorkerId, tuple[int, int, int, int]]:
+        """Each worker's cost: a worker to avoid, company that a trial puts at risk, load and work, then what decides
+        between equals. Costs add up over the workers of an option, so the best pair consists of the best of each role.
         """
-        return (
-            sum(worker.id in demand.avoid for worker in option),
-            sum((worker.requests if demand.on_trial else worker.trials) > 0 for worker in option),
-            sum(worker.load for worker in option),
-            max(self._last_turn.get(worker.id, 0) for worker in option),
-        )
+        handed = demand.decode_tokens > 0 and not group.alone
+        costs = {}
+        for worker in (*group.prefills, *group.decodes, *group.colocated):
+            new = max(1, demand.prompt_tokens - self._index.find(worker.id, demand.chain))
+            work = new // TRANSFER_SHARE if handed and worker.role == "decode" else new
+            costs[worker.id] = (
+                int(worker.id in demand.avoid),
+                int((worker.requests if demand.on_trial else worker.trials) > 0),
+                worker.load + WORK_WEIGHT * work,
+                self._order(demand.key, worker.id),
+            )
+        return costs
+
+    def _order(self, key: int, worker: WorkerId) -> int:
+        """The smallest goes first of equals: by rendezvous hashing, which gives each key one order of the workers'
+        names that all routers find and that a lost worker doesn't change for the others; or by the latest turn."""
+        return xxh3_64_intdigest(worker.name.encode(), key) if key else self._last_turn.get(worker, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +255,8 @@ class _Group:
     prefills: list[WorkerView]
     decodes: list[WorkerView]
     colocated: list[WorkerView]
+    alone: bool
+    """Whether the decode workers compute prompts themselves, since nobody else is there."""
     any_pair: bool
     """Whether to use the pairs to avoid as well, since there are no others."""
     troubled: bool
@@ -205,7 +268,10 @@ class _Group:
         prefills, prefills_bad = _usable(workers, "prefill")
         decodes, decodes_bad = _usable(workers, "decode")
         colocated, colocated_bad = _usable(workers, "colocated")
-        if not demand.decode_tokens:
+        alone = bool(decodes) and not prefills and not colocated
+        if alone:
+            any_pair, paired, prefills_bad = False, True, False
+        elif not demand.decode_tokens:
             decodes, decodes_bad, any_pair, paired = [], False, True, bool(prefills)
         else:
             any_pair = not any(decode.id not in prefill.bad_peers for prefill in prefills for decode in decodes)
@@ -218,7 +284,7 @@ class _Group:
             prefills, decodes = [], []
         elif alone_bad and not pair_bad:
             colocated = []
-        return cls(prefills, decodes, colocated, any_pair, pair_bad and alone_bad)
+        return cls(prefills, decodes, colocated, alone, any_pair, pair_bad and alone_bad)
 
     def allows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         return self.any_pair or decode.id not in prefill.bad_peers
@@ -241,9 +307,5 @@ def _groups(ready: Sequence[WorkerView]) -> list[list[WorkerView]]:
 
 
 def complete(workers: Sequence[WorkerView]) -> bool:
-    """Whether any request can be placed: on a prefill and a decode worker of one digest, or on a co-located one."""
-    for group in _groups([worker for worker in workers if worker.ready]):
-        roles = {worker.role for worker in group}
-        if "colocated" in roles or {"prefill", "decode"} <= roles:
-            return True
-    return False
+    """Whether any request can be placed: all but prefill workers can compute one to its end."""
+    return any(worker.ready and worker.role != "prefill" for worker in workers)

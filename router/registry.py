@@ -16,7 +16,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     Role,
 )
-from kvrelay.internal.v1.worker_pb2 import ClientCall, ModelInfo, RouterHello
+from kvrelay.internal.v1.worker_pb2 import ClientCall, Load, ModelInfo, RouterHello
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
 from kvrelay.router.worker_stream import WorkerStream
@@ -55,6 +55,17 @@ class _Worker:
     def wanted(self) -> bool:
         """Whether to connect again after the stream is lost."""
         return self.listed and self.state in (MEMBER_STATE_READY, MEMBER_STATE_SUSPECT)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a router knows of a worker, for people."""
+
+    view: WorkerView
+    state: MemberState
+    load: Load
+    """Its latest report; empty before the first one."""
+    suspected: bool
 
 
 class WorkerRegistry:
@@ -112,6 +123,15 @@ class WorkerRegistry:
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy sees them now."""
         return [self._view(worker) for worker in self._workers.values()]
+
+    def statuses(self) -> list[WorkerStatus]:
+        """The workers as a person wants to see them."""
+        found = []
+        for worker in self._workers.values():
+            load = None if worker.stream is None else worker.stream.last_load
+            suspected = worker.state == MEMBER_STATE_SUSPECT
+            found.append(WorkerStatus(self._view(worker), worker.state, load or Load(), suspected))
+        return found
 
     def doubts(self, workers: Iterable[WorkerId]) -> bool:
         """Whether one of the workers is gone, suspected or stops, by the membership or by its own word."""
@@ -276,6 +296,7 @@ class WorkerRegistry:
             ready=worker.takes_requests and same,
             outstanding_tokens=stream.outstanding_tokens,
             pending_tokens=stream.pending_tokens,
+            running=stream.running,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
             capacity=_capacity(stream) if worker.role == "decode" else None,
             compatibility=worker.compatibility,

@@ -1,15 +1,15 @@
-"""A router process: membership, streams to workers, public gRPC face, health."""
+"""A router process: membership, streams to workers, public gRPC and HTTP, health."""
 
 import asyncio
 import logging
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
@@ -21,24 +21,37 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 )
 from kvrelay.internal.v1.worker_pb2 import Load, Requests
 from kvrelay.models import resolve
+from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.grpc_face import SERVICE, InferenceFace
+from kvrelay.router.dispatch import Dispatch
+from kvrelay.router.front import Front
+from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
-from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement
+from kvrelay.router.http.chat import Chats
+from kvrelay.router.http.face import HttpFace
+from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.pacer import Pacer
+from kvrelay.router.page.page import Page
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
-from kvrelay.router.session import Dispatch
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.trace import Observer
+from kvrelay.router.tools.choose import reasons, tool_format
+from kvrelay.router.trace import Observer, RequestRecord
 from kvrelay.rpc.address import join
+from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
 
+WAKE_SECONDS = 0.005
+"""Between two looks of the queues at the workers, each of which takes up to some milliseconds."""
 CALLS_SECONDS = 0.5
 """For calls without a stream to end when the router is to end."""
 
@@ -55,7 +68,7 @@ class RouterServer:
         observer: Observer | None = None,
         load_observer: Callable[[Load], None] | None = None,
     ) -> None:
-        """Reads the tokenizer.
+        """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
@@ -68,23 +81,42 @@ class RouterServer:
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
         self._load_observer = load_observer
-        self._tokenizer = Tokenizer(resolve(config.model))
-        policy = LeastLoaded(config.backlog_share)
+        template = Path(config.chat_template) if config.chat_template else None
+        folder = resolve(config.model, weights=False)
+        self._tokenizer = Tokenizer(folder, template)
+        policy = LeastWork(PrefixIndex(config.prefix_index_tokens), config.backlog_share, config.prefill_ahead_tokens)
         fleet = FleetHealth()
 
         def decide(demand: Demand) -> Placement | NoPlace:
             return policy.place(demand, self.registry.view())
 
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken = 0.0
+        """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
         self.registry = WorkerRegistry(
             config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
         )
-        dispatch = Dispatch(
-            config, self.registry, self._queue, self._trials, fleet, RetryBudget(), self._tokenizer.token_bytes
-        )
-        self._face = InferenceFace(dispatch, self._tokenizer, Callers(config), observer)
+        budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
+        pacer = Pacer(config.coalesce_ms / 1000)
+        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes)
+        self._metrics = PrometheusMetrics(config.name)
+
+        def observe(record: RequestRecord) -> None:
+            self._metrics(record)
+            if observer is not None:
+                observer(record)
+
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, SamplingDefaults.read(folder))
         self._certificates = public_certificates(config)
+        self._http: HttpFace | None = None
+        if config.http_port is not None:
+            source = self._tokenizer.template_source
+            format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
+            self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
+            if config.page:
+                self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
@@ -96,7 +128,14 @@ class RouterServer:
         self._serving: bool | None = None
         self._setting_health: asyncio.Task[None] | None = None
         self._server: grpc.aio.Server | None = None  # belongs to the running event loop, so `start` makes it
-        self._port = 0
+        self._port = self._http_port = 0
+
+    @property
+    def http_address(self) -> str | None:
+        """host:port of the HTTP API; None without it."""
+        if self._http is None:
+            return None
+        return join(self.config.advertised_host or self.config.host, self._http_port)
 
     @property
     def address(self) -> str:
@@ -114,17 +153,27 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        self._server = server = grpc.aio.server(options=public_server_options(self.config.max_message_bytes))
-        server.add_generic_rpc_handlers((self._face.handler(),))
+        self._server = server = grpc.aio.server(
+            options=public_server_options(self.config.max_message_bytes, share_port=self.config.share_port)
+        )
+        server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)
         clients: Literal["none", "required"] = "required" if self.config.tls_client_ca else "none"
         self._port = bind(server, self.config.host, self.config.grpc_port, "grpc_port", self._certificates, clients)
+        if self._http is not None and self.config.http_port is not None:
+            tls = None
+            if self._certificates is not None:
+                tls = server_context(self._certificates, clients_required=clients == "required")
+            self._http_port = await self._http.start(
+                self.config.host, self.config.http_port, tls, share_port=self.config.share_port
+            )
         await server.start()
         if self._heartbeat is not None:
             self._heartbeat.start()
-        logger.info("listening", extra={"address": self.address, "incarnation": self.incarnation})
+        fields = {"address": self.address, "http": self.http_address, "incarnation": self.incarnation}
+        logger.info("listening", extra=fields)
         return self._port
 
     async def stop(self, grace: float) -> None:
@@ -133,9 +182,11 @@ class RouterServer:
         if self._heartbeat is not None:
             self._heartbeat.beat()
         await self._health.enter_graceful_shutdown()
-        await self._face.stop(grace)
+        await self._front.stop(grace)
         if self._server is not None:
             await self._server.stop(CALLS_SECONDS)
+        if self._http is not None:
+            await self._http.stop()
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
@@ -156,18 +207,27 @@ class RouterServer:
             role=ROLE_ROUTER,
             incarnation=self.incarnation,
             address=self.address,
+            http_address=self.http_address or "",
             pid=os.getpid(),
             state=self._state,
         )
-        running = max(0, self._face.running - self.waiting)
+        running = max(0, self._front.running - self.waiting)
         load = Load(requests=Requests(waiting=self.waiting, running=running))
+        self._metrics.observe_load(load)
         if self._load_observer is not None:
             self._load_observer(load)
         return member, load
 
     def _wake_queues(self) -> None:
-        self._trials.wake_first()
-        self._queue.wake_first()
+        """Workers report with every step; the queues look at most once in WAKE_SECONDS."""
+        if self._waking is None and self.waiting:
+            loop = asyncio.get_running_loop()
+            self._waking = loop.call_at(max(loop.time(), self._woken + WAKE_SECONDS), self._look_again)
+
+    def _look_again(self) -> None:
+        self._waking, self._woken = None, asyncio.get_running_loop().time()
+        self._trials.wake()
+        self._queue.wake()
 
     # Health.
 

@@ -30,16 +30,16 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.alarm import Alarm
 from kvrelay.router.answer import Answer
-from kvrelay.router.attempt import Attempt, AttemptFailure
-from kvrelay.router.budget import RetryBudget
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.attempt_outcome import AttemptFailure
 from kvrelay.router.completion import Completion, Piece
-from kvrelay.router.config import RouterConfig
-from kvrelay.router.detokenizer import TokenBytes
+from kvrelay.router.dispatch import Dispatch
 from kvrelay.router.errors import (
     DeadlineExceeded,
     Exhausted,
@@ -50,10 +50,10 @@ from kvrelay.router.errors import (
     Superseded,
     Unavailable,
 )
-from kvrelay.router.health import FleetHealth, Trial
+from kvrelay.router.health import Trial
+from kvrelay.router.pacer import UNPACED_TOKENS
 from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.queue import PlacementQueue, QueueFull
-from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
@@ -79,20 +79,6 @@ MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """The parts of a router that all of its sessions share."""
-
-    config: RouterConfig
-    registry: WorkerRegistry
-    queue: PlacementQueue
-    trials: PlacementQueue
-    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
-    health: FleetHealth
-    budget: RetryBudget
-    token_bytes: TokenBytes
-
-
 class Session:
     """One checked request, until its end."""
 
@@ -104,19 +90,18 @@ class Session:
             trace: has the request's ids and prompt length; written while the request runs.
             deadline: the client's, on the monotonic clock; infinite for none.
         """
-        self._request = request
-        self._dispatch = dispatch
-        self._trace = trace
-        self._deadline = deadline
+        self._request, self._dispatch, self._trace = request, dispatch, trace
+        self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._avoid: frozenset[WorkerId] = frozenset()
-        self._tried: frozenset[WorkerId] = frozenset()
+        self._tried = self._avoid
         self._suspicion = Suspicion()
         self._trial: Trial | None = None
         """What the current attempt tells about its workers."""
         self._alarm = Alarm(self._wake_attempt)
         self._following: Attempt | None = None
-        self._answer = answer
+        self._proven: Attempt | None = None
+        """The attempt whose workers are known to work, and which is not on trial."""
 
     async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -129,14 +114,17 @@ class Session:
             await self._answer.finish(Piece("", (), finish_reason))
             return finish_reason
         attempt = await self._place_first()
+        self._dispatch.pacer.streams += 1
         try:
             while not (finish_reason := await self._follow(attempt)):
                 attempt = await self._retry(attempt)
             return finish_reason
         finally:
+            self._dispatch.pacer.streams -= 1
             self._alarm.close()
             attempt.close()
             self._end_trial()
+            self._dispatch.queue.used(self._request.claim, self._trace.generated_tokens)
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -167,49 +155,48 @@ class Session:
         try:
             # A stream that has begun goes before the requests that wait, as after a failed attempt.
             begun = self._trace.resumed_tokens > 0
-            attempt = await queue.place(self._demand(), limit, self._start, first=begun)
-            while attempt is NoPlace.NO_WORKERS and await self._workers_change(workers_by):
-                attempt = await queue.place(self._demand(), limit, self._start, first=begun)
+            claim = self._request.claim
+            while True:
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
+                if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
+                    break
         except QueueFull:
-            raise Exhausted(
-                f"{len(queue)} requests wait for capacity on a decode worker, the router's max_queue"
-            ) from None
+            raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
+        if not isinstance(attempt, NoPlace):
+            return attempt
+        self._check_deadline()
         if attempt is NoPlace.NO_CAPACITY:
-            self._check_deadline()
-            raise self._no_first_token("; it waited for capacity on a decode worker")
-        if attempt is NoPlace.NO_WORKERS:
-            self._check_deadline()
-            raise Unavailable(
-                "no worker can take the request now: it needs a prefill and a decode worker that are ready"
-            )
-        return attempt
+            raise self._no_first_token("; it waited for workers with capacity")
+        raise Unavailable("no worker can take the request now: none is ready that decodes")
 
     def _demand(self, *, apart: bool = False) -> Demand:
         """What the next attempt needs; with `apart`, workers without another request on trial."""
         have = self._trace.completion_tokens
         left = self._request.sampling.max_tokens - have
-        return Demand(self._trace.prompt_tokens + have, left - 1, self._avoid, on_trial=apart)
+        prompt, chain, key = self._trace.prompt_tokens + have, self._request.chain, self._request.key
+        return Demand(prompt, left - 1, self._avoid, on_trial=apart, chain=chain, key=key)
 
-    def _start(self, placement: Placement) -> Attempt:
+    def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._tried |= placement.workers
-        decode = None if placement.decode is None else registry.stream(placement.decode)
+        streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
             self._request,
             trace,
             self._completion.tokens,
-            registry.stream(placement.prefill),
-            decode,
+            streams[0],
+            None if placement.decode is None else streams[-1],
+            self._dispatch.policy.take(placement, self._request.chain),
             on_trial=self._suspicion.needs_trial(trace.completion_tokens),
+            apart=apart,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
-        now = time.monotonic()
+        self._answer.progress = now = time.monotonic()
         if trace.submitted is None:
             trace.submitted = now
-        self._answer.progress = now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -217,27 +204,35 @@ class Session:
     async def _follow(self, attempt: Attempt) -> FinishReason:
         """Writes the attempt's tokens as they come, up to the finish; unspecified if the attempt failed."""
         while True:
-            token_ids, finish_reason = attempt.take()
-            if token_ids or finish_reason:
-                piece = self._completion.add(token_ids, finish_reason)
+            taken = attempt.take()
+            if taken.token_ids or taken.finish_reason:
+                piece = self._completion.add(taken.token_ids, taken.finish_reason, taken.logprobs)
+                if taken.prompt_logprobs:
+                    piece = replace(piece, prompt_logprobs=taken.prompt_logprobs)
                 self._trace.completion_tokens = len(self._completion.tokens)
                 self._note_success(attempt, finished=bool(piece.finish_reason))
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
                 await self._answer.send(piece)
+                if self._trace.completion_tokens >= UNPACED_TOKENS:
+                    attempt.pause()
+                    self._dispatch.pacer.pause(attempt.resume)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
                 await self._wait(attempt)
 
     def _note_success(self, attempt: Attempt, *, finished: bool) -> None:
+        if attempt is self._proven and not finished:
+            return
         if self._trial is not None and attempt.delivered:
             self._trial.delivered()
             if finished:
                 self._trial.finished()
         if finished or not self._suspicion.needs_trial(self._trace.completion_tokens):
             attempt.clear()
+            self._proven = attempt if attempt.delivered else None
 
     def _end_trial(self) -> None:
         if self._trial is not None:
@@ -265,10 +260,9 @@ class Session:
 
     def _token_limit(self) -> float:
         """Monotonic time by which the next token must be here."""
-        config = self._dispatch.config
         if not self._answer.begun:
-            return self._trace.received + config.first_token_timeout_seconds
-        return self._answer.progress + config.idle_timeout_seconds
+            return self._trace.received + self._request.first_token_seconds
+        return self._answer.progress + self._dispatch.config.idle_timeout_seconds
 
     def _suspect_limit(self, attempt: Attempt) -> float:
         """Monotonic time by which the next token must be here if it has to come from a suspected worker."""
@@ -307,6 +301,8 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        if failure.cause == Failure.CAUSE_TRIAL:
+            return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
             raise Superseded(failure.message)
@@ -322,7 +318,7 @@ class Session:
         if moves:
             self._trace.migrations += 1
             return await self._place_again(failure)
-        tries = failed.number - self._trace.migrations
+        tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
             # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
@@ -333,6 +329,15 @@ class Session:
         excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
         if not excused and not self._dispatch.budget.take():
             raise self._given_up(failure, "the router's retry budget is spent")
+        return await self._place_again(failure)
+
+    async def _come_again(self, failure: AttemptFailure) -> Attempt:
+        """Places a request again that waits for the trial of another router's."""
+        self._end_trial()
+        self._trace.turned_away += 1
+        logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        await asyncio.sleep(BACKOFF_SECONDS)
+        self._check_deadline()
         return await self._place_again(failure)
 
     def _learn(self, failure: AttemptFailure) -> bool:
@@ -362,11 +367,14 @@ class Session:
         tried = failed.lost_while_computing()
         if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
-        sampling = self._request.sampling
+        given = self._request.sampling.ListFields()
         shape = {
             "prompt_tokens": self._trace.prompt_tokens,
             "completion_tokens": self._trace.completion_tokens,
-            "sampling": {field.name: value for field, value in sampling.ListFields() if field.name != "stop_token_ids"},
+            # Lists, biases and constraints may tell what the text is about.
+            "sampling": {
+                field.name: value for field, value in given if field.message_type is None and not field.is_repeated
+            },
             "losses": self._suspicion.losses,
         }
         logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
@@ -379,18 +387,18 @@ class Session:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
-        def start(placement: Placement) -> Attempt:
+        def start(placement: Placement, *, apart: bool = False) -> Attempt:
             if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                 raise self._given_up(failure, "no other worker to try")
-            return self._start(placement)
+            return self._start(placement, apart=apart)
 
         while True:
-            attempt = await self._place_apart(limit, start)
+            attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
-                raise self._given_up(failure, "no capacity on a decode worker")
+                raise self._given_up(failure, "no worker with capacity")
             if attempt is not NoPlace.NO_WORKERS:
                 return attempt
             if not await self._workers_change(limit):
@@ -398,7 +406,7 @@ class Session:
                 raise self._given_up(failure, "no worker replaced the lost one")
 
     async def _workers_change(self, limit: float) -> bool:
-        """Waits for a change of the workers; False if there is none until `limit`, on the monotonic clock."""
+        """Waits for a change of the workers; False if there is none until `limit`."""
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 await self._dispatch.registry.changed()
@@ -409,7 +417,8 @@ class Session:
     async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
         workers, or if the request needs no trial."""
-        if not self._suspicion.needs_trial(self._trace.completion_tokens):
+        waited = BACKOFF_SECONDS * self._trace.turned_away >= APART_SECONDS
+        if waited or not self._suspicion.needs_trial(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         until = min(limit, time.monotonic() + APART_SECONDS)
         return await self._dispatch.trials.place(self._demand(apart=True), until, start)
@@ -419,7 +428,7 @@ class Session:
             raise DeadlineExceeded("the client's deadline has passed")
 
     def _no_first_token(self, why: str = "") -> RequestError:
-        limit = self._dispatch.config.first_token_timeout_seconds
+        limit = self._request.first_token_seconds
         return DeadlineExceeded(f"no token within the router's first_token_timeout_seconds, {limit:g}{why}")
 
     def _given_up(self, failure: AttemptFailure, why: str) -> RequestError:

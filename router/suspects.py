@@ -10,7 +10,7 @@ tokens more:
                          convicted                      another trial; convicted at the third loss
 
 So a request that ends its worker each time ends two. Each of the others loses at most one worker to it, since no two
-suspects are on trial on one worker.
+suspects are on trial on one worker: a worker that has one refuses the next one, which may come from another router.
 """
 
 from dataclasses import dataclass

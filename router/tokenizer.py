@@ -3,14 +3,14 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 
-from kvrelay.router.chat import ChatTemplate, load_chat_template
+from kvrelay.router.chat import ChatTemplate, Conversation, load_chat_template
 from kvrelay.router.detokenizer import TokenBytes
 
 T = TypeVar("T")
@@ -25,14 +25,15 @@ INLINE_TOKENS = 4096
 class Tokenizer:
     """A checkpoint's `tokenizer.json`, `tokenizer_config.json` and chat template."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads them from `folder`.
+    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+        """Reads them from `folder`, or the template from `chat_template`.
 
         Raises:
             ValueError: a file is missing or can't be used; the text names the file.
         """
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        self._template: ChatTemplate | None = load_chat_template(folder, _read_config(folder / "tokenizer_config.json"))
+        settings = read_object(folder / "tokenizer_config.json")
+        self._template: ChatTemplate | None = load_chat_template(folder, settings, chat_template)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self.token_bytes = TokenBytes(self._tokenizer)
         self.longest_token_bytes = self.token_bytes.longest
@@ -46,19 +47,38 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
         return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> "array[int]":
-        """Token ids of a conversation, up to the assistant's next message.
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The token ids of each word by itself and after a space, where they differ."""
+
+        def encode() -> list[list[int]]:
+            both = [form for word in words for form in (word, f" {word}")]
+            found = self._tokenizer.encode_batch_fast(both, add_special_tokens=False)
+            return [list(ids) for ids in dict.fromkeys(tuple(encoding.ids) for encoding in found) if ids]
+
+        return await self._run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template; empty if there is none."""
+        return "" if self._template is None else self._template.source
+
+    async def encode_chat(self, conversation: Conversation, size: int, max_characters: int) -> "array[int]":
+        """Token ids of a conversation.
+
+        Args:
+            size: characters of the conversation, about.
+            max_characters: of the rendered prompt.
 
         Raises:
             LookupError: the model has no chat template.
-            TemplateFailed: the template refuses the messages.
+            TemplateFailed: the template refuses the messages, or takes too long, or renders too much.
         """
         template = self._template
         if template is None:
             raise LookupError("the model has no chat template")
-        length = sum(len(text) for message in messages for text in message.values())
         return await self._run(
-            length <= INLINE_CHARACTERS, lambda: self._encode(template.render(messages), special=False)
+            size <= INLINE_CHARACTERS,
+            lambda: self._encode(template.render(conversation, max_characters), special=False),
         )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -68,6 +88,23 @@ class Tokenizer:
             # decode_batch releases the interpreter lock while it works.
             lambda: self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0],
         )
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text that the tokens stand for, as in a completion."""
+        return b"".join(self.token_bytes[token] for token in token_ids).decode(errors="replace")
+
+    def names(self, token_ids: Sequence[int]) -> str:
+        """As `text`, with the names of special tokens."""
+        return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token's text; of a special token, which has none, those of its name."""
+        return self.token_bytes.name(token)
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of the token that is exactly `piece`."""
+        found: int | None = self._tokenizer.token_to_id(piece)
+        return found
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -89,7 +126,12 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none.
+
+    Raises:
+        ValueError: the file holds something else; the text names it.
+    """
     if not path.is_file():
         return {}
     try:

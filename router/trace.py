@@ -1,11 +1,12 @@
 """The figures of one request, for the client's last message, the metrics and the log."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, TransferReport
-from kvrelay.v1.inference_pb2 import Timeline
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
+from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
 
@@ -41,6 +42,14 @@ class RequestRecord:
 Observer = Callable[[RequestRecord], None]
 
 
+class Handoff(NamedTuple):
+    """KV that one worker has sent to another."""
+
+    prefill: str
+    decode: str
+    nbytes: int
+
+
 @dataclass(slots=True)
 class RequestTrace:
     """Timestamps of a running request on the router's monotonic clock, and the reports of its workers."""
@@ -48,6 +57,8 @@ class RequestTrace:
     received: float
     wire_id: str = ""
     """The request's name in logs and towards the workers; the client's name until the request is checked."""
+    index: int = 0
+    """Which of the request's completions this is."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     resumed_tokens: int = 0
@@ -60,6 +71,8 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
+    turned_away: int = 0
+    """Attempts that a worker refused because another request was on trial there."""
     """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
@@ -71,15 +84,53 @@ class RequestTrace:
     transfer_bytes: int = 0
     """Of all attempts."""
     decode: DecodeReport | None = None
+    tenant: str = ""
+    placed: list[float] = field(default_factory=list)
+    """When each attempt began."""
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
+    prefill_at: float | None = None
+    """When the router got `prefill`, as `transfer_at` and `decode_at`; the latter of the first of an attempt."""
+    transfer_at: float | None = None
+    decode_at: float | None = None
+    handoffs: list[Handoff] = field(default_factory=list)
+    """Of all attempts."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of this call."""
+        return self.completion_tokens - self.resumed_tokens
 
     @property
     def retries(self) -> int:
         """Attempts after a failed one."""
-        return max(0, self.attempts - 1 - self.migrations)
+        return max(0, self.attempts - 1 - self.migrations - self.turned_away)
 
-    @property
-    def cached_tokens(self) -> int:
-        return 0 if self.prefill is None else min(self.prefill.cached_tokens, self.prompt_tokens)
+    def placed_on(self, prefill: str, decode: str) -> None:
+        """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
+        self.prefill_worker, self.decode_worker = prefill, decode
+        self.placed.append(time.monotonic())
+        self.chunks.clear()
+        self.transfer_at = self.decode_at = None
+
+    def note(self, event: RequestEvent) -> None:
+        """Takes what an event of the latest attempt reports. Most events report nothing."""
+        if event.computed_tokens and self.prefill is None:
+            self.chunks.append((time.monotonic(), event.computed_tokens))
+        if event.HasField("prefill") and self.prefill is None:
+            self.prefill, self.prefill_at = event.prefill, time.monotonic()
+        if event.HasField("transfer"):
+            self.transfer, self.transfer_at = event.transfer, time.monotonic()
+            self.transfer_bytes += event.transfer.transfer_bytes
+            self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
+        if event.HasField("decode"):
+            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
+
+    def usage(self) -> Usage:
+        """What the completion counts. The prompt of several completions counts once, with the first."""
+        prompt_tokens = 0 if self.index else self.prompt_tokens
+        cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
 
     def sent(self, now: float) -> None:
         """Notes that tokens were sent to the client."""
@@ -113,14 +164,15 @@ class RequestTrace:
     def record(self, outcome: Outcome, now: float) -> RequestRecord:
         """The figures for the metrics and the log."""
         timeline, prefill, transfer = self.timeline(now), self.prefill, self.transfer
-        sent = self.completion_tokens - self.resumed_tokens
+        usage = self.usage()
+        sent = self.generated_tokens
         tpot = timeline.decode_seconds / (sent - 1) if sent > 1 else None
         begun = self.first_sent is not None
         return RequestRecord(
             outcome=outcome,
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
             retries=self.retries,
             migrations=self.migrations,
             resumed=self.resumes > 0,

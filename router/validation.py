@@ -6,12 +6,12 @@ own limits.
 
 import asyncio
 import hashlib
-import math
-import secrets
 import uuid
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from xxhash import xxh3_64_intdigest
 
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
@@ -22,8 +22,13 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
-from kvrelay.router.errors import InvalidRequest, shorten
+from kvrelay.router.conversation import conversation
+from kvrelay.router.conversation import size as conversation_size
+from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
+from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
+from kvrelay.router.queue import NO_CLAIM, Claim
+from kvrelay.router.sampling import SamplingDefaults, check_ids, check_params, check_prompt_logprobs, sampling_of
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -37,13 +42,15 @@ from kvrelay.v1.inference_pb2 import (
     TokenizeRequest,
 )
 
-DEFAULT_MAX_TOKENS = 128
-MAX_TEMPERATURE = 100.0
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
+MAX_COMPLETIONS = 128
+TOKENIZE_BYTES = 512 * 1024
+"""Largest text to be tokenized alone, and most ids to be detokenized: what the event loop can send in some
+milliseconds."""
+TOKENIZE_WHY = "send a longer text in parts"
+TAIL_TOKENS = 8
+"""Last tokens of a prompt that are kept at hand."""
 
 CONTEXT_LIMITS = {
     CONTEXT_LIMIT_UNSPECIFIED: "the model's context is {}",
@@ -78,6 +85,22 @@ class CheckedRequest:
     stop: tuple[str, ...]
     tenant: str
     """The caller's."""
+    tail: tuple[int, ...] = ()
+    """The last tokens of the prompt, at most TAIL_TOKENS."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens whose names are part of the text."""
+    index: int = 0
+    """Which of the request's completions this is."""
+    namespace: str = ""
+    """Of the prefix cache: of requests of this tenant with this salt."""
+    chain: Sequence[int] = ()
+    """Digests of the prompt's prefixes in that namespace (`router/prefixes.py`)."""
+    key: int = 0
+    """Requests with equal keys prefer the same workers: those of a session, or with the same prompt; 0 for none."""
+    claim: Claim = NO_CLAIM
+    """By what its turn is decided while it waits."""
+    first_token_seconds: float = 0.0
+    """Limit on the time from receipt to the first token."""
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
@@ -88,35 +111,37 @@ class CheckedRequest:
         return 0 if self.client_call is None else self.client_call.call - 1
 
 
-async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer) -> CheckedRequest:
+async def check(
+    request: GenerateRequest, tenant: str, model: ModelInfo, tokenizer: Tokenizer, defaults: SamplingDefaults
+) -> CheckedRequest:
     """Checks the fields that cost nothing, tokenizes, then checks the limits that depend on the tokens.
 
     Args:
         tenant: the caller's.
+        defaults: of the fields that the request leaves out.
 
     Raises:
         InvalidRequest: a field is beyond its limit; the text contains nothing of the prompt.
     """
     request_id, wire_id = _names(request.request_id)
     params = request.sampling
+    _check_count(request)
+    for field in ("cache_salt", "session"):
+        _check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
-    _check_choice(params)
-    _check_stops(params, model)
+    check_params(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
     max_tokens = _max_tokens(params, len(tokens), model)
     if params.min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", params.min_tokens, f"0 to max_tokens, {max_tokens} here")
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_k=params.top_k,
-        top_p=params.top_p if params.HasField("top_p") else 1.0,
-        min_p=params.min_p,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
+    check_prompt_logprobs(params, len(tokens))
+    sampling = await sampling_of(params, max_tokens, defaults, tokenizer)
+    if request.resume.token_ids:
+        # They came with the first of these tokens.
+        sampling.ClearField("prompt_logprobs")
+    # No tenant has this character.
+    namespace = f"{tenant}\0{request.cache_salt}" if request.cache_salt else tenant
+    chain = await chain_of(tokens, namespace)
     return CheckedRequest(
         request_id,
         wire_id,
@@ -124,9 +149,43 @@ async def check(request: GenerateRequest, tenant: str, model: ModelInfo, tokeniz
         sampling,
         tuple(params.stop),
         tenant,
-        client_call,
-        await _resumed(request.resume.token_ids, sampling, model),
+        tuple(tokens[-TAIL_TOKENS:]),
+        namespace=namespace,
+        chain=chain,
+        key=_key(namespace, request.session, chain),
+        client_call=client_call,
+        resumed=await _resumed(request.resume.token_ids, sampling, model),
     )
+
+
+def completions(checked: CheckedRequest, count: int) -> list[CheckedRequest]:
+    """The `count` completions of a prompt, the first of which is `checked`; each has its own seed and wire id."""
+    return [checked, *(_later_completion(checked, index) for index in range(1, count))]
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of a request's completion: the first 8 bytes of BLAKE2b("<seed>/<index>"), little-endian; of the first
+    completion, `seed` itself."""
+    if not index:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
+    sampling = Sampling()
+    sampling.CopyFrom(checked.sampling)
+    sampling.seed = completion_seed(sampling.seed, index)
+    sampling.ClearField("prompt_logprobs")  # the first completion has them
+    return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
+
+
+def _check_count(request: GenerateRequest) -> None:
+    if not request.HasField("n"):
+        return
+    if not 1 <= request.n <= MAX_COMPLETIONS:
+        raise InvalidRequest("n", request.n, f"1 to {MAX_COMPLETIONS}")
+    if request.n > 1 and request.HasField("resume"):
+        raise InvalidRequest("n", request.n, "1 with resume")
 
 
 async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":
@@ -170,13 +229,15 @@ async def text_tokens(
                 raise InvalidRequest("text", request.text, "at least 1 character")
             size = len(request.text.encode())
         case "messages":
-            size = sum(len(message.content.encode()) for message in request.messages.messages)
+            size = conversation_size(request.messages)
         case _:
             raise InvalidRequest("input", None, "text, messages or token ids")
     if size > max_bytes:
         raise InvalidRequest(f"{given}: number of bytes", size, f"up to {max_bytes}, {why}")
     text = given == "text"
-    tokens = await (tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer))
+    tokens = await (
+        tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer, size, max_bytes)
+    )
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -198,34 +259,34 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-def check_ids(field: str, token_ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
-    """Raises InvalidRequest, naming the first id outside of the vocabulary; `first` is the index of token_ids[0]."""
-    if token_ids and max(token_ids) >= vocab_size:
-        index, token = next((at, token) for at, token in enumerate(token_ids, first) if token >= vocab_size)
-        raise InvalidRequest(f"{field}[{index}]", token, f"0 to {vocab_size - 1}, the model's vocabulary")
-
-
-async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer) -> "array[int]":
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    if not messages:
-        raise InvalidRequest("messages: number of messages", 0, "at least 1")
+async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int) -> "array[int]":
+    count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(messages)
+        return await tokenizer.encode_chat(conversation(chat), size, max_bytes)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
     except TemplateFailed as error:
         limit = f"what the model's chat template renders ({shorten(str(error))})"
-        raise InvalidRequest("messages: number of messages", len(messages), limit) from error
+        raise InvalidRequest("messages: number of messages", count, limit) from error
+
+
+def _check_name(field: str, name: str) -> None:
+    if len(name) > MAX_REQUEST_ID_CHARACTERS or not (name.isascii() and name.isprintable()):
+        raise InvalidRequest(field, name, f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty")
+
+
+def _key(namespace: str, session: str, chain: Sequence[int]) -> int:
+    if session:
+        return xxh3_64_intdigest(f"{namespace}\0{session}".encode())
+    return chain[-1] if chain else 0
 
 
 def _names(request_id: str) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     if not request_id:
         return unique, unique
-    if len(request_id) > MAX_REQUEST_ID_CHARACTERS or not (request_id.isascii() and request_id.isprintable()):
-        limit = f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty"
-        raise InvalidRequest("request_id", request_id, limit)
+    _check_name("request_id", request_id)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
@@ -258,53 +319,23 @@ async def _resumed(token_ids: Sequence[int], sampling: Sampling, model: ModelInf
     return Resumed(tokens, FINISH_REASON_LENGTH if len(tokens) == sampling.max_tokens else FINISH_REASON_UNSPECIFIED)
 
 
-def _check_choice(params: SamplingParams) -> None:
-    """Checks how tokens are sampled. The comparisons are written so that NaN fails each of them."""
-    if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise InvalidRequest("sampling.max_tokens", params.max_tokens, "1 or more")
-    if params.HasField("temperature") and not 0.0 <= params.temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest("sampling.temperature", _number(params.temperature), f"0 to {MAX_TEMPERATURE:g}")
-    if params.HasField("top_p") and not 0.0 < params.top_p <= 1.0:
-        raise InvalidRequest("sampling.top_p", _number(params.top_p), "above 0, up to 1")
-    if params.HasField("min_p") and not 0.0 <= params.min_p <= 1.0:
-        raise InvalidRequest("sampling.min_p", _number(params.min_p), "0 to 1")
-
-
-def _check_stops(params: SamplingParams, model: ModelInfo) -> None:
-    if len(params.stop) > MAX_STOPS:
-        raise InvalidRequest("sampling.stop: number of strings", len(params.stop), f"at most {MAX_STOPS}")
-    for index, stop in enumerate(params.stop):
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            field = f"sampling.stop[{index}]: number of characters"
-            raise InvalidRequest(field, len(stop), f"1 to {MAX_STOP_CHARACTERS}")
-    if len(params.stop_token_ids) > MAX_STOP_IDS:
-        field = "sampling.stop_token_ids: number of ids"
-        raise InvalidRequest(field, len(params.stop_token_ids), f"at most {MAX_STOP_IDS}")
-    check_ids("sampling.stop_token_ids", params.stop_token_ids, model.vocab_size)
-
-
 def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
     left = model.max_context - prompt
     if left < 1:
         raise _too_long(prompt, model)
     if not params.HasField("max_tokens"):
-        return min(DEFAULT_MAX_TOKENS, left)
+        return left
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
         raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
     return params.max_tokens
 
 
-def _too_long(prompt: int, model: ModelInfo) -> InvalidRequest:
+def _too_long(prompt: int, model: ModelInfo) -> PromptTooLong:
     limit = f"up to {model.max_context - 1}: {_context(model)}, and one must be left to generate"
-    return InvalidRequest("prompt: number of tokens", prompt, limit)
+    return PromptTooLong("prompt: number of tokens", prompt, limit)
 
 
 def _context(model: ModelInfo) -> str:
     """The context's limit and what it comes from."""
     return CONTEXT_LIMITS[model.context_limit].format(model.max_context)
-
-
-def _number(value: float) -> float:
-    """A 32-bit float with the digits that its sender wrote."""
-    return float(f"{value:.7g}") if math.isfinite(value) else value

@@ -1,8 +1,8 @@
 """The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc
 
@@ -26,6 +26,19 @@ from kvrelay.rpc.options import HELLO_SECONDS
 OnEvent = Callable[[RequestEvent], None]
 OnLost = Callable[[], None]
 OnDoubt = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unseen:
+    """A submit that the worker's latest report doesn't account for."""
+
+    number: int
+    """How many submits there were with it."""
+    decode: bool
+    """Whether the worker gets the KV from another one."""
+    prompt_tokens: int
+    new_tokens: int
+    """Tokens that the worker is expected to compute before the first one that it sends."""
 
 
 class WorkerStream:
@@ -57,8 +70,6 @@ class WorkerStream:
         """Why the stream ended; None while it has not."""
         self.suspected = False
         """Whether the supervisor suspects the worker; `set_suspected` changes it."""
-        self.outstanding_tokens = 0
-        """Tokens that this router's live attempts have yet to get from the worker; kept by the attempts."""
         self.requests = 0
         """This router's live attempts on the worker; kept by the attempts."""
         self.trials = 0
@@ -68,8 +79,8 @@ class WorkerStream:
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
         self._submits = 0
-        self._unseen: deque[tuple[int, int]] = deque()
-        """Decode submits that `last_load` doesn't account for: (number of the submit, prompt tokens)."""
+        self._unseen: dict[tuple[str, int], _Unseen] = {}
+        """Live submits that `last_load` doesn't account for, in order."""
         self._address = address
         self._credentials = credentials
         self._hello = hello
@@ -90,22 +101,44 @@ class WorkerStream:
         return 0 if self.last_load is None else self.last_load.pending_tokens
 
     @property
-    def unseen(self) -> Iterable[int]:
-        """Prompt tokens of each decode submit that the latest load report doesn't account for."""
-        return (tokens for _, tokens in self._unseen)
+    def outstanding_tokens(self) -> int:
+        """Tokens to compute of the live submits that the latest load report doesn't account for."""
+        return sum(unseen.new_tokens for unseen in self._unseen.values())
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the worker's KV pool; 0 before its first report."""
+        return 0 if self.last_load is None else self.last_load.blocks.size
+
+    @property
+    def running(self) -> int:
+        """Requests there from all routers, waiting ones too: by the latest load report, and since."""
+        load = self.last_load
+        reported = 0 if load is None else load.requests.waiting + load.requests.running + load.promised.requests
+        return reported + len(self._unseen)
+
+    @property
+    def unseen(self) -> Iterable[int]:
+        """Prompt tokens of each live decode submit that the latest load report doesn't account for."""
+        return (unseen.prompt_tokens for unseen in self._unseen.values() if unseen.decode)
+
+    def submit(
+        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
+    ) -> None:
         """Sends one part of an attempt.
 
         Args:
+            cached_tokens: how many of the tokens the worker is expected to have computed already.
             on_event: called with each of its events, until `forget` or `cancel`.
             on_lost: called when the stream is lost before that; `lost` then says why.
             on_doubt: called whenever the worker becomes a suspect before that.
         """
-        self._listeners[submit.request_id, submit.attempt] = on_event, on_lost, on_doubt
+        key = submit.request_id, submit.attempt
+        self._listeners[key] = on_event, on_lost, on_doubt
         self._submits += 1
-        if submit.phase == PHASE_DECODE:
-            self._unseen.append((self._submits, len(submit.token_ids)))
+        decode, tokens = submit.phase == PHASE_DECODE, len(submit.token_ids)
+        new = 0 if decode else max(1, tokens - cached_tokens)
+        self._unseen[key] = _Unseen(self._submits, decode, tokens, new)
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
     def set_suspected(self, suspected: bool) -> None:
@@ -124,9 +157,11 @@ class WorkerStream:
     def forget(self, key: tuple[str, int]) -> None:
         """Drops the callbacks of (request_id, attempt), which has ended on the worker."""
         self._listeners.pop(key, None)
+        self._unseen.pop(key, None)
 
     def cancel(self, key: tuple[str, int]) -> None:
         """Ends (request_id, attempt) on the worker. Safe to call at any time, and more than once."""
+        self._unseen.pop(key, None)
         if self._listeners.pop(key, None) is not None and self.lost is None:
             self._outgoing.put_nowait(RelayRequest(cancel=Cancel(request_id=key[0], attempt=key[1])))
 
@@ -195,8 +230,8 @@ class WorkerStream:
     def _deliver(self, response: RelayResponse) -> None:
         if response.HasField("load"):
             self.last_load = response.load
-            while self._unseen and self._unseen[0][0] <= response.submits_seen:
-                self._unseen.popleft()
+            while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
+                del self._unseen[next(iter(self._unseen))]
             self._on_load()
         for event in response.events:
             listener = self._listeners.get((event.request_id, event.attempt))

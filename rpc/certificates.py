@@ -5,6 +5,7 @@ internal connection check the other's: a client the part that it wants to reach,
 """
 
 import logging
+import ssl
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -54,6 +55,11 @@ class CertificateFiles:
         self._warned_at = -WARN_SECONDS
         self._warn(self._warned)
 
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """The files of the certificate and of its key."""
+        return self._certificate, self._key
+
     def current(self) -> KeyPair:
         """What the files hold now; what they held before, if they can't be used now."""
         self._checked_at = time.monotonic()
@@ -92,6 +98,30 @@ class CertificateFiles:
         if leaf.not_valid_after_utc < datetime.now(UTC):
             raise ValueError(f"{self._certificate}: expired at {leaf.not_valid_after_utc.isoformat()}")
         return KeyPair(pem, key, ca, leaf.not_valid_after_utc)
+
+
+def server_context(files: CertificateFiles, *, clients_required: bool) -> ssl.SSLContext:
+    """TLS of a server that isn't gRPC's, with what the files hold at each connection's beginning."""
+    made: dict[KeyPair, ssl.SSLContext] = {}
+
+    def current() -> ssl.SSLContext:
+        pair = files.current()
+        if pair not in made:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*files.paths)
+            if clients_required and pair.ca is not None:
+                context.load_verify_locations(cadata=pair.ca.decode())
+                context.verify_mode = ssl.CERT_REQUIRED
+            made.clear()
+            made[pair] = context
+        return made[pair]
+
+    def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = current()
+
+    first = current()
+    first.sni_callback = choose
+    return first
 
 
 def part_files(folder: Path, part: Part) -> CertificateFiles:

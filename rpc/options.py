@@ -47,8 +47,6 @@ _PUBLIC_KEEPALIVE: tuple[Option, ...] = (
 )
 
 _SERVER: tuple[Option, ...] = (
-    # Without it, a second server could bind the same port and take half of its calls.
-    ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 )
@@ -66,19 +64,34 @@ def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence
 
 def server_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[Option]:
     """Options of a server for kvrelay's own processes."""
-    return (*_INTERNAL_KEEPALIVE, *_SERVER, *_message_limits(max_message_bytes, max_message_bytes))
+    return (
+        *_INTERNAL_KEEPALIVE,
+        *_SERVER,
+        *_sharing(share_port=False),
+        *_message_limits(max_message_bytes, max_message_bytes),
+    )
 
 
-def public_server_options(max_message_bytes: int) -> Sequence[Option]:
-    """Options of a server for clients, which refuses requests above `max_message_bytes` itself."""
+def public_server_options(max_message_bytes: int, *, share_port: bool = False) -> Sequence[Option]:
+    """Options of a server for clients, which refuses requests above `max_message_bytes` itself.
+
+    Args:
+        share_port: whether other processes serve the same port; the kernel spreads connections among them.
+    """
     return (
         *_PUBLIC_KEEPALIVE,
         *_SERVER,
+        *_sharing(share_port=share_port),
         *_message_limits(INTERNAL_MESSAGE_BYTES, PUBLIC_RECEIVE_FACTOR * max_message_bytes),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
     )
+
+
+def _sharing(*, share_port: bool) -> Sequence[Option]:
+    # gRPC's default is 1: a second server could bind the same port by mistake, and take half of its calls.
+    return (("grpc.so_reuseport", int(share_port)),)
 
 
 def _message_limits(send: int, receive: int) -> Sequence[Option]:

@@ -32,7 +32,6 @@ LONGEST = (
     "tests/transfer/test_transfer_corruption.py",
     "tests/kernels/test_flash_prefill.py",
     "tests/faults/test_links.py",
-    "tests/faults/test_routers.py",
     "tests/faults/test_kills.py",
     "tests/kernels/test_paged_decode.py",
     "tests/faults/test_corruption.py",

@@ -1,4 +1,4 @@
-"""The package: what is built of the tree, stubs that equal their sources, import contracts that see every module."""
+"""The packages: what is built of the tree, stubs that equal their sources, import contracts that see every module."""
 
 import filecmp
 import os
@@ -6,11 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tomllib
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from support.background import Background
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ROOT / "src" / "kvrelay"
@@ -28,6 +34,20 @@ files = [module.__file__ for name, module in sys.modules.items() if name.startsw
 assert all(file is None or file.startswith(paths[0]) for file in files), files
 print(*kvrelay.models.names())
 """
+LIGHT_CLIENT = """
+import asyncio, sys
+from kvrelay.client import AsyncClient, Client
+
+async def stream():
+    async with AsyncClient(sys.argv[1], timeout=30) as client:
+        return [token async for chunk in client.generate("hello", max_tokens=3) for token in chunk.token_ids]
+
+with Client(sys.argv[1], timeout=30) as client:
+    print([token for chunk in client.generate("hello", max_tokens=3) for token in chunk.token_ids])
+print(asyncio.run(stream()))
+assert not {"torch", "ray", "numpy", "kvrelay.router"} & set(sys.modules)
+"""
+PROJECTS = ("pyproject.toml", "packaging/client/pyproject.toml")
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -62,27 +82,89 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "tree", symlinks=True, ignore=NOT_PACKAGED))
 
 
-def test_sdist_and_wheel_hold_each_file_once_and_the_wheel_imports_alone(tree: Path, tmp_path: Path) -> None:
-    """The wheel is built from the sdist, so what is in the one can't come from beside the other."""
+def distribution(tree: Path, out: Path) -> tuple[Path, list[str]]:
+    """Builds the wheel of `tree` from its sdist, so what is in the one can't come from beside the other.
+
+    Returns:
+        The wheel, and its files below `kvrelay/`.
+    """
+    with tarfile.open(build(tree, "sdist", out)) as sdist:
+        members = [member for member in sdist.getmembers() if "/src/kvrelay/" in member.name and not member.isdir()]
+        assert all(member.isfile() for member in members), "links in an sdist lead nowhere"
+        packed = [member.name.partition("/src/")[2] for member in members]
+        sdist.extractall(out, filter="data")
+    (unpacked,) = (path for path in out.iterdir() if path.is_dir())
+    wheel = build(unpacked, "wheel", out)
+    with zipfile.ZipFile(wheel) as archive:
+        files = [name for name in archive.namelist() if name.startswith("kvrelay/") and not name.endswith("/")]
+    assert sorted(files) == sorted(packed)
+    return wheel, files
+
+
+def borrow(name: str, site: Path) -> None:
+    """Makes a distribution of this environment appear in another one, as links to its files."""
+    for file in metadata.files(name) or ():
+        if ".." not in file.parts:
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(file.locate())
+
+
+@pytest.fixture(scope="module")
+def client_wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    return distribution(tree / "packaging" / "client", tmp_path_factory.mktemp("client"))
+
+
+def test_two_wheels_hold_each_file_once_and_import_together(
+    tree: Path, client_wheel: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     expected = {f"kvrelay/{name}" for name in files_below(LINKS)}
     for needed in ("kernels/cpu/native/linear.cpp", "kernels/cpu/native/team.h", "v1/inference_pb2.pyi"):
         assert f"kvrelay/{needed}" in expected
     for init in expected:
         if init.endswith("/__init__.py"):
             assert init.replace("__init__.py", "py.typed") in expected
-    with tarfile.open(build(tree, "sdist", tmp_path)) as sdist:
-        members = [member for member in sdist.getmembers() if "/src/kvrelay/" in member.name and not member.isdir()]
-        assert all(member.isfile() for member in members), "links in an sdist lead nowhere"
-        packed = [member.name.partition("/src/")[2] for member in members]
-        sdist.extractall(tmp_path, filter="data")
-    assert sorted(packed) == sorted(expected)
-    with zipfile.ZipFile(build(next(tmp_path.glob("kvrelay-*/")), "wheel", tmp_path)) as wheel:
-        packed = [name for name in wheel.namelist() if name.startswith("kvrelay/") and not name.endswith("/")]
-        assert sorted(packed) == sorted(expected)
-        wheel.extractall(tmp_path / "target")
+    (tmp_path / "server").mkdir()
+    wheel, files = distribution(tree, tmp_path / "server")
+    client, client_files = client_wheel
+    assert sorted(files + client_files) == sorted(expected), "a file in both wheels, or in none"
+    for archive in (wheel, client):
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(tmp_path / "target")
     done = run_alone(IMPORT, tmp_path / "target")
     assert done.returncode == 0, done.stderr
     assert "pico" in done.stdout.split()
+
+
+def test_the_server_needs_the_client_of_its_version() -> None:
+    server, client = (tomllib.loads((ROOT / part).read_text())["project"] for part in PROJECTS)
+    assert f"{client['name']}=={client['version']}" in server["dependencies"]
+    assert client["version"] == server["version"]
+    assert set(client["dependencies"]) <= set(server["dependencies"])
+
+
+def test_the_light_client_streams_with_grpcio_and_protobuf_only(
+    client_wheel: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """In an environment of its own, where the wheel is installed by pip, and pip finds every requirement met."""
+    home = tmp_path / "venv"
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    for name in ("grpcio", "protobuf", "typing_extensions"):
+        borrow(name, site)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run(
+        [*pip, "install", "--quiet", "--no-index", "--no-deps", client_wheel[0]], check=True, timeout=120, cwd="/"
+    )
+    subprocess.run([*pip, "check"], check=True, timeout=60, cwd="/")
+    with Background(tmp_path, lambda index: 40 + index) as background:
+        address = background.cluster.router.address
+        done = subprocess.run(
+            [python, "-I", "-c", LIGHT_CLIENT, address], timeout=60, capture_output=True, text=True, cwd="/"
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[40,", "41,", "42]"] * 2
 
 
 def test_stubs_are_what_their_sources_generate(tmp_path: Path) -> None:

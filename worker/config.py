@@ -23,7 +23,8 @@ class WorkerConfig:
     """What it does with requests."""
 
     model: str
-    """Folder of a Hugging Face checkpoint, or the name of a bundled model (`pico`, `pico-draft`)."""
+    """Folder of a Hugging Face checkpoint, hf:ORG/NAME[@REVISION] for a model of the hub, or the name of a bundled one
+    (`pico`, `pico-draft`)."""
 
     dtype: Dtype = "auto"
     """Of weights and KV; auto takes the checkpoint's on GPU, and on CPU the checkpoint's unless it is float16."""

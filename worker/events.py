@@ -1,24 +1,40 @@
 """Converts an engine's progress to the events that a router gets."""
 
+from typing import Any
+
+from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.sequence import Sequence
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, PrefillReport, RequestEvent
 
 
 def event_of(progress: Progress) -> RequestEvent:
-    """The event of one sequence's step: its token, its finish reason or failure, and its times."""
+    """The event of one sequence's step: its token, its finish reason or failure, its times, and log-probabilities."""
     sequence = progress.sequence
     request = sequence.request
     finish_reason = None if progress.finish is None else f"FINISH_REASON_{progress.finish.name}"
     event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish_reason=finish_reason)
     if progress.error is not None:
-        event.failure.CopyFrom(Failure(code=Failure.CODE_INTERNAL, message=progress.error))
+        code = Failure.CODE_INVALID if progress.refused else Failure.CODE_INTERNAL
+        event.failure.CopyFrom(Failure(code=code, message=progress.error))
         return event
-    if progress.token is not None:
+    if progress.prompt_logprobs:
+        event.prompt_logprobs_first = progress.prompt_first
+        for scores in progress.prompt_logprobs:
+            _add_logprobs(event.prompt_logprobs, scores)
+    if progress.token is None:
+        event.computed_tokens = progress.computed
+    else:
         event.first_index = sequence.generated - 1
         event.token_ids.append(progress.token)
-    _report(event, sequence)
+        if progress.logprobs is not None:
+            _add_logprobs(event.logprobs, progress.logprobs)
+        _report(event, sequence)
     return event
+
+
+def _add_logprobs(target: Any, scores: TokenLogprobs) -> None:
+    target.add(logprob=scores.logprob, rank=scores.rank, top_ids=scores.top_ids, top_logprobs=scores.top_logprobs)
 
 
 def _report(event: RequestEvent, sequence: Sequence) -> None:

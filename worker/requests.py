@@ -1,5 +1,8 @@
 """Conversion between the relay's messages and the engine's types."""
 
+import json
+
+from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.internal.v1.worker_pb2 import (
@@ -46,7 +49,29 @@ def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> Sampl
         min_p=sampling.min_p,
         seed=sampling.seed,
         stop_token_ids=stop if sampling.ignore_eos else stop | frozenset(eos_token_ids),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        # Absent in a message that asks for none.
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        bad_words=tuple([tuple(word.ids) for word in sampling.bad_words]),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        constraint=_constraint(sampling),
     )
+
+
+def _constraint(sampling: Sampling) -> Constraint | None:
+    given = sampling.constraint
+    match kind := given.WhichOneof("kind"):
+        case None:
+            return None
+        case "json_object":
+            return Constraint(kind, "")
+        case "choice":
+            return Constraint(kind, json.dumps(list(given.choice.texts)))
+        case _:
+            return Constraint(kind, getattr(given, kind))
 
 
 def request_of(submit: Submit, spec: ModelSpec) -> Request:

@@ -81,8 +81,8 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         config = self.config
-        folder = resolve(config.model)
         shell = self._shell = WorkerShell(config, self.id, self.credentials, self._observer)
+        folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
         hooks = WorkerHooks(shell.beat, shell.fail)

@@ -8,12 +8,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import grpc
 
+from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.progress import Progress, Reservation
@@ -33,6 +35,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     WorkerHello,
 )
+from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.handshake import LocalWorker
@@ -40,6 +43,7 @@ from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
 from kvrelay.worker.events import event_of
 from kvrelay.worker.fences import Fences
+from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import key_of, model_info, request_of
@@ -105,19 +109,6 @@ class Role:
         """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
 
 
-@dataclass(slots=True)
-class LiveRequest:
-    """A request of this worker, from its Submit to its last event."""
-
-    request: Request
-    peer: PeerRef
-    """The other worker of its hand-off; without a name if there is none."""
-    stream: RelayStream
-    expiry: asyncio.TimerHandle | None
-    """Ends the request if it has no token by then."""
-    client_call: ClientCall
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
     """How a worker reaches the process around it. `failed` may be called on any thread."""
@@ -160,6 +151,7 @@ class Worker:
         """Requests that have come so far."""
         self._fences = Fences()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
+        self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
         self._thread.start()
@@ -185,6 +177,7 @@ class Worker:
         """Ends the engine thread."""
         if not await asyncio.to_thread(self._thread.stop, 5.0):
             logger.error("the engine's step did not end within 5 s")
+        self._constraints.close()
 
     # For the role.
 
@@ -282,6 +275,7 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
+        live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
         if event.token_ids and live.expiry is not None:
             live.expiry.cancel()
             live.expiry = None
@@ -333,11 +327,28 @@ class Worker:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
         # A copy: a part of a message keeps the whole message in memory.
         client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call)
+        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
         self._submitted += 1
         self._idle.clear()
-        self.role.submit(request, submit)
+        if request.sampling.constraint is None:
+            self.role.submit(request, submit)
+        else:
+            task = asyncio.create_task(self._submit_constrained(request.sampling.constraint, submit))
+            task.add_done_callback(self._on_task_done)
         self._loads.changed()
+
+    async def _submit_constrained(self, constraint: Constraint, submit: Submit) -> None:
+        """Gives a live request to the role once its constraint is compiled."""
+        key = key_of(submit)
+        try:
+            grammar = await self._constraints.compile(constraint)
+        except ConstraintError as error:
+            self.fail(key, Failure(code=Failure.CODE_INVALID, message=str(error)))
+            return
+        live = self._live.get(key)
+        if live is not None:
+            live.request = replace(live.request, grammar=grammar)
+            self.role.submit(live.request, submit)
 
     def fence(self, fence: ClientCall) -> None:
         """Returns what earlier calls of the client's request have submitted, on any stream, and takes no more of it."""
@@ -372,6 +383,9 @@ class Worker:
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
+        if submit.trial_tokens and any(live.trial_tokens for live in self._live.values()):
+            message = f"another request is on trial on {name}"
+            return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=message)
         return None
 
     def _expire(self, key: Key) -> None:
@@ -427,7 +441,7 @@ class Worker:
     # Engine thread.
 
     def _on_step(self, progress: Sequence[Progress]) -> None:
-        events = [event_of(step) for step in progress if step.token is not None or step.error is not None]
+        events = [event_of(step) for step in progress]
         # Tokens go first. The role may end a hand-off before this thread goes on, and with it the request.
         self.post_to_loop(self._deliver, events, self._loads.read())
         self.role.on_step(progress)

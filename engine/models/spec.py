@@ -1,6 +1,7 @@
 """What the rest of the system knows about a model. No torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from kvrelay.engine.kv.layout import KVDtype
@@ -15,7 +16,7 @@ class ModelSpec:
     """A model as a worker serves it. Two workers can exchange KV only if their fingerprints are equal."""
 
     name: str
-    """The checkpoint folder's name."""
+    """The checkpoint folder's name, or ORG/NAME of a model in the Hugging Face hub's cache."""
     architecture: str
     """The model's class as config.json names it, e.g. "LlamaForCausalLM"."""
     vocab_size: int
@@ -42,7 +43,7 @@ class ModelSpec:
         limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
         context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
         return cls(
-            name=checkpoint.folder.resolve().name,
+            name=_name(checkpoint.folder.resolve()),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             max_context=limits[context_limit],
@@ -51,3 +52,11 @@ class ModelSpec:
             fingerprint=checkpoint.fingerprint(),
             context_limit=context_limit,
         )
+
+
+def _name(folder: Path) -> str:
+    """The hub's cache keeps ORG/NAME as models--ORG--NAME/snapshots/COMMIT."""
+    kind, _, name = folder.parent.parent.name.partition("--")
+    if folder.parent.name == "snapshots" and kind == "models" and name:
+        return name.replace("--", "/", 1)
+    return folder.name

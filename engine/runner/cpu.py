@@ -27,7 +27,8 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
-from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
+from kvrelay.engine.sampling.sampler import choose, draws_of, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -75,17 +76,13 @@ class CpuRunner:
         rows = np.flatnonzero(plan.sample)
         with torch.inference_mode():
             hidden = self.forward(plan)
+            ends = np.cumsum(plan.lengths, dtype=np.int64)
+            prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))
             if not len(rows):
-                return FinishedStep(StepOutput((None,) * plan.num_rows))
-            last = np.cumsum(plan.lengths, dtype=np.int64)[rows] - 1
-            logits = self.model.logits(hidden[torch.from_numpy(last)])
-            ends = plan.starts + plan.lengths
-            draws = [Draw(plan.sampling[row], int(ends[row]), int(plan.generated[row])) for row in rows]
-            chosen, nonfinite = sample(logits, draws, self.model.largest)
-        tokens: list[int | None] = [None] * plan.num_rows
-        for row, token in zip(rows, chosen, strict=True):
-            tokens[row] = token
-        return FinishedStep(StepOutput(tuple(tokens), tuple([int(rows[index]) for index in nonfinite])))
+                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
+            logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
+            choice = choose(logits, draws_of(plan, rows), self.model.largest)
+        return FinishedStep(step_output(plan, rows, choice, prompt_logprobs))
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm."""

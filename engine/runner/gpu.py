@@ -13,6 +13,7 @@ On CPU tensors the same runner works under Triton's interpreter, without graphs.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,8 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
+from kvrelay.engine.runner.special import SpecialRows
+from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
@@ -40,12 +43,21 @@ MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a step yields beside the tokens of plain rows."""
+
+    special: SpecialRows | None = None
+    prompts: PromptScores = field(default_factory=list)
+
+
 class GpuStep:
     """Implements `StepHandle`."""
 
-    def __init__(self, plan: StepPlan, tokens: Tensor, done: torch.cuda.Event | None) -> None:
+    def __init__(self, plan: StepPlan, tokens: Tensor, extras: Extras, done: torch.cuda.Event | None) -> None:
         self._plan = plan
         self._tokens = tokens
+        self._extras = extras
         self._done = done
 
     def result(self) -> StepOutput:
@@ -54,9 +66,15 @@ class GpuStep:
         plan = self._plan
         tokens = self._tokens[: plan.num_rows].tolist()
         sampled = plan.sample.tolist()
-        nonfinite = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
+        special = self._extras.special
+        refused = {} if special is None else special.refused()
+        invalid = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
         return StepOutput(
-            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]), tuple(nonfinite)
+            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]),
+            tuple([row for row in invalid if row not in refused]),
+            tuple(refused.items()),
+            None if special is None else special.logprobs(plan.num_rows),
+            read_prompts(self._extras.prompts),
         )
 
 
@@ -92,6 +110,8 @@ class GpuRunner:
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._capture = capture
         self._sizes = batch_sizes(rows)
+        self._decode_logits: dict[int, Tensor] = {}
+        """By rows, what a decode step has computed; of a graph, where its replay writes them."""
         self._graphs: DecodeGraphs | None = None
         if self._cuda:
             # The buffers above, the weights and the pool were made on other streams than the runner's own.
@@ -107,9 +127,9 @@ class GpuRunner:
         with self._on_stream():
             sampled = np.flatnonzero(plan.sample)
             if plan.num_tokens == plan.num_rows == len(sampled):
-                self._launch_decode(plan, sampled)
+                extras = self._launch_decode(plan, sampled)
             else:
-                self._launch_mixed(plan, sampled)
+                extras = self._launch_mixed(plan, sampled)
             self._host_tokens.reverse()
             tokens = self._host_tokens[0]
             tokens[: plan.num_rows].copy_(self._sampled[: plan.num_rows], non_blocking=True)
@@ -117,7 +137,7 @@ class GpuRunner:
             if self._stream is not None:
                 done = torch.cuda.Event()
                 done.record(self._stream)
-            return GpuStep(plan, tokens, done)
+            return GpuStep(plan, tokens, extras, done)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -132,13 +152,16 @@ class GpuRunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+    def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
         self.attention.plan(self._decode.load(plan, sampled, size or 0))
         if self._graphs is None or size is None:
             self._decode_step(plan.num_rows)
+            logits = self._decode_logits.pop(plan.num_rows)
         else:
             self._graphs.replay(size)
+            logits = self._decode_logits[size]
+        return Extras(self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled))
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
@@ -148,14 +171,24 @@ class GpuRunner:
     def _decode_step(self, rows: int) -> None:
         """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
         inputs = self._decode
-        logits = self.model.logits(self._forward(inputs, rows))
+        logits = self._decode_logits[rows] = self.model.logits(self._forward(inputs, rows))
         sample(logits, inputs.choices.first(rows), self._scratch[:rows], self._sampled[:rows])
 
-    def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
+    def _choose_special(
+        self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, choices: Choices, tokens: Tensor
+    ) -> SpecialRows | None:
+        """See `SpecialRows`; None if the plan has none."""
+        if not any(map(plan.is_special, sampled.tolist())):
+            return None
+        return SpecialRows(plan, sampled, logits, choices, tokens)
+
+    def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs = self._mixed
         self.attention.plan(inputs.load(plan, sampled))
         hidden = self._forward(inputs, plan.num_tokens)
+        prompts = score_prompts(plan, hidden, self.model.logits)
         count = len(sampled)
+        special = None
         if count:
             last = torch.from_numpy((np.cumsum(plan.lengths) - 1)[sampled].astype(np.int64))
             which = torch.from_numpy(sampled.astype(np.int64))
@@ -165,7 +198,9 @@ class GpuRunner:
             chosen = torch.empty(count, dtype=torch.int64, device=self.device)
             logits = self.model.logits(hidden.index_select(0, last))
             sample(logits, inputs.choices.first(count), self._scratch[:count], chosen)
+            special = self._choose_special(plan, sampled, logits, inputs.choices, chosen)
             self._sampled.index_copy_(0, which, chosen)
+        return Extras(special, prompts)
 
     def _forward(self, inputs: InputBuffers, tokens: int) -> Tensor:
         """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""

@@ -132,11 +132,11 @@ class InputBuffers:
             host.keys[:count] = noise_keys(seeds, ends)
 
     def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
-        """Rows that have fewer than their min_tokens must not stop."""
+        """Rows that have fewer than their min_tokens must not stop. Special rows are left out (`special.py`)."""
         short = [
             (index, plan.sampling[row].stop_token_ids)
             for index, row in enumerate(sampled.tolist())
-            if plan.generated[row] < plan.sampling[row].min_tokens
+            if plan.generated[row] < plan.sampling[row].min_tokens and not plan.is_special(row)
         ]
         if not short and not self._bans:
             return

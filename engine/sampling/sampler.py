@@ -8,15 +8,21 @@ with probability p_i. The noise of a row depends on its seed and position alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.engine.plan import StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
+from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
+from kvrelay.engine.shaping import Shaping
 
+T = TypeVar("T")
 FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 2**17
@@ -32,6 +38,86 @@ class Draw:
     """Of the token to choose, in its sequence."""
     generated: int
     """Completion tokens before it."""
+    shaping: Shaping | None = None
+    """What changes the row's logits first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens of some rows, and what was asked for beside them."""
+
+    tokens: list[int]
+    """[R]."""
+    nonfinite: list[int]
+    """Rows whose logits aren't finite: their token means nothing."""
+    refused: dict[int, str]
+    """Rows for which the request leaves no token, and why."""
+    logprobs: list[TokenLogprobs | None] | None
+    """[R]; None if no row asked for them."""
+
+
+def choose(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> Choice:
+    """Chooses a token for each row as its request asks, on the CPU; arguments as for `sample`."""
+    shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
+    scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    # Indexed with a list, it is a copy.
+    raw = logits[scored] if scored else None
+    refused = shape(logits, shapings) if shapings else {}
+    tokens, nonfinite = sample(logits, draws, find_largest)
+    if nonfinite and shapings:
+        empty = [row for row, _ in shapings if row in nonfinite and logits[row].max() == -torch.inf]
+        refused = dict.fromkeys(empty, NO_TOKEN) | refused
+        nonfinite = [row for row in nonfinite if row not in refused]
+    if raw is None:
+        return Choice(tokens, nonfinite, refused, None)
+    chosen = torch.tensor([tokens[row] for row in scored])
+    found = Scores(raw, chosen, [draws[row].params.logprobs or 0 for row in scored]).read()
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws)
+    for row, score in zip(scored, found, strict=True):
+        logprobs[row] = score
+    return Choice(tokens, nonfinite, refused, logprobs)
+
+
+def draws_of(plan: StepPlan, rows: NDArray[np.int64]) -> list[Draw]:
+    """How the tokens of a plan's `rows` are chosen."""
+    ends, generated = (plan.starts + plan.lengths).tolist(), plan.generated.tolist()
+    shapings = plan.shapings or (None,) * plan.num_rows
+    return [Draw(plan.sampling[row], ends[row], generated[row], shapings[row]) for row in rows.tolist()]
+
+
+def step_output(
+    plan: StepPlan,
+    rows: NDArray[np.int64],
+    choice: Choice,
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = (),
+) -> StepOutput:
+    """What a step yields whose `rows` have these tokens."""
+    return StepOutput(
+        _by_row(plan, rows, choice.tokens),
+        tuple([int(rows[index]) for index in choice.nonfinite]),
+        tuple([(int(rows[index]), why) for index, why in choice.refused.items()]),
+        None if choice.logprobs is None else _by_row(plan, rows, choice.logprobs),
+        prompt_logprobs,
+    )
+
+
+def _by_row(plan: StepPlan, rows: NDArray[np.int64], values: Sequence[T]) -> tuple[T | None, ...]:
+    """[R] the values of the plan's `rows`; None for each other row."""
+    found: list[T | None] = [None] * plan.num_rows
+    for row, value in zip(rows.tolist(), values, strict=True):
+        found[row] = value
+    return tuple(found)
+
+
+def early_stops(draws: Sequence[Draw], vocab_size: int) -> list[tuple[int, int]]:
+    """The rows that have fewer than their min_tokens, each with each token that would stop it."""
+    return [
+        (row, token)
+        for row, draw in enumerate(draws)
+        if draw.generated < draw.params.min_tokens
+        for token in draw.params.stop_token_ids
+        if token < vocab_size
+    ]
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> tuple[list[int], list[int]]:
@@ -45,9 +131,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
     Returns:
         Token ids [R], and the rows whose largest logit isn't finite: their token means nothing.
     """
-    for row, draw in enumerate(draws):
-        if draw.generated < draw.params.min_tokens:
-            logits[row, [token for token in draw.params.stop_token_ids if token < logits.shape[1]]] = -torch.inf
+    ban(logits, early_stops(draws, logits.shape[1]))
     # A non-finite maximum marks invalid logits.
     largest, tokens = find_largest(logits)
     nonfinite = (~largest.isfinite()).nonzero().flatten().tolist()

@@ -7,8 +7,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +28,17 @@ from kvrelay.client import (
 )
 from kvrelay.client.messages import GenerateOptions, generate_request
 from kvrelay.v1 import inference_pb2 as pb
-from support.router_fakes import FakeCluster, Job, decode_of, fake_cluster, pair, run, silent, until
+from support.background import Background
+from support.router_fakes import Job, decode_of, fake_cluster, pair, run, silent, until
 
 
 def token_at(index: int) -> int:
     return 40 + index
 
 
-class Background:
-    """A fake cluster whose event loop runs in a thread, for the blocking client."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stop = asyncio.Event()
-        self._ready: Future[FakeCluster] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-
-    def __enter__(self) -> "Background":
-        self._thread.start()
-        self.cluster = self._ready.result(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        async with fake_cluster(self._folder, *pair(token_at)) as cluster:
-            self._ready.set_result(cluster)
-            await self._stop.wait()
-
-    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
-        asyncio.run_coroutine_threadsafe(until(condition, "condition", seconds), self._loop).result(seconds + 5)
-
-
 @pytest.fixture(scope="module")
 def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    with Background(tmp_path_factory.mktemp("router")) as background:
+    with Background(tmp_path_factory.mktemp("router"), token_at) as background:
         yield background
 
 
@@ -221,21 +192,58 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "stop": "end",
         "stop_token_ids": [3],
         "ignore_eos": True,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {7: 1.0},
+        "bad_words": ["x"],
+        "logprobs": 0,
+        "prompt_logprobs": 2,
+        "regex": "a+",
         "tenant": "t",
         "request_id": "r",
+        "model": "m",
+        "priority": -1,
+        "slo_class": "batch",
+        "cache_salt": "salt",
+        "session": "s",
         "timeout": 1.0,
     }
-    assert full.keys() == GenerateOptions.__annotations__.keys()
+    other_constraints = {"json_schema", "json_object", "choice", "grammar"}
+    assert full.keys() == GenerateOptions.__annotations__.keys() - other_constraints
     request = generate_request([], full)
+    named = {"tenant", "request_id", "model", "priority", "slo_class", "cache_salt", "session"}
+    assert {name: getattr(request, name) for name in named} == {name: full[name] for name in named}  # type: ignore[literal-required]
     assert request.WhichOneof("input") == "token_ids"
     assert list(request.sampling.stop) == ["end"]
-    assert {field.name for field, _ in request.sampling.ListFields()} == set(full) - {"tenant", "request_id", "timeout"}
+    sampled = set(full) - named - {"timeout", "regex"} | {"constraint"}
+    assert {field.name for field, _ in request.sampling.ListFields()} == sampled
     assert math.isnan(generate_request("x", {"temperature": math.nan}).sampling.temperature)
     with pytest.raises(TypeError, match=r"max_token$"):
         generate_request("x", {"max_token": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
 
 
+@pytest.mark.parametrize(
+    ("options", "constraint"),
+    [
+        ({"json_schema": {"type": "integer"}}, pb.Constraint(json_schema='{"type": "integer"}')),
+        ({"json_schema": "{}"}, pb.Constraint(json_schema="{}")),
+        ({"json_object": True}, pb.Constraint(json_object=True)),
+        ({"regex": "a|b"}, pb.Constraint(regex="a|b")),
+        ({"choice": ["a", "b"]}, pb.Constraint(choice=pb.Choice(texts=["a", "b"]))),
+        ({"grammar": "start: A"}, pb.Constraint(grammar="start: A")),
+        ({"json_object": False, "regex": None}, None),
+    ],
+)
+def test_each_kind_of_constraint_is_sent(options: Any, constraint: pb.Constraint | None) -> None:
+    assert generate_request("x", options).sampling == pb.SamplingParams(constraint=constraint)
+    with pytest.raises(InvalidRequest, match="are given; allowed: one of them"):
+        generate_request("x", {"regex": "a", "choice": ["b"]})
+
+
 def test_values_mirror_the_contract() -> None:
+    scores = {field.name for field in pb.TokenLogprobs.DESCRIPTOR.fields}
+    assert {field.name for field in dataclasses.fields(package.TokenLogprobs)} == scores
     assert {f.name for f in dataclasses.fields(Timeline)} == {field.name for field in pb.Timeline.DESCRIPTOR.fields}
     assert {f.name for f in dataclasses.fields(package.Usage)} == {f.name for f in pb.Usage.DESCRIPTOR.fields}
     info = {field.name for field in pb.GetModelInfoResponse.DESCRIPTOR.fields}

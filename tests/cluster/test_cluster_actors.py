@@ -14,7 +14,7 @@ from support.router_fakes import run
 )
 def test_a_router_tells_others_an_address_at_which_they_reach_it(host: str, told: str) -> None:
     async def test() -> None:
-        router = RouterServer(reachable(RouterConfig(host=host, grpc_port=0), local=True))
+        router = RouterServer(reachable(RouterConfig(host=host, grpc_port=0, http_port=None), local=True))
         port = await router.start()
         try:
             assert router.address == f"{told}:{port}"

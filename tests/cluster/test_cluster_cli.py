@@ -1,6 +1,7 @@
 """The command line: the output of each command, and the exit code and one line for each mistake."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -33,6 +34,8 @@ from kvrelay.v1.inference_pb2 import (
     Usage,
 )
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from support.background import Background
+from support.secrets import self_signed
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
 SECONDS = 30.0
@@ -108,7 +111,7 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         start = time.monotonic()
-        result = run("up", "--grpc-port", str(port))
+        result = run("up", "--grpc-port", str(port), "--http-port", "0")
         assert time.monotonic() - start < 10
     assert result.returncode == 2
     assert result.stderr == f"kvrelay: grpc_port {port}: already in use on 127.0.0.1\n".encode()
@@ -117,7 +120,7 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
 def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
     """Its record isn't written yet, so the second one's background process finds it, by its lock."""
     with owned():
-        result = run("up", "--detach", "--grpc-port", "0")
+        result = run("up", "--detach", "--grpc-port", "0", "--http-port", "0")
     assert result.returncode == 1
     assert result.stderr == b"kvrelay: a cluster is already running; `kvrelay down` ends it\n"
 
@@ -127,9 +130,9 @@ def test_a_hopeless_member_ends_the_start_with_its_reason() -> None:
 
     members = [Progress("router-0"), Progress("prefill-0", failures=1, reason="kv_memory_bytes is 1000", hopeless=True)]
     with pytest.raises(UsageError) as caught:
-        launch._check_failures(Startup(False, "", members))
+        launch._check_failures(Startup(False, (), (), members))
     assert caught.value.lines == ["prefill-0: kv_memory_bytes is 1000"]
-    launch._check_failures(Startup(False, "", [Progress("prefill-0", failures=2, reason="killed")]))
+    launch._check_failures(Startup(False, (), (), [Progress("prefill-0", failures=2, reason="killed")]))
 
 
 def run(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
@@ -275,7 +278,8 @@ def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: 
 def test_generate_as_json(target: str) -> None:
     result = call("generate", "abc", "--target", target, "--json")
     answer = json.loads(result.stdout)
-    assert answer.keys() == {"text", "token_ids", "finish_reason", "usage", "timeline"}
+    figures = {"finish_reason", "usage", "timeline", "logprobs", "prompt_logprobs", "seed"}
+    assert answer.keys() == {"text", "token_ids", *figures}
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ABC", [97, 98, 99], "length")
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
     assert answer["timeline"]["queue_seconds"] == 0.001
@@ -293,6 +297,25 @@ def test_generate_shows_where_the_time_went(target: str) -> None:
 def test_generate_distinguishes_a_refusal_from_a_failure(target: str) -> None:
     fails(2, r"text is ''; allowed: at least 1 character", "generate", "", "--target", target)
     fails(1, r"1024 requests are in flight", "generate", "full", "--target", target)
+
+
+def test_generate_reaches_a_router_with_tls_and_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = self_signed(tmp_path)
+    keys = tmp_path / "api_keys"
+    keys.write_text(f"team-a {hashlib.sha256(b'secret').hexdigest()}\n")
+    options = {"tls_certificate": str(certificate), "tls_key": str(key), "api_keys": str(keys)}
+    with Background(tmp_path, lambda index: 40 + index, **options) as background:
+        target = background.cluster.router.address
+        asked = ("generate", "hello", "--target", target, "--max-tokens", "2", "--json")
+        trusted = (*asked, "--ca", str(certificate))
+        assert json.loads(call(*trusted, "--api-key", "secret").stdout)["token_ids"] == [40, 41]
+        monkeypatch.setenv("KVRELAY_API_KEY", "secret")
+        assert json.loads(call(*trusted).stdout)["token_ids"] == [40, 41]
+        fails(1, "the API key is not known", *trusted, "--api-key", "wrong")
+        monkeypatch.delenv("KVRELAY_API_KEY")
+        fails(1, "no API key; this router asks for one", *trusted)
+        fails(1, "CERTIFICATE_VERIFY_FAILED|certificate", *asked, "--tls", "--api-key", "secret")
+    fails(2, r"--ca nowhere: No such file", *asked, "--ca", "nowhere")
 
 
 def test_ctrl_c_cancels_the_request(router: FakeRouter, target: str) -> None:

@@ -11,7 +11,7 @@ from kvrelay.cluster.config import ClusterConfig, RouterSection, schema
 from kvrelay.cluster.configfile import Override, dump, load
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.config import EngineConfig
-from kvrelay.router.config import RouterConfig, RouterOptions
+from kvrelay.router.config import RouterConfig, RouterOptions, ServiceClass
 
 
 def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = None) -> list[str]:
@@ -153,6 +153,15 @@ def test_routers_differ_by_name_and_port(section: dict[str, Any], ports: list[in
     assert config.total_resources()["CPU"] == 2 + len(ports)
 
 
+def test_routers_on_one_machine_share_their_ports_or_have_their_own() -> None:
+    for step, ports, shared in ((0, [(7000, 8000)] * 2, True), (10, [(7000, 8000), (7010, 8010)], False)):
+        section = {"replicas": 2, "port_step": step, "grpc_port": 7000, "http_port": 8000, "classes": {"chat": {}}}
+        routers = ClusterConfig.model_validate({"router": section}).router_configs()
+        assert [(router.grpc_port, router.http_port) for router in routers] == ports
+        assert {router.share_port for router in routers} == {shared}
+        assert routers[0].classes == {"chat": ServiceClass()}
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
@@ -160,8 +169,8 @@ def test_routers_differ_by_name_and_port(section: dict[str, Any], ports: list[in
         ("{replicas: 2, grpc_port: 65535}", "router.grpc_port is 65535; allowed: up to 65534 for 2 routers"),
         ("{replicas: 2, port_step: -1}", "router.port_step is -1; allowed: 0 to 1000"),
         (
-            "{replicas: 2, port_step: 0}",
-            "router.port_step is 0; allowed: 1 or more, since the routers share this machine",
+            "{replicas: 2, port_step: 0, http_port: 0}",
+            "router.port_step is 0; allowed: 1 or more, since the routers would share ports that are not chosen",
         ),
     ],
 )
@@ -203,7 +212,7 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
     options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
-    assert options == {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security"}
+    assert options == {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port"}
     shared = {field.name for field in fields(RouterOptions)}
     assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
 

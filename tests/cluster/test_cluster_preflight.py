@@ -20,7 +20,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def config(**sections: dict[str, object]) -> ClusterConfig:
-    return ClusterConfig.model_validate({"router": {"grpc_port": 0}, **sections})
+    return ClusterConfig.model_validate({"router": {"grpc_port": 0, "http_port": None}, **sections})
 
 
 def test_a_bundled_model_is_found_by_name() -> None:
@@ -77,11 +77,13 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(UsageError) as caught:
-            check(config(router={"grpc_port": port}))
+            check(config(router={"grpc_port": port, "http_port": None}))
         assert caught.value.lines == [f"grpc_port {port}: already in use on 127.0.0.1"]
         assert caught.value.code == 2
+        with pytest.raises(UsageError, match=f"http_port {port}: already in use"):
+            check(config(router={"grpc_port": 0, "http_port": port}))
         with pytest.raises(UsageError, match=f"grpc_port {port}: already in use"):
-            check(config(router={"grpc_port": port - 1, "replicas": 2}))
+            check(config(router={"grpc_port": port - 1, "http_port": None, "replicas": 2}))
     check_port("grpc_port", "127.0.0.1", port)
 
 
@@ -111,7 +113,7 @@ def test_the_defaults_pass() -> None:
     ],
 )
 def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict[str, str], said: str) -> None:
-    router = {"grpc_port": 0, **(options if section == "router" else {})}
+    router = {"grpc_port": 0, "http_port": None, **(options if section == "router" else {})}
     security = options if section == "security" else {}
     with pytest.raises(UsageError, match=said):
         check(config(router=router, security=security))
@@ -120,4 +122,6 @@ def test_a_missing_secret_is_named_before_ray_starts(section: str, options: dict
 def test_the_routers_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys").write_text(f"a {'0' * 64}\n")
-    assert check(config(router={"grpc_port": 0, "api_keys": "keys"})).router.api_keys == str(tmp_path / "keys")
+    assert check(config(router={"grpc_port": 0, "http_port": None, "api_keys": "keys"})).router.api_keys == str(
+        tmp_path / "keys"
+    )

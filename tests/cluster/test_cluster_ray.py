@@ -79,7 +79,7 @@ class World:
         return json.loads(done.stdout)
 
     def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.call("up", "--grpc-port", "0", *arguments, seconds=START_SECONDS)
+        return self.call("up", "--grpc-port", "0", "--http-port", "0", *arguments, seconds=START_SECONDS)
 
     def member(self, name: str) -> dict[str, Any]:
         status = self.json("status")
@@ -285,7 +285,7 @@ def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(wo
 
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
-    config.write_text("router: {grpc_port: 0}\nray: {include_dashboard: false}\n")
+    config.write_text("router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}\n")
     process = subprocess.Popen(
         [sys.executable, "-c", FOREGROUND, KVRELAY, "up", "--colocated", "1", "--config", str(config)],
         env=world.environment,

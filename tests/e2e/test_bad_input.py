@@ -137,5 +137,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with refused_start(tmp_path, "kvrelay.router", {"model": "pico", "grpc_port": port}) as lines:
-            assert f"grpc_port {port}" in lines[-1]
+        for name, other in (("grpc_port", "http_port"), ("http_port", "grpc_port")):
+            with refused_start(tmp_path, "kvrelay.router", {"model": "pico", name: port, other: 0}) as lines:
+                assert f"{name} {port}" in lines[-1]

@@ -1,14 +1,18 @@
 """The engine's loop on the hash model: right tokens, alone or handed over, whatever the runner does."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -16,7 +20,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduler import Scheduler
-from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
+from support.hash_runner import GREEDY, LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
 
@@ -38,11 +42,14 @@ class Worker:
     def run(self, most: int = 10_000) -> dict[str, list[int]]:
         """Steps until idle; the tokens of each request."""
         heard: dict[str, list[int]] = {}
+        scored = Scored()
         for _ in range(most):
             if not self.engine.has_work:
                 return heard
             for report in self.engine.step():
                 assert report.error is None
+                if report.sequence.lifetime.committed is None:
+                    scored.check(report)
                 if report.token is not None:
                     heard.setdefault(report.sequence.request.request_id, []).append(report.token)
         raise AssertionError(f"not idle after {most} steps")
@@ -53,32 +60,111 @@ class Worker:
         assert self.blocks.free + self.blocks.cached == self.blocks.total
 
 
-def request(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
-    return Request(name, 1, tokens, len(tokens), SamplingParams(max_tokens=max_tokens, temperature=0.0))
+def request(name: str, tokens: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY) -> Request:
+    return Request(name, 1, tokens, len(tokens), dataclasses.replace(sampling, max_tokens=max_tokens))
 
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=50).map(tuple)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    batch=st.lists(st.tuples(prompts, st.integers(1, 30)), max_size=12), prefix_cache=st.booleans(), ahead=st.booleans()
+SAMPLINGS = (
+    GREEDY,
+    SamplingParams(seed=5, logprobs=1),
+    SamplingParams(seed=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.3),
+    SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((3, 3.0), (4, 3.5)), prompt_logprobs=2),
+    SamplingParams(seed=2, bad_words=((7,), (8, 9), (1, 2, 3)), logit_bias=tuple((token, 4.0) for token in range(10))),
 )
-def test_every_request_gets_its_tokens(
-    batch: list[tuple[tuple[int, ...], int]], prefix_cache: bool, ahead: bool
-) -> None:
+asked_of = st.tuples(prompts, st.integers(1, 20), st.sampled_from(SAMPLINGS))
+Asked = tuple[tuple[int, ...], int, SamplingParams]
+
+
+def expected_of(tokens: tuple[int, ...], max_tokens: int, sampling: SamplingParams) -> list[int]:
+    return expected_tokens(tokens, max_tokens, sampling=sampling)
+
+
+class Scored:
+    """Checks that each log-probability that was asked for comes once."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def check(self, report: Progress) -> None:
+        asked = report.sequence.request
+        assert (report.logprobs is not None) == (report.token is not None and asked.sampling.logprobs is not None)
+        if report.prompt_logprobs:
+            assert report.prompt_first == self._next.get(asked.request_id, 1)
+            self._next[asked.request_id] = report.prompt_first + len(report.prompt_logprobs)
+        if report.token is not None and asked.sampling.prompt_logprobs is not None:
+            assert self._next.get(asked.request_id, 1) == asked.prompt_tokens
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.lists(asked_of, max_size=8), prefix_cache=st.booleans(), ahead=st.booleans())
+def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, ahead: bool) -> None:
+    """Also preempted ones, whose tokens follow from those before them by more than the model."""
     config = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=4, prefix_cache=prefix_cache)
     worker = Worker(14, config, ahead=ahead)
-    for number, (tokens, max_tokens) in enumerate(batch):
-        worker.scheduler.add(request(str(number), tokens, max_tokens))
+    for number, asked in enumerate(batch):
+        worker.scheduler.add(request(str(number), *asked))
     heard = worker.run()
-    assert heard == {str(number): expected_tokens(*asked) for number, asked in enumerate(batch)}
+    assert heard == {str(number): expected_of(*asked) for number, asked in enumerate(batch)}
     worker.check_idle()
 
 
-@settings(max_examples=40, deadline=None)
-@given(batch=st.lists(st.tuples(prompts, st.integers(2, 20)), min_size=1, max_size=6), ahead=st.booleans())
-def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int, ...], int]], ahead: bool) -> None:
+class Ascending:
+    """A grammar, and its matcher: each token is up to 9 above the one before, and none is left at the top."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def matcher(self, tokens: Sequence[int]) -> "Ascending":
+        return Ascending(tokens[-1] if tokens else 0)
+
+    def push(self, token: int) -> None:
+        assert self.last < token <= self.last + 9
+        self.last = token
+
+    def mask(self) -> NDArray[np.int32]:
+        bits = np.zeros(256, np.uint8)
+        bits[self.last + 1 : self.last + 10] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@settings(max_examples=5, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4))
+def test_constrained_requests_obey_planned_ahead_preempted_or_not(lengths: list[int]) -> None:
+    constrained = SamplingParams(max_tokens=20, seed=4, constraint=Constraint("regex", "ascending"))
+    found = []
+    for blocks, ahead in ((100, False), (14, False), (14, True)):
+        worker = Worker(blocks, ahead=ahead)
+        for number, length in enumerate(lengths):
+            tokens = tuple(range(length))
+            worker.scheduler.add(Request(str(number), 1, tokens, length, constrained, grammar=Ascending()))
+            worker.scheduler.add(request(f"plain {number}", tokens, 20))
+        found.append(worker.run())
+        worker.check_idle()
+    assert found[0] == found[1] == found[2]
+    for number, length in enumerate(lengths):
+        assert found[0][f"plain {number}"] == expected_tokens(range(length), 20)
+        assert all(0 < after - before < 10 for before, after in itertools.pairwise([0, *found[0][str(number)]]))
+
+
+def test_a_request_that_leaves_no_token_fails_alone() -> None:
+    worker = Worker(40, ahead=True)
+    narrow = SamplingParams(max_tokens=200, temperature=0.0, constraint=Constraint("regex", "ascending"))
+    bad = worker.scheduler.add(Request("bad", 1, (1, 2), 2, narrow, grammar=Ascending(235)))
+    good = worker.scheduler.add(request("good", (1, 2), 60))
+    reports: list[Progress] = []
+    while worker.engine.has_work:
+        reports += worker.engine.step()
+    (error,) = [report for report in reports if report.error is not None]
+    assert (error.sequence, error.refused) == (bad, True)
+    assert "no token is left" in str(error.error)
+    assert good.tokens[2:] == expected_tokens((1, 2), 60)
+    worker.check_idle()
+
+
+@settings(max_examples=20, deadline=None)
+@given(batch=st.lists(asked_of, min_size=1, max_size=4), ahead=st.booleans())
+def test_a_handed_over_request_gets_the_same_tokens(batch: list[Asked], ahead: bool) -> None:
     """Two engines, and between them bytes only: chunks leave as they are computed, each in its frame."""
     prefill, decode = Worker(14, ahead=ahead), Worker(14, ahead=ahead)
     size = LAYOUT.block_size
@@ -98,8 +184,8 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int,
 
     heard = {}
     reservations, sent = {}, {}
-    for number, (tokens, max_tokens) in enumerate(batch):
-        asked = request(str(number), tokens, max_tokens)
+    for number, (tokens, max_tokens, sampling) in enumerate(batch):
+        asked = request(str(number), tokens, max_tokens + 1, sampling)
         prefill.scheduler.add(asked, handoff=True)
         reservations[asked.request_id] = decode.scheduler.reserve(asked)
         sent[asked.request_id] = reservations[asked.request_id].have_tokens
@@ -112,7 +198,10 @@ def test_a_handed_over_request_gets_the_same_tokens(batch: list[tuple[tuple[int,
                     report.hold.release()
         for name, tokens_heard in decode.run().items():
             heard[name] += tokens_heard
-    assert heard == {str(number): expected_tokens(*asked) for number, asked in enumerate(batch)}
+    assert heard == {
+        str(number): expected_of(tokens, max_tokens + 1, sampling)
+        for number, (tokens, max_tokens, sampling) in enumerate(batch)
+    }
     prefill.check_idle()
     decode.check_idle()
 

@@ -3,13 +3,16 @@
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvrelay.engine.build import device_of, engine_on
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
@@ -57,6 +60,25 @@ def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> list[list[
     return heard
 
 
+def serve_scored(
+    runner: Runner, asked: list[tuple[int, SamplingParams]]
+) -> list[tuple[list[int], list[TokenLogprobs]]]:
+    """As `serve`, each with the log-probabilities of the prompt and of the completion."""
+    engine = engine_on(runner, OPTIONS)
+    heard: list[tuple[list[int], list[TokenLogprobs]]] = [([], []) for _ in asked]
+    for index, (length, params) in enumerate(asked):
+        engine.scheduler.add(Request(str(index), 1, prompt(length, index), length, params))
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            tokens, scores = heard[int(report.sequence.request.request_id)]
+            scores += report.prompt_logprobs
+            tokens += [] if report.token is None else [report.token]
+            scores += [] if report.logprobs is None else [report.logprobs]
+    engine.scheduler.check_integrity()
+    return heard
+
+
 @interpreted
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
@@ -73,6 +95,33 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
         (17, SamplingParams(max_tokens=3, temperature=0.7, top_k=20, min_p=0.01, seed=2**63)),
     ]
     assert serve(gpu_runner(folder), asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
+
+
+@interpreted
+def test_special_rows_equal_the_cpus(llama: Path) -> None:
+    """Penalties, bias, bad words, min_tokens and log-probabilities, beside a plain row; prompts in chunks."""
+    plain = SamplingParams(max_tokens=6, temperature=0.0)
+    likely = serve(build_cpu_runner(llama, "float32", OPTIONS), [(7, plain)])[0]
+    stop = frozenset({likely[0]})
+    penalties: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+    words = ((likely[1],), tuple(likely[:3]))
+    asked = [
+        (7, replace(plain, logprobs=3, min_tokens=3, stop_token_ids=stop, bad_words=words)),
+        (55, SamplingParams(max_tokens=5, seed=3, top_p=0.9, prompt_logprobs=2, logprobs=0, **penalties)),
+        (16, plain),
+        (20, SamplingParams(max_tokens=5, seed=9, logit_bias=((5, 30.0), (6, 29.0)))),
+    ]
+    found = [serve_scored(runner, asked) for runner in (gpu_runner(llama), build_cpu_runner(llama, "float32", OPTIONS))]
+    for (tokens, scores), (expected, expected_scores) in zip(*found, strict=True):
+        assert tokens == expected
+        assert len(scores) == len(expected_scores)
+        for score, expected_score in zip(scores, expected_scores, strict=True):
+            assert (score.rank, score.top_ids) == (expected_score.rank, expected_score.top_ids)
+            assert score.logprob == pytest.approx(expected_score.logprob, abs=1e-4)
+            assert score.top_logprobs == pytest.approx(expected_score.top_logprobs, abs=1e-4)
+    assert [len(scores) for _, scores in found[0]] == [6, 54 + 5, 0, 0]
+    assert set(found[0][3][0]) <= {5, 6}
+    assert likely[1] not in found[0][0][0]
 
 
 class Recorder:
@@ -117,6 +166,13 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
     assert serve(runner, [*asked, asked[0]])[:2] == expected
     assert set(recorder.replayed) == {3, 1}
+    scored = [(9, SamplingParams(max_tokens=4, seed=2, logprobs=2, repetition_penalty=1.5)), asked[1]]
+    likely, plain = serve_scored(runner, scored)
+    true_likely, true_plain = serve_scored(build_cpu_runner(llama, "float32", OPTIONS), scored)
+    assert (likely[0], plain) == (true_likely[0], true_plain)
+    assert [score.logprob for score in likely[1]] == pytest.approx(
+        [score.logprob for score in true_likely[1]], abs=1e-4
+    )
 
 
 @interpreted

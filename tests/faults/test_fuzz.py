@@ -47,7 +47,14 @@ FEW = settings(
 )
 MANY = settings(FEW, max_examples=2000)
 AMOUNTS = [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
-REFUSALS = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
+REFUSALS = {
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+}
 
 GENERATE = GenerateRequest(
     request_id="fuzz", token_ids=TokenIds(ids=[1, 2, 3]), sampling=SamplingParams(max_tokens=4, temperature=0.5, seed=7)

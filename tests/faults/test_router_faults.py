@@ -26,10 +26,18 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: s
         it.settle(10, but=[frozen])
 
 
-@pytest.mark.parametrize("place", ["prefill.before_offer", "prefill.after_chunk,chunk=1", "decode.before_commit"])
-def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "routers"),
+    [
+        ("prefill.before_offer", 1),
+        ("prefill.after_chunk,chunk=1", 1),
+        ("decode.before_commit", 1),
+        ("prefill.after_chunk,chunk=1", 2),
+    ],
+)
+def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str, routers: int) -> None:
     role = place.partition(".")[0]
-    counts = {"prefill": 2, "decode": 2, role: 4}
+    counts = {"prefill": 2, "decode": 2, "routers": routers, role: 4}
     with scene(tmp_path, [f"{place},request=poison:kill"], losses=True, **counts) as it:  # type: ignore[arg-type]  # counts
         it.may_fail.add("poison")
         with asking(it, "innocent", CLIENTS) as done:
@@ -41,5 +49,6 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
         dead = wait_until(lambda: len(it.ended()) >= 2 and it.ended(), "workers have ended", seconds=3)
         assert len(dead) == 2, dead
         it.settle(10, but=dead)
-        (line,) = [line for line in it.log("router-0") if line["message"] == "request suspected of ending workers"]
+        lines = [line for router in it.routers for line in it.log(router)]
+        (line,) = [line for line in lines if line["message"] == "request suspected of ending workers"]
         assert line["prompt_tokens"] == done[0].usage.prompt_tokens

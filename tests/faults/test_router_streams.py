@@ -53,7 +53,7 @@ async def router_process(folder: Path, worker: FakeWorker, **options: object) ->
     await supervisor.start()
     await worker.start()
     config = folder / "router.json"
-    settings = {"model": str(model_folder(folder / "model")), "grpc_port": 0, **options}
+    settings = {"model": str(model_folder(folder / "model")), "grpc_port": 0, "http_port": None, **options}
     config.write_text(json.dumps(settings | {"supervisor": f"127.0.0.1:{supervisor.port}"}))
     command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
     with (folder / "router.log").open("wb") as log:

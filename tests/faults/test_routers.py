@@ -115,7 +115,10 @@ def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_ki
     members = hash_members(engine=ENGINE, transfer=TRANSFER, drain_seconds=2.0)
     ports = [free_port(), free_port()]
     for index, port in enumerate(ports):
-        members[f"router-{index}"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": port}}
+        members[f"router-{index}"] = {
+            "module": "kvrelay.router",
+            "options": {"model": "pico", "grpc_port": port, "http_port": None},
+        }
     target = ",".join(f"127.0.0.1:{port}" for port in ports)
     with supervised(tmp_path, members, drain_seconds=2.0) as cluster, Client(target) as client:
         all_ready(cluster)

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, custom_resources, environment
 
-from kvrelay.v1 import inference_pb2
-
 HEADER = {"apiVersion", "kind", "metadata"}
 # Fields of KubeRay's ray.io/v1 types: the API server silently drops unknown fields.
 CLUSTER_FIELDS = {
@@ -108,18 +106,16 @@ def test_the_service_reaches_the_router_and_nothing_else(rendered, tmp_path):
     config = rendered.config(tmp_path)
     service = rendered.named("Service", rendered.name)["spec"]
     assert rendered.selected(service["selector"]) == {"router"}
-    (port,) = service["ports"]
-    ports = container(rendered.templates["router"], "ray-worker")["ports"]
-    (target,) = [item for item in ports if item["name"] == port["targetPort"]]
-    assert port["port"] == target["containerPort"] == config.router.grpc_port
+    targets = {item["name"]: item for item in container(rendered.templates["router"], "ray-worker")["ports"]}
+    for port, known in zip(service["ports"], (config.router.grpc_port, config.router.http_port), strict=True):
+        assert port["port"] == targets[port["targetPort"]]["containerPort"] == known
     assert "publishNotReadyAddresses" not in service
 
 
 def test_ready_means_that_the_routers_health_service_says_so(rendered, tmp_path):
     config = rendered.config(tmp_path)
     probe = container(rendered.templates["router"], "ray-worker")["readinessProbe"]
-    service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-    assert probe["grpc"] == {"port": config.router.grpc_port, "service": service}
+    assert probe["httpGet"] == {"path": "/ready", "port": config.router.http_port, "scheme": "HTTP"}
     assert config.router.host != "127.0.0.1"
 
 
@@ -226,7 +222,9 @@ def test_policies_let_the_pods_talk_and_clients_call(rendered, tmp_path):
     assert rendered.selected(first["from"][0]["podSelector"]["matchLabels"]) == set(rendered.templates)
     grpc = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")["spec"]
     assert rendered.selected(grpc["podSelector"]["matchLabels"]) == {"router"}
-    assert grpc["ingress"][0]["ports"] == [{"port": rendered.config(tmp_path).router.grpc_port, "protocol": "TCP"}]
+    router = rendered.config(tmp_path).router
+    ports = [{"port": port, "protocol": "TCP"} for port in (router.grpc_port, router.http_port)]
+    assert grpc["ingress"][0]["ports"] == ports
     for policy in rendered.all("NetworkPolicy"):
         assert policy["spec"]["policyTypes"] == ["Ingress"]
 

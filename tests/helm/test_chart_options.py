@@ -74,16 +74,17 @@ def test_host_network_is_for_those_who_hand_over(render):
 
 
 @pytest.mark.parametrize("port", [1024, 50052, 65535])
-def test_one_port_for_the_routers_their_probe_their_service_and_their_policy(render, tmp_path, port):
-    rendered = render(router={"grpcPort": port, "replicas": 3})
+def test_two_ports_for_the_routers_their_probe_their_service_and_their_policy(render, tmp_path, port):
+    rendered = render(router={"grpcPort": port, "httpPort": port - 1, "replicas": 3})
     config = rendered.config(tmp_path)
     assert [router.grpc_port for router in config.router_configs()] == [port] * 3
     group = rendered.groups["router"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
-    assert worker(rendered, "router")["readinessProbe"]["grpc"]["port"] == port
-    assert rendered.one("Service")["spec"]["ports"][0]["port"] == port
+    assert [router.http_port for router in config.router_configs()] == [port - 1] * 3
+    assert worker(rendered, "router")["readinessProbe"]["httpGet"]["port"] == port - 1
+    assert [each["port"] for each in rendered.one("Service")["spec"]["ports"]] == [port, port - 1]
     policy = rendered.named("NetworkPolicy", f"{rendered.name}-grpc")
-    assert policy["spec"]["ingress"][0]["ports"][0]["port"] == port
+    assert [each["port"] for each in policy["spec"]["ingress"][0]["ports"]] == [port, port - 1]
 
 
 @pytest.mark.parametrize("cpus", [{"500m": 1, "1500m": 1, "2": 2}, {"2.9": 2, 4: 4, "16000m": 16}, {0.5: 1}])

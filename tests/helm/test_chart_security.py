@@ -73,5 +73,5 @@ def test_only_the_router_has_the_public_certificate_and_the_api_keys(secured, tm
     assert router.tls_key == "/etc/kvrelay-secrets/public/tls.key"
     assert router.api_keys == "/etc/kvrelay-secrets/api-keys/api_keys"
     probe = container(secured.templates["router"], "ray-worker")["readinessProbe"]
-    assert probe["tcpSocket"]["port"] == router.grpc_port, "the kubelet speaks no TLS"
+    assert probe["httpGet"] == {"path": "/ready", "port": router.http_port, "scheme": "HTTPS"}
     assert "appProtocol" not in secured.named("Service", secured.name)["spec"]["ports"][0]

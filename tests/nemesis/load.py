@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient, KvrelayError
+from support.faults import sampling_options
 
 TOKENS = 250
 """Prompts have ids below it: none is the poison."""
@@ -75,7 +76,6 @@ def draw(name: str) -> Stream:
 async def ask(client: AsyncClient, stream: Stream) -> None:
     """Runs the request to its end."""
     pause = stream.pause
-    sampling = {"temperature": 0.0} if stream.seed is None else {"temperature": 1.0, "seed": stream.seed}
     try:
         async for chunk in client.generate(
             stream.prompt,
@@ -83,7 +83,7 @@ async def ask(client: AsyncClient, stream: Stream) -> None:
             ignore_eos=True,
             request_id=stream.name,
             timeout=REQUEST_SECONDS,
-            **sampling,  # type: ignore[arg-type]  # floats and an integer by name
+            **sampling_options(stream.seed),
         ):
             stream.tokens += chunk.token_ids
             stream.times += [time.monotonic()] * len(chunk.token_ids)

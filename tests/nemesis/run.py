@@ -79,7 +79,10 @@ def members(ports: Sequence[int]) -> dict[str, dict[str, Any]]:
         for index in range(2)
     }
     for index, port in enumerate(ports):
-        found[f"router-{index}"] = {"module": "nemesis.member", "options": {"model": "pico", "grpc_port": port}}
+        found[f"router-{index}"] = {
+            "module": "nemesis.member",
+            "options": {"model": "pico", "grpc_port": port, "http_port": None},
+        }
     return found
 
 

@@ -76,6 +76,8 @@ class RayCluster:
             "up",
             "--grpc-port",
             "0",
+            "--http-port",
+            "0",
             "--address",
             f"127.0.0.1:{self.port}",
             "--detach",

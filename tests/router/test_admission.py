@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.internal.v1.worker_pb2 import Submit
-from kvrelay.router.admission import CHARGE, PEER_SHARE, Admission
+from kvrelay.router.admission import CHARGE, PEER_SHARE, TOKEN_BYTES, Admission
 from kvrelay.router.errors import Exhausted
 from kvrelay.router.prompt import Prompt
 from kvrelay.router.wire import MAX_FIELDS, SMALL_BYTES, BadOutline, check_outline
@@ -34,8 +34,9 @@ def test_calls_and_bytes_stay_within_their_bounds_and_come_back(steps: list[tupl
         )
         if fits:
             ticket = call.__enter__()
-            now = min(charge, later)
-            ticket.set(now)
+            prompt = min(TOKEN_BYTES * size, later)
+            ticket.hold(prompt)
+            now = size + prompt
             held[peer] += now
             open_.append((call, peer, now))
         else:
@@ -51,6 +52,16 @@ def test_calls_and_bytes_stay_within_their_bounds_and_come_back(steps: list[tupl
         call.__exit__(None, None, None)
     assert admission.calls == admission.nbytes == 0
     assert not admission._by_peer
+
+
+def test_the_completions_of_one_call_count_as_calls() -> None:
+    admission = Admission(MAX_CALLS, MAX_BYTES)
+    with admission.admit("a", 1) as ticket:
+        with pytest.raises(Exhausted, match="max_requests"), ticket.more_calls(MAX_CALLS):
+            pass
+        with ticket.more_calls(MAX_CALLS - 1), pytest.raises(Exhausted, match="max_requests"):
+            admission.admit("b", 1).__enter__()
+    assert admission.calls == admission.nbytes == 0
 
 
 def refused(request: GenerateRequest, numbers: int) -> bool:

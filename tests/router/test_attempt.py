@@ -12,7 +12,7 @@ from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import OnDoubt, OnEvent, OnLost, WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, TokenLogprobs
 from support.access import credentials
 from support.router_fakes import length_if
 
@@ -29,15 +29,20 @@ class ScriptedStream(WorkerStream):
         super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
-    def submit(self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt) -> None:
+    def submit(
+        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
+    ) -> None:
         self.on_event, self.on_lost = on_event, on_lost
 
     def cancel(self, key: tuple[str, int]) -> None:
         self.cancelled.append(key)
 
 
-def attempt_of(total: int, generated: int) -> tuple[Attempt, ScriptedStream, ScriptedStream]:
-    request = CheckedRequest("r", "r/1", PROMPT, Sampling(max_tokens=total), (), "")
+def attempt_of(
+    total: int, generated: int, logprobs: int | None = None
+) -> tuple[Attempt, ScriptedStream, ScriptedStream]:
+    sampling = Sampling(max_tokens=total, logprobs=logprobs, prompt_logprobs=logprobs)
+    request = CheckedRequest("r", "r/1", PROMPT, sampling, (), "")
     prefill, decode = ScriptedStream("prefill-0"), ScriptedStream("decode-0")
     attempt = Attempt(request, RequestTrace(0.0, attempts=2), tuple(range(100, 100 + generated)), prefill, decode)
     attempt.submit(1.0, 1.0)
@@ -69,23 +74,33 @@ def test_every_index_comes_once_and_in_order(
     total, generated, events = case
 
     async def test() -> None:
-        attempt, prefill, decode = attempt_of(total, generated)
+        attempt, prefill, decode = attempt_of(total, generated, logprobs=0)
         taken: list[int] = []
+        scores: list[TokenLogprobs] = []
+        prompt_scores: list[TokenLogprobs] = []
         finish = FINISH_REASON_UNSPECIFIED
+        if not generated:
+            for place in range(1, len(PROMPT)):
+                scored = [TokenLogprobs(rank=place)]
+                prefill.on_event(RequestEvent(prompt_logprobs=scored, prompt_logprobs_first=place))
         for worker, first, end in events:
             last = worker == "decode" and end == total
             event = RequestEvent(
                 first_index=first,
                 token_ids=[100 + index for index in range(first, end)],
+                logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end)],
                 finish_reason=length_if(last),
             )
             (prefill if worker == "prefill" else decode).on_event(event)
             if data.draw(st.booleans()):
-                tokens, finish = attempt.take()
-                taken += tokens
+                tokens, finish, logprobs, prompt_logprobs = attempt.take()
+                taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
                 assert not finish or len(taken) == total - generated
-        tokens, ended = attempt.take()
-        taken += tokens
+        tokens, ended, logprobs, prompt_logprobs = attempt.take()
+        taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
+        assert [score.rank for score in scores] == [1 + index for index in range(generated, total)]
+        # A client that has tokens has the prompt's log-probabilities.
+        assert [score.rank for score in prompt_scores] == ([] if generated else list(range(1, len(PROMPT))))
         assert taken == [100 + index for index in range(generated, total)]
         assert FINISH_REASON_LENGTH in (finish, ended)
         assert attempt.failure is None

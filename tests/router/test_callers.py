@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
-from kvrelay.router.callers import ApiKeys
+from kvrelay.router.callers import ApiKeys, Grant
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
@@ -23,9 +23,13 @@ def token_at(index: int) -> int:
     return 10 + index
 
 
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def key_file(folder: Path, **keys: Sequence[str]) -> Path:
     """A file of API keys, by tenant."""
-    lines = [f"{tenant}  {hashlib.sha256(key.encode()).hexdigest()}" for tenant, own in keys.items() for key in own]
+    lines = [f"{tenant}  {digest(key)}" for tenant, own in keys.items() for key in own]
     path = folder / "api_keys"
     path.write_text("# tenant, SHA-256 of the key\n\n" + "\n".join(lines) + "\n")
     return path
@@ -165,13 +169,13 @@ def test_one_tenant_can_not_take_the_memory_of_another(tmp_path: Path) -> None:
 def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
     path = key_file(tmp_path, a=("first",))
     keys = ApiKeys(path)
-    assert (keys.tenant("first"), keys.tenant("second")) == ("a", None)
+    assert (keys.grant("first"), keys.grant("second")) == (Grant("a", digest("first")), None)
     key_file(tmp_path, b=("second", "third"))
-    assert (keys.tenant("first"), keys.tenant("second")) == (None, "b")
+    assert (keys.grant("first"), keys.grant("second")) == (None, Grant("b", digest("second")))
     path.write_text("nonsense\n")
-    assert keys.tenant("second") == "b", "the last ones stay in use"
+    assert keys.grant("second") == Grant("b", digest("second")), "the last ones stay in use"
     path.unlink()
-    assert keys.tenant("third") == "b"
+    assert keys.grant("third") == Grant("b", digest("third"))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +186,10 @@ def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
         ("a secret-in-plain-text\n", "line 1; allowed: a tenant"),
         (f"{'t' * 129} {'0' * 64}\n", "line 1"),
         (f"a {'0' * 64}\nb {'0' * 63}\n", "line 2"),
+        (f"a {'0' * 64} secret\n", "line 1; allowed"),
+        (f"a {'0' * 64} size=1\n", "line 1: option size; allowed: classes, weight, requests_per_minute"),
+        (f"a {'0' * 64} weight=0\n", "weight is '0'; allowed: a number above 0, up to 1000"),
+        (f"a {'0' * 64} concurrent=1.5\n", "concurrent is '1.5'; allowed: a number above 0"),
     ],
 )
 def test_a_mistake_in_the_keys_is_named_without_what_it_says(tmp_path: Path, text: str, said: str) -> None:

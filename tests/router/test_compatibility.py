@@ -14,7 +14,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
     Member,
 )
-from kvrelay.router.placement import Demand, LeastLoaded, NoPlace, Placement, WorkerRole, WorkerView, complete
+from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement, WorkerRole, WorkerView, complete
+from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.identity import WorkerId
 
@@ -53,6 +54,9 @@ def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[Work
         if prefill.compatibility == decode.compatibility
     ]
 
+    # A decode worker computes prompts itself if nobody else can.
+    options = options or [(decode, decode) for decode in of["decode"]]
+
     def bad(option: tuple[WorkerView, WorkerView]) -> bool:
         return option[0].avoided or option[1].avoided or option[1].id in option[0].bad_peers
 
@@ -60,7 +64,7 @@ def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[Work
         return not on_trial or not (option[0].trials or option[1].trials)
 
     good = [option for option in options if not bad(option)]
-    placed = LeastLoaded().place(Demand(5, 5, on_trial=on_trial), workers)
+    placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5, on_trial=on_trial), workers)
     assert complete(workers) == bool(options)
     if isinstance(placed, Placement):
         assert placed.decode is not None
@@ -83,7 +87,7 @@ def test_the_group_with_the_most_pairs_is_preferred() -> None:
         WorkerView(WorkerId(f"w{at}", "i"), role, True, compatibility=digest)
         for at, (role, digest) in enumerate(old + new)
     ]  # type: ignore[arg-type]  # a role
-    placed = LeastLoaded().place(Demand(5, 5), workers)
+    placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5), workers)
     assert isinstance(placed, Placement)
     assert {worker.name for worker in placed.workers} <= {"w4", "w5", "w6", "w7"}
 

@@ -5,18 +5,24 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RouterHello, Sampling, Submit
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.router.placement import (
+    TRANSFER_SHARE,
+    WORK_WEIGHT,
     DecodeCapacity,
     Demand,
-    LeastLoaded,
+    LeastWork,
     NoPlace,
     Placement,
     WorkerRole,
     WorkerView,
     complete,
 )
+from kvrelay.router.prefixes import PrefixIndex
+from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
+from support.access import credentials
 
 ROLES: list[WorkerRole] = ["prefill", "decode", "colocated"]
 
@@ -30,6 +36,7 @@ def views(draw: st.DrawFn) -> list[WorkerView]:
             ready=draw(st.booleans()),
             outstanding_tokens=draw(st.integers(0, 5)),
             pending_tokens=draw(st.integers(0, 5)),
+            running=draw(st.integers(0, 1)),
         )
         for index in range(draw(st.integers(0, 8)))
     ]
@@ -40,7 +47,7 @@ def cases(draw: st.DrawFn) -> tuple[list[WorkerView], Demand]:
     workers = draw(views())
     keys = [worker.id for worker in workers]
     avoid = frozenset(draw(st.lists(st.sampled_from(keys)))) if keys else frozenset()
-    return workers, Demand(draw(st.integers(1, 9)), draw(st.integers(0, 9)), avoid)
+    return workers, Demand(draw(st.integers(1, 99)), draw(st.integers(0, 9)), avoid)
 
 
 @settings(max_examples=500, deadline=None)
@@ -50,7 +57,7 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
 ) -> None:
     workers, demand = case
     by_key = {worker.id: worker for worker in workers}
-    placement = LeastLoaded().place(demand, workers)
+    placement = LeastWork(PrefixIndex(0)).place(demand, workers)
     ready = [worker for worker in workers if worker.ready]
     of = {role: [worker for worker in ready if worker.role == role] for role in ROLES}
     options = [[worker] for worker in of["colocated"]]
@@ -58,6 +65,8 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
         options += [[first, second] for first in of["prefill"] for second in of["decode"]]
     else:
         options += [[worker] for worker in of["prefill"]]
+    if not options and not of["prefill"]:
+        options = [[worker] for worker in of["decode"]]
     if isinstance(placement, NoPlace):
         assert placement is NoPlace.NO_WORKERS
         assert not options
@@ -67,7 +76,9 @@ def test_only_ready_workers_of_the_right_role_and_the_least_loaded_of_them(
     assert placement.decode is not None or not demand.decode_tokens
 
     def cost(option: list[WorkerView]) -> tuple[int, int]:
-        return sum(worker.id in demand.avoid for worker in option), sum(worker.load for worker in option)
+        sent = demand.prompt_tokens // TRANSFER_SHARE if len(option) == 2 else 0
+        avoided = sum(worker.id in demand.avoid for worker in option)
+        return avoided, sum(worker.load for worker in option) + WORK_WEIGHT * sent
 
     assert cost(chosen) == min(map(cost, options))
     assert complete(workers) or not demand.decode_tokens
@@ -81,11 +92,12 @@ def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated:
         for role, count in zip(ROLES, (prefills, decodes, colocated), strict=True)
         for index in range(count)
     ]
-    policy = LeastLoaded()
+    policy = LeastWork(PrefixIndex(0))
     taken: Counter[str] = Counter()
     for _ in range(rounds * prefills * decodes * (colocated + 1) * 2):
         placement = policy.place(Demand(10, 5), workers)
         assert isinstance(placement, Placement)
+        policy.take(placement, ())
         taken.update(key.name for key in placement.workers)
     for role in ROLES:
         counts = [taken[worker.id.name] for worker in workers if worker.role == role]
@@ -93,10 +105,12 @@ def test_equal_workers_are_taken_in_turn(prefills: int, decodes: int, colocated:
 
 
 def test_the_turn_of_a_worker_is_forgotten_with_it() -> None:
-    policy = LeastLoaded()
+    policy = LeastWork(PrefixIndex(0))
     for life in range(50):
         worker = WorkerView(WorkerId("colocated-0", str(life)), "colocated", ready=True)
-        assert isinstance(policy.place(Demand(1, 1), [worker]), Placement)
+        placement = policy.place(Demand(1, 1), [worker])
+        assert isinstance(placement, Placement)
+        policy.take(placement, ())
     assert len(policy._last_turn) == 1
 
 
@@ -133,7 +147,7 @@ def test_a_prompt_goes_only_where_it_fits_or_where_prefill_can_keep_it(
             idle or (wanted <= capacity.free and capacity.promised_requests < capacity.free_slots) or 4 * wanted <= kept
         )
 
-    placed = LeastLoaded(share).place(Demand(tokens, 1), [prefill, *decodes])
+    placed = LeastWork(PrefixIndex(0), share).place(Demand(tokens, 1), [prefill, *decodes])
     if isinstance(placed, NoPlace):
         assert placed is NoPlace.NO_CAPACITY
         assert not any(may(capacity) for capacity in capacities)
@@ -148,9 +162,29 @@ def test_a_single_token_needs_no_capacity_on_decode() -> None:
         WorkerView(WorkerId("p", "i"), "prefill", ready=True, kv_tokens=32),
         WorkerView(WorkerId("d", "i"), "decode", ready=True, capacity=full),
     ]
-    assert isinstance(LeastLoaded().place(Demand(5, 0), workers), Placement)
-    assert LeastLoaded().place(Demand(5, 1), workers) is NoPlace.NO_CAPACITY
-    assert LeastLoaded().place(Demand(5, 1), workers[1:]) is NoPlace.NO_WORKERS
+    assert isinstance(LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers), Placement)
+    assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers) is NoPlace.NO_CAPACITY
+    assert LeastWork(PrefixIndex(0)).place(Demand(5, 1), workers[:1]) is NoPlace.NO_WORKERS
+    assert LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers[1:]) is NoPlace.NO_CAPACITY, "decode computes it"
+
+
+def test_load_is_what_runs_and_what_is_to_compute_not_what_may_be_generated() -> None:
+    def load(*submits: Submit) -> int:
+        stream = WorkerStream(WorkerId("w", "i"), "", credentials("router"), RouterHello(), lambda: None)
+        for submit in submits:
+            stream.submit(submit, lambda event: None, lambda: None, lambda: None, cached_tokens=30)
+        view = WorkerView(
+            stream.worker, "decode", True, stream.outstanding_tokens, stream.pending_tokens, stream.running
+        )
+        return view.load
+
+    def decode(number: int, max_tokens: int) -> Submit:
+        sampling = Sampling(max_tokens=max_tokens)
+        return Submit(request_id=str(number), phase=PHASE_DECODE, token_ids=[1] * 50, sampling=sampling)
+
+    assert load(decode(1, 10)) == load(decode(1, 100_000)) < load(decode(1, 2), decode(2, 2))
+    prefill = Submit(request_id="p", phase=PHASE_PREFILL, token_ids=[1] * 50)
+    assert load(prefill) == load(decode(1, 1)) + 20, "of the prompt, what is not in the worker's cache"
 
 
 @settings(max_examples=200, deadline=None)

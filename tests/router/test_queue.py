@@ -1,4 +1,4 @@
-"""Requests that wait in the router for decode capacity: in order, bounded, and gone at once when they are cancelled."""
+"""Requests that wait in the router: each tenant gets its share, none starves or outlives its client."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.router.placement import Demand, NoPlace, Placement
-from kvrelay.router.queue import PlacementQueue, QueueFull
+from kvrelay.router.queue import NO_CLAIM, OVERTAKEN, Claim, PlacementQueue, QueueFull
 from kvrelay.rpc.identity import WorkerId
 
 PLACE = Placement(WorkerId("p", "i"), WorkerId("d", "i"))
@@ -42,7 +42,9 @@ class Line:
         self.queue = PlacementQueue(self.budget.decide, max_waiting)
         self.placed: list[str] = []
 
-    def ask(self, name: str, tokens: int, seconds: float = SOON, first: bool = False) -> "asyncio.Task[str | NoPlace]":
+    def ask(
+        self, name: str, tokens: int, seconds: float = SOON, first: bool = False, claim: Claim = NO_CLAIM
+    ) -> "asyncio.Task[str | NoPlace]":
         def start(placement: Placement) -> str:
             self.budget.free -= tokens
             assert self.budget.free >= 0, "the same capacity was given twice"
@@ -50,32 +52,151 @@ class Line:
             return name
 
         until = time.monotonic() + seconds
-        return asyncio.create_task(self.queue.place(Demand(tokens, 1), until, start, first=first))
+        return asyncio.create_task(self.queue.place(Demand(tokens, 1), until, start, claim, first=first))
 
     def free(self, tokens: int) -> None:
         self.budget.free += tokens
-        self.queue.wake_first()
+        self.queue.wake()
 
 
-async def settle() -> None:
-    for _ in range(10):
+async def settle(turns: int = 10) -> None:
+    for _ in range(turns):
         await asyncio.sleep(0)
 
 
-def test_first_come_first_served_without_overtaking() -> None:
+def test_equal_requests_are_served_in_the_order_in_which_they_came() -> None:
+    async def test() -> None:
+        line = Line(free=3)
+        names = [str(number) for number in range(9)]
+        tasks = [line.ask(name, 3) for name in names]
+        for placed in range(1, len(names)):
+            await settle()
+            assert line.placed == names[:placed]
+            line.free(3)
+        await asyncio.gather(*tasks)
+        assert line.placed == names
+
+    run(test)
+
+
+def test_a_large_request_is_passed_by_small_ones_for_a_while_only() -> None:
+    """They use what it has no use for; then what becomes free is kept for it, and it isn't starved."""
+
     async def test() -> None:
         line = Line(free=10)
-        tasks = [line.ask("a", 8), line.ask("big", 9), line.ask("small", 1), line.ask("b", 2)]
+        large = line.ask("large", 12)
         await settle()
-        assert line.placed == ["a"]
-        assert len(line.queue) == 3, "a small request that would fit stays behind the big one"
-        line.free(8)
-        await settle()
-        assert line.placed == ["a", "big", "small"]
-        line.free(8)
+        tasks = [line.ask(f"small {number}", 2) for number in range(100)]
+        for _ in range(200):
+            await settle()
+            if large.done():
+                break
+            line.free(2)
+        assert large.done()
+        assert OVERTAKEN * 12 <= 2 * line.placed.index("large") <= OVERTAKEN * 12 + 2
+        line.free(1000)
         await asyncio.gather(*tasks)
-        assert line.placed == ["a", "big", "small", "b"]
-        assert len(line.queue) == 0
+
+    run(test)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.integers(0, 2**32 - 1))
+def test_tenants_get_their_shares_however_much_each_asks_for(weights: list[int], seed: int) -> None:
+    async def test() -> None:
+        rng = random.Random(seed)
+        line = Line(free=0, max_waiting=10**6)
+        got = dict.fromkeys(range(len(weights)), 0)
+        tasks = []
+        most = 0
+        for tenant, weight in enumerate(weights):
+            size = rng.choice([1, 3, 8])
+            most = max(most, size)
+            for number in range(240 // size):
+                claim = Claim(str(tenant), weight)
+                tasks.append(line.ask(f"{tenant} {size} {number}", size, claim=claim))
+        await settle()
+        line.free(240)
+        await settle(500)
+        for name in line.placed:
+            tenant, size, _ = map(int, name.split())
+            got[tenant] += size
+        for tenant, weight in enumerate(weights):
+            due = 240 * weight / sum(weights)
+            assert abs(got[tenant] - due) <= most * (1 + weight), (got, weights)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+
+
+def test_what_a_tenant_has_not_used_is_not_saved_up_and_what_it_generates_counts() -> None:
+    async def test() -> None:
+        line = Line(free=0)
+        a, b = Claim("a"), Claim("b")
+        first = line.ask("a", 100, claim=a)
+        line.free(100)
+        await first
+        line.free(0)
+        tasks = [line.ask(f"{claim.tenant}{number}", 10, claim=claim) for number in range(4) for claim in (a, b)]
+        await settle()
+        line.free(40)
+        await settle()
+        assert line.placed == ["a", "b0", "b1", "b2", "b3"], "after 100 tokens of a, it is b's turn"
+        line.queue.used(b, 1000)
+        line.free(1000)
+        await asyncio.gather(*tasks)
+        line.budget.free = 0
+        again = [line.ask(f"{claim.tenant} again", 10, claim=claim) for claim in (b, a)]
+        await settle()
+        line.free(10)
+        await settle()
+        assert line.placed[-1] == "a again", "b has generated a thousand tokens"
+        line.free(10)
+        await asyncio.gather(*again)
+
+    run(test)
+
+
+def test_classes_share_what_their_tenant_gets_and_priority_decides_within_a_class() -> None:
+    async def test() -> None:
+        line = Line(free=0)
+        chat, batch = Claim("a", 1, "chat", 3), Claim("a", 1, "batch", 1)
+        tasks = [line.ask(f"{claim.service_class}", 10, claim=claim) for claim in (batch, chat) for _ in range(8)]
+        await settle()
+        for _ in range(8):
+            line.free(10)
+            await settle()
+        assert abs(line.placed.count("chat") - 6) <= 1
+        line.free(1000)
+        await asyncio.gather(*tasks)
+        line.budget.free = 0
+        tasks = [line.ask(f"at {priority}", 1, claim=Claim(priority=priority)) for priority in (0, 5, -3, 0)]
+        await settle()
+        line.free(4)
+        await asyncio.gather(*tasks)
+        assert line.placed[-4:] == ["at -3", "at 0", "at 0", "at 5"]
+
+    run(test)
+
+
+def test_a_full_queue_refuses_the_tenant_with_most_requests() -> None:
+    async def test() -> None:
+        line = Line(free=0, max_waiting=4)
+        many = [line.ask(f"a{number}", 1, claim=Claim("a")) for number in range(4)]
+        await settle()
+        with pytest.raises(QueueFull):
+            await line.ask("a4", 1, claim=Claim("a"))
+        few = [line.ask(f"b{number}", 1, claim=Claim("b")) for number in range(2)]
+        await settle()
+        assert [task.done() for task in many] == [False, False, True, True], "the latest gave way"
+        with pytest.raises(QueueFull):
+            await line.ask("b2", 1, claim=Claim("b"))
+        line.free(10)
+        outcomes = await asyncio.gather(*many, *few, return_exceptions=True)
+        assert sum(isinstance(outcome, QueueFull) for outcome in outcomes) == 2
+        assert sorted(line.placed) == ["a0", "a1", "b0", "b1"]
 
     run(test)
 
@@ -115,17 +236,19 @@ def test_timeout_cancel_and_lost_workers_end_a_wait_and_wake_the_next() -> None:
         started = time.monotonic()
         assert await line.ask("late", 1, seconds=0.05) is NoPlace.NO_CAPACITY
         assert time.monotonic() - started < 2
-        big, small = line.ask("big", 5), line.ask("small", 1)
+        passed = [line.ask("big", 5), *(line.ask("small", 1) for _ in range(5 * OVERTAKEN))]
+        small = line.ask("another", 1)
         await settle()
-        line.free(1)
-        await settle()
-        assert not small.done()
-        big.cancel()
-        assert await small == "small"
+        for _ in range(5 * OVERTAKEN + 1):
+            line.free(1)
+            await settle()
+        assert not small.done(), "nobody passes it any more"
+        passed[0].cancel()
+        assert await small == "another"
         waiting = [line.ask("a", 1), line.ask("b", 1)]
         await settle()
         line.budget.workers = False
-        line.queue.wake_first()
+        line.queue.wake()
         assert await asyncio.gather(*waiting) == [NoPlace.NO_WORKERS] * 2
         assert len(line.queue) == 0
 
@@ -157,7 +280,6 @@ def test_no_order_of_events_gives_capacity_twice_or_leaves_a_request_behind(seed
                 await asyncio.sleep(0)
         line.free(1000)
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert line.placed == [name for name in order if name in line.placed]
         assert set(order) - cancelled <= set(line.placed)
         assert len(line.queue) == 0
 

@@ -27,6 +27,7 @@ TOTAL = 10
 REQUESTS = 30
 """More than the retry budget allows to fail at once."""
 POISON = 7
+SECRET = "the text of a client"
 """First token of the prompt that ends workers."""
 
 
@@ -263,7 +264,7 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
             innocents = [asyncio.create_task(ask(client)) for _ in range(12)]
             await cluster.job("colocated-3", 2)
             with pytest.raises(InternalError, match="suspected of ending workers"):
-                await ask(client, POISON)
+                await ask(client, POISON, choice=[SECRET, "other"], logit_bias={77: 1.5}, top_k=12)
             done = await asyncio.gather(*innocents)
             assert any(completion.timeline.retries for completion in done)
             later = await asyncio.gather(*(ask(client) for _ in range(4)))
@@ -277,6 +278,8 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
     (line,) = [record for record in caplog.records if record.message == "request suspected of ending workers"]
     assert line.prompt_tokens == 2  # type: ignore[attr-defined]  # an extra field
     assert line.sampling["max_tokens"] == TOTAL  # type: ignore[attr-defined]  # an extra field
+    assert line.sampling["top_k"] == 12  # type: ignore[attr-defined]  # an extra field
+    assert not any(SECRET in str(record.__dict__) for record in caplog.records)
 
 
 def test_workers_of_another_digest_are_never_paired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

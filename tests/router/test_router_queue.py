@@ -1,6 +1,7 @@
 """A router whose decode worker is full: requests wait in the router, in order, and no prefill starts for them."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import pytest
 from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Promised, Requests
-from support.router_fakes import FakeCluster, fake_cluster, pair, run, until
+from support.router_fakes import FakeCluster, fake_cluster, pair, run, silent, until
 
 TOTAL = 4
 BLOCKS = 100
@@ -90,6 +91,44 @@ def test_a_request_without_capacity_waits_before_its_prefill(tmp_path: Path) -> 
     run(test)
 
 
+def test_prompts_wait_while_the_prefill_worker_has_enough_to_do_and_tenants_take_turns(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(f"{name} {hashlib.sha256(name.encode()).hexdigest()}" for name in "ab"))
+
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path / "m", *pair(token_at), prefill_ahead_tokens=100, api_keys=str(keys)) as cluster,
+            AsyncClient(cluster.router.address, api_key="a", timeout=10) as a,
+            AsyncClient(cluster.router.address, api_key="b", timeout=10) as b,
+        ):
+            prefill = cluster.workers["prefill-0"]
+
+            def pending() -> int:
+                return sum(view.pending_tokens for view in cluster.router.registry.view())
+
+            async def busy(tokens: int) -> None:
+                prefill.report_load(Load(pending_tokens=tokens))
+                await until(lambda: pending() == tokens, "the router has the load")
+
+            await busy(100)
+            prefill.script = silent
+            tasks = []
+            for client, count in ((a, 10), (b, 2)):
+                tasks += [ask(client) for _ in range(count)]
+                expected = len(tasks)
+                await until(lambda expected=expected: waiting(cluster) == expected, "all wait")
+            # With 25 tokens to compute, four prompts of 20 tokens find fewer than 100 before them.
+            await busy(25)
+            await cluster.job("prefill-0", 3)
+            assert waiting(cluster) == 8
+            assert sorted(job.submit.tenant for job in prefill.jobs) == ["a", "a", "b", "b"]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test)
+
+
 def test_slots_count_as_blocks_do(tmp_path: Path) -> None:
     async def test() -> None:
         async with full_cluster(tmp_path) as (cluster, client):
@@ -123,7 +162,7 @@ def test_the_clients_deadline_and_the_routers_limit_hold_in_the_queue(tmp_path: 
         async with full_cluster(tmp_path, first_token_timeout_seconds=0.5) as (cluster, client):
             with pytest.raises(DeadlineExceeded):
                 await ask(client, timeout=0.2)
-            with pytest.raises(DeadlineExceeded, match="waited for capacity on a decode worker"):
+            with pytest.raises(DeadlineExceeded, match="waited for workers with capacity"):
                 await ask(client)
             await until(lambda: waiting(cluster) == 0, "nobody waits")
 

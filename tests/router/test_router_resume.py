@@ -13,6 +13,7 @@ import pytest
 from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.router.errors import GIVEN_UP_KEY
 from kvrelay.router.placement import NoPlace
+from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import check
 from kvrelay.v1.inference_pb2 import (
@@ -172,7 +173,7 @@ def test_a_key_is_of_no_use_to_another_tenant(tmp_path: Path) -> None:
         model = FakeWorker("", "colocated", silent).model
         keys = []
         for tenant, call in (("mine", 1), ("mine", 2), ("another's", 3)):
-            checked = await check(request(call), tenant, model, tokenizer)
+            checked = await check(request(call), tenant, model, tokenizer, SamplingDefaults())
             assert checked.client_call is not None
             assert checked.client_call.call == call
             keys.append(checked.client_call.key)
@@ -191,10 +192,10 @@ def test_a_stream_that_goes_on_waits_before_new_requests_and_is_not_refused(tmp_
             router._queue._decide = lambda demand: NoPlace.NO_CAPACITY
             waiting = asyncio.create_task(read(one(request(2, IDS[:5]))))
             await until(lambda: router.waiting == 1, "it waits")
-            with pytest.raises(grpc.aio.AioRpcError, match="wait for capacity"):
+            with pytest.raises(grpc.aio.AioRpcError, match="wait for workers with capacity"):
                 await read(one(request(key=b"of a new request")))
             router._queue._decide = decide
-            router._queue.wake_first()
+            router._queue.wake()
             assert tokens_of(await waiting) == IDS[5:]
             assert [record.ttft_seconds for record in cluster.records if record.resumed] == [None]
 

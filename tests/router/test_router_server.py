@@ -9,9 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 from kvrelay.client import AsyncClient, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_STARTING, ROLE_ROUTER
@@ -82,16 +83,35 @@ def test_the_supervisor_gets_the_routers_heartbeats(tmp_path: Path) -> None:
     run(test)
 
 
-def test_reflection_describes_the_service(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_every_service(tmp_path: Path, version: str) -> None:
+    reflection = f"grpc.reflection.{version}.ServerReflection"
+
+    async def ask(channel: grpc.aio.Channel, **request: str) -> ServerReflectionResponse:
+        method = channel.stream_stream(
+            f"/{reflection}/ServerReflectionInfo",
+            request_serializer=ServerReflectionRequest.SerializeToString,
+            response_deserializer=ServerReflectionResponse.FromString,
+        )
+        (answer,) = [answer async for answer in method(iter([ServerReflectionRequest(**request)]), timeout=TIMEOUT)]
+        return answer
+
     async def test() -> None:
-        async with fake_cluster(tmp_path, *pair(token_at)) as cluster:
-
-            def ask() -> None:
-                with grpc.insecure_channel(cluster.router.address) as channel:
-                    services = ProtoReflectionDescriptorDatabase(channel).get_services()
-                assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
-
-            await asyncio.to_thread(ask)
+        async with (
+            fake_cluster(tmp_path, *pair(token_at)) as cluster,
+            grpc.aio.insecure_channel(cluster.router.address) as channel,
+        ):
+            listed = (await ask(channel, list_services="")).list_services_response.service
+            names = {service.name for service in listed}
+            assert {SERVICE, "grpc.health.v1.Health", reflection} <= names
+            for name in names:
+                files = (await ask(channel, file_containing_symbol=name)).file_descriptor_response
+                services = {
+                    f"{file.package}.{service.name}"
+                    for file in map(FileDescriptorProto.FromString, files.file_descriptor_proto)
+                    for service in file.service
+                }
+                assert name in services
 
     run(test)
 
@@ -171,9 +191,9 @@ def test_a_worker_of_another_model_is_not_used(tmp_path: Path, caplog: pytest.Lo
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async def test() -> None:
         model = str(model_folder(tmp_path))
-        first = RouterServer(RouterConfig(model=model, grpc_port=0))
+        first = RouterServer(RouterConfig(model=model, grpc_port=0, http_port=None))
         port = await first.start()
-        second = RouterServer(RouterConfig(model=model, grpc_port=port))
+        second = RouterServer(RouterConfig(model=model, grpc_port=port, http_port=None))
         with pytest.raises(OSError, match=f"grpc_port {port}: .* 127.0.0.1"):
             await second.start()
         await second.stop(0)
@@ -203,7 +223,7 @@ def test_foreground_process(tmp_path: Path) -> None:
     config = tmp_path / "router.json"
 
     def start(**options: object) -> "subprocess.Popen[str]":
-        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, **options}))
+        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
         command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

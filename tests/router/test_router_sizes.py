@@ -77,7 +77,7 @@ def test_what_is_too_large_for_good_is_a_mistake_and_not_a_full_cluster(tmp_path
                 await client.complete([5] * 4_000_000)
             with pytest.raises(InvalidRequest, match="request: number of bytes"):
                 await client.tokenize("x" * 5_000_000)
-            assert cluster.router._face.running == 0
+            assert cluster.router._front.running == 0
 
     run(test)
 
@@ -99,7 +99,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(
                     await client.complete(prompt)
             with pytest.raises(InvalidRequest, match="send a longer text in parts"):
                 await client.tokenize("x" * MIB)
-            assert cluster.router._face.running == 0
+            assert cluster.router._front.running == 0
 
     run(test)
 
@@ -212,7 +212,7 @@ def test_queued_prompts_are_held_compactly_and_bounded(tmp_path: Path) -> None:
             print(f"{per_prompt / 2**20:.2f} MiB for each of {waiting} queued prompts of {len(prompt)} tokens")
             # The client's own messages are in this process too.
             assert per_prompt < 1.5 * MIB
-            assert cluster.router._face._admission.nbytes < waiting * 7 * len(prompt)
+            assert cluster.router._front._admission.nbytes < waiting * 7 * len(prompt)
 
             async def until_refused() -> None:
                 for _ in range(20):
@@ -227,7 +227,7 @@ def test_queued_prompts_are_held_compactly_and_bounded(tmp_path: Path) -> None:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await until(lambda: cluster.router._face._admission.nbytes == 0, "nothing is held")
+            await until(lambda: cluster.router._front._admission.nbytes == 0, "nothing is held")
 
     run(test)
 
@@ -243,7 +243,7 @@ def test_tokenizing_counts_as_a_request(tmp_path: Path) -> None:
                     await call
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            await until(lambda: cluster.router._face.running == 0, "nothing runs")
+            await until(lambda: cluster.router._front.running == 0, "nothing runs")
             assert await client.detokenize(await client.tokenize("hello")) == "hello"
 
     run(test)

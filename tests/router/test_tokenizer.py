@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from kvrelay.router.chat import ChatTemplate, TemplateFailed
+from kvrelay.router import chat
+from kvrelay.router.chat import ChatTemplate, Conversation, TemplateFailed
 from kvrelay.router.tokenizer import INLINE_CHARACTERS, Tokenizer
 from support.router_fakes import byte_level_tokenizer
 
@@ -22,6 +24,10 @@ def folder_with(path: Path, **config: object) -> Path:
     return path
 
 
+def said(text: str) -> Conversation:
+    return Conversation([{"role": "user", "content": text}])
+
+
 def test_a_prompt_gets_the_special_tokens_and_a_rendered_chat_does_not(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
@@ -31,8 +37,8 @@ def test_a_prompt_gets_the_special_tokens_and_a_rendered_chat_does_not(tmp_path:
     async def test() -> None:
         for text in ("def x", "def x" * INLINE_CHARACTERS):
             assert list(await tokenizer.encode(text)) == [0, *plain.encode(text).ids]
-            chat = await tokenizer.encode_chat([{"role": "user", "content": text}])
-            assert list(chat) == [0, *plain.encode(text).ids, 1]
+            rendered = await tokenizer.encode_chat(said(text), len(text), 100 + len(text))
+            assert list(rendered) == [0, *plain.encode(text).ids, 1]
             assert await tokenizer.decode(plain.encode(text).ids) == text
 
     asyncio.run(test())
@@ -52,7 +58,7 @@ def test_where_a_template_may_be(tmp_path: Path, config: dict[str, object], has:
     assert Tokenizer(folder_with(tmp_path, **config)).has_chat_template == has
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path)
-    tokens = asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "abc"}]))
+    tokens = asyncio.run(tokenizer.encode_chat(said("abc"), 3, 100))
     assert list(tokens) == byte_level_tokenizer().encode("abc").ids
 
 
@@ -82,7 +88,7 @@ def test_templates_can_do_what_models_templates_do() -> None:
     {%- generation %}[{{ message | tojson }}]{% endgeneration %}
 {%- endfor %}
 {{- strftime_now("%Y") | length }}{{ tools is none }}"""
-    assert ChatTemplate(source, {}).render(MESSAGES) == '[{"role": "user", "content": "<b>hi</b>"}]4True'
+    assert ChatTemplate(source, {}).render(Conversation(MESSAGES)) == '[{"role": "user", "content": "<b>hi</b>"}]4True'
 
 
 @pytest.mark.parametrize(
@@ -98,8 +104,47 @@ def test_templates_can_do_what_models_templates_do() -> None:
 )
 def test_what_a_template_refuses_says_nothing_of_the_messages(source: str, message: str) -> None:
     with pytest.raises(TemplateFailed, match=message) as caught:
-        ChatTemplate(source, {}).render(MESSAGES)
+        ChatTemplate(source, {}).render(Conversation(MESSAGES))
     assert "hi" not in str(caught.value)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_a_template_gets_tools_variables_and_what_to_end_with() -> None:
+    source = "{{ tools | tojson }}{{ mood }}{{ messages[-1].content }}{% if add_generation_prompt %}!{% endif %}"
+    asked = Conversation(MESSAGES, TOOLS, {"mood": "good", "messages": []}, add_generation_prompt=False)
+    assert ChatTemplate(source, {}).render(asked) == f"{json.dumps(TOOLS)}good<b>hi</b>"
+
+
+def test_the_last_message_is_continued_where_its_content_ends() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m.content | trim }}]{% endfor %} end", {})
+    for content, expected in (("so far", "[a][so far"), (" so far ", "[a][so far"), ("a", "[a][a")):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        assert template.render(Conversation(messages, continue_final_message=True)) == expected
+    with pytest.raises(TemplateFailed, match="can't be continued"):
+        template.render(Conversation([{"role": "assistant", "content": " "}], continue_final_message=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}", "took more than"),
+        ("{% for i in range(90000) %}{% for j in range(9) %}{% set x = messages[0] %}{% endfor %}{% endfor %}", "took"),
+        ("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", "renders more than 1000 characters"),
+        ("{{ messages[0].content * 10000000 }}", "repeats a text"),
+        ("{{ [1] * 10000000 }}", "repeats a text"),
+        ("{{ 9 ** 999 }}", "takes a power"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_a_template_has_limits_of_time_and_size(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(TemplateFailed, match=message):
+        ChatTemplate(source, {}).render(Conversation(MESSAGES), max_characters=1000 if "1000" in message else 10**9)
+    assert time.monotonic() - start < 5
 
 
 def test_a_long_prompt_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:

@@ -294,7 +294,9 @@ def scene(
 
 
 def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
-    return expected_tokens(prompt, count, WORKER_LAYOUT, sampling=SamplingParams(**sampling_options(seed)))
+    options = sampling_options(seed)
+    options["logit_bias"] = tuple(options.get("logit_bias", {}).items())
+    return expected_tokens(prompt, count, WORKER_LAYOUT, sampling=SamplingParams(**options))
 
 
 def seed_of(name: str) -> int | None:
@@ -303,8 +305,16 @@ def seed_of(name: str) -> int | None:
     return draw.getrandbits(64) if draw.random() < 0.75 else None
 
 
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+BIAS = {5: 2.0, 77: -1.5, 200: 1.0}
+
+
 def sampling_options(seed: int | None) -> dict[str, Any]:
-    return {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
+    """As a client gives them. One seed in three makes each token depend on all tokens before it once more."""
+    if seed is None:
+        return {"temperature": 0.0}
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+    return drawn if seed % 3 else {**drawn, **PENALTIES, "logit_bias": BIAS}
 
 
 def prompt_of(name: str, length: int = PROMPT) -> list[int]:

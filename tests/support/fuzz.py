@@ -38,6 +38,11 @@ def _fields(descriptor: Any, depth: int) -> st.SearchStrategy[dict[str, Any]]:
     for field in descriptor.fields:
         if depth == 0 and field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             continue
+        entry = field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = (_values(entry.fields_by_name[name], depth) for name in ("key", "value"))
+            optional[field.name] = st.dictionaries(key, value, max_size=6)
+            continue
         value = _values(field, depth)
         optional[field.name] = st.lists(value, max_size=6) if field.is_repeated else value
     groups = [{field.name for field in oneof.fields} for oneof in descriptor.oneofs]

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
-from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.engine.sampling.logprobs import Scores
+from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, step_output
+from kvrelay.engine.shaping import Shaping
 
 VOCAB_SIZE = 251
 LOGITS = 4.0
@@ -65,9 +68,12 @@ def expected_tokens(
     """The `n` tokens that the hash model yields after `prompt`."""
     state = hashlib.blake2b(kv_bytes(prompt, 0, layout).tobytes(), digest_size=8)
     tokens: list[int] = []
+    shaping = Shaping(sampling, prompt, (), None) if sampling.shaped else None
     while len(tokens) < n:
-        draw = Draw(sampling, len(prompt) + len(tokens), len(tokens))
-        tokens += _choose([state.digest()], [draw], vocab_size)
+        draw = Draw(sampling, len(prompt) + len(tokens), len(tokens), shaping)
+        tokens += _choose([state.digest()], [draw], vocab_size).tokens
+        if shaping is not None:
+            shaping.push(tokens[-1])
         state.update(kv_bytes(tokens[-1:], len(prompt) + len(tokens) - 1, layout).tobytes())
     return tokens
 
@@ -122,17 +128,19 @@ class HashRunner:
         offsets = np.cumsum(plan.lengths) - plan.lengths
         for row, (offset, start, length) in enumerate(zip(offsets, plan.starts, plan.lengths, strict=True)):
             self.fill(plan.block_tables[row], plan.tokens[offset : offset + length].tolist(), int(start))
-        tokens_out: list[int | None] = [None] * plan.num_rows
-        digests, draws = [], []
         rows = np.flatnonzero(plan.sample)
-        for row in rows:
-            end = int(plan.starts[row] + plan.lengths[row])
-            data = self.held_bytes(plan.block_tables[row], end)
-            digests.append(hashlib.blake2b(data.tobytes(), digest_size=8).digest())
-            draws.append(Draw(plan.sampling[row], end, int(plan.generated[row])))
-        for row, token in zip(rows, _choose(digests, draws, self.spec.vocab_size), strict=True):
-            tokens_out[row] = token
-        return StepOutput(tuple(tokens_out))
+        digests = [self._digest(plan, row, int(plan.starts[row] + plan.lengths[row])) for row in rows]
+        choice = _choose(digests, draws_of(plan, rows), self.spec.vocab_size)
+        return step_output(plan, rows, choice, tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts]))
+
+    def _digest(self, plan: StepPlan, row: int, num_tokens: int) -> bytes:
+        data = self.held_bytes(plan.block_tables[row], num_tokens)
+        return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
+
+    def _prompt_logprobs(self, plan: StepPlan, part: PromptPart) -> tuple[TokenLogprobs, ...]:
+        ends = range(part.first, part.first + len(part.targets))
+        logits = _logits([self._digest(plan, part.row, end) for end in ends], self.spec.vocab_size)
+        return tuple(Scores(logits, torch.from_numpy(part.targets.astype(np.int64)), [part.top] * len(ends)).read())
 
     def fill(self, blocks: Sequence[int] | NDArray[np.int32], tokens: Sequence[int], first_position: int) -> None:
         """Writes the KV of consecutive tokens through a block table, as computing them does."""
@@ -202,20 +210,20 @@ def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
     assert plan.block_tables.max() < num_blocks
 
 
-def _choose(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> list[int]:
-    """The token of each row. The largest of the logits that follow from a digest is at (digest modulo vocabulary)."""
-    numbers = [int.from_bytes(digest, "little") for digest in digests]
-    tokens = [number % vocab_size for number in numbers]
-    drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy]
-    if drawn:
-        seeds = np.array([numbers[row] for row in drawn], np.uint64)[:, None]
-        noise = _mix(seeds + np.arange(vocab_size, dtype=np.uint64)) >> np.uint64(40)
-        logits = torch.from_numpy(noise.astype(np.float32) * np.float32(LOGITS / 2**24))
-        logits[range(len(drawn)), [tokens[row] for row in drawn]] = LOGITS
-        chosen, _ = sample(logits, [draws[row] for row in drawn], lambda logits: tuple(logits.max(-1)))
-        for row, token in zip(drawn, chosen, strict=True):
-            tokens[row] = token
-    return tokens
+def _logits(digests: Sequence[bytes], vocab_size: int) -> Tensor:
+    """float32 [R, V] that follow from digests; the largest is at (digest modulo vocabulary)."""
+    numbers = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+    noise = _mix(numbers[:, None] + np.arange(vocab_size, dtype=np.uint64)) >> np.uint64(40)
+    logits = torch.from_numpy(noise.astype(np.float32) * np.float32(LOGITS / 2**24))
+    logits[range(len(numbers)), (numbers % np.uint64(vocab_size)).astype(np.int64)] = LOGITS
+    return logits
+
+
+def _choose(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> Choice:
+    """The token of each row. A greedy one of which nothing else is asked needs no logits."""
+    if not any(draw.shaping or not draw.params.greedy or draw.params.logprobs is not None for draw in draws):
+        return Choice([int.from_bytes(digest, "little") % vocab_size for digest in digests], [], {}, None)
+    return choose(_logits(digests, vocab_size), draws, lambda logits: tuple(logits.max(-1)))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -277,7 +277,7 @@ def process_cluster(
         fronts = []
         for index in range(routers):
             port = 0 if routers == 1 else free_port()
-            options = {"name": f"router-{index}", "grpc_port": port, **common, **(router or {})}
+            options = {"name": f"router-{index}", "grpc_port": port, "http_port": None, **common, **(router or {})}
             fronts.append(cluster.start(f"router-{index}", "kvrelay.router", options))
         cluster.router = ",".join(front.address() for front in fronts)
         for process in cluster.workers.values():

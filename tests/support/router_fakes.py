@@ -348,7 +348,8 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
     supervisor = FakeSupervisor()
     await supervisor.start()
     records: list[RequestRecord] = []
-    options = {"model": str(model_folder(folder)), "grpc_port": 0, "supervisor": f"127.0.0.1:{supervisor.port}"}
+    options = {"model": str(model_folder(folder)), "grpc_port": 0, "http_port": None}
+    options["supervisor"] = f"127.0.0.1:{supervisor.port}"
     router = RouterServer(RouterConfig(**{**options, **config}), records.append)
     for worker in workers:
         await worker.start()
@@ -368,7 +369,7 @@ async def fake_cluster(folder: Path, *workers: FakeWorker, **config: Any) -> Asy
 @contextlib.asynccontextmanager
 async def second_router(cluster: FakeCluster, **config: Any) -> AsyncIterator[RouterServer]:
     """Another router of the cluster, which has reached all of its workers."""
-    options = {"name": "router-1", "grpc_port": 0, **config}
+    options = {"name": "router-1", "grpc_port": 0, "http_port": None, **config}
     router = RouterServer(replace(cluster.router.config, **options), cluster.records.append)
     await router.start()
     try:

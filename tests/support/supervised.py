@@ -113,7 +113,7 @@ def hash_members(prefill: int = 1, decode: int = 1, **worker: Any) -> dict[str, 
         for role, count in (("prefill", prefill), ("decode", decode))
         for index in range(count)
     }
-    members["router-0"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": 0}}
+    members["router-0"] = {"module": "kvrelay.router", "options": {"model": "pico", "grpc_port": 0, "http_port": None}}
     return members
 
 

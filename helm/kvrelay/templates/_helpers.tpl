@@ -87,9 +87,14 @@ ray.io/group: {{ .group }}
 
 {{/* Checks that need two values, which the schema can't express. */}}
 {{- define "kvrelay.validate" -}}
-{{- $port := int .Values.router.grpcPort -}}
+{{- range $key := list "grpcPort" "httpPort" -}}
+{{- $port := int (index $.Values.router $key) -}}
 {{- if or (eq $port 8080) (eq $port 52365) (and (ge $port 10002) (le $port 19999)) -}}
-{{- fail (printf "router.grpcPort is %d; allowed: not 8080, 52365 or 10002 to 19999, where Ray listens" $port) -}}
+{{- fail (printf "router.%s is %d; allowed: not 8080, 52365 or 10002 to 19999, where Ray listens" $key $port) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int .Values.router.grpcPort) (int .Values.router.httpPort) -}}
+{{- fail (printf "router.httpPort is %d; allowed: another one than router.grpcPort" (int .Values.router.httpPort)) -}}
 {{- end -}}
 {{- if eq (int .Values.colocated.replicas) 0 -}}
 {{- range $role := list "prefill" "decode" -}}

@@ -1,0 +1,1 @@
+"""Completions that obey a schema, a regular expression or a grammar."""

@@ -1,0 +1,67 @@
+"""Log-probabilities of chosen and given tokens, by the model's own distribution."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.plan import PromptPart, StepPlan, TokenLogprobs
+
+ROWS_AT_ONCE = 64
+"""Tokens of a prompt whose logits are there at the same time: those of a whole prompt would not fit into memory."""
+
+
+class Scores:
+    """Log-probabilities of N tokens, perhaps on their way from a device; `read` them when the step has ended."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> None:
+        """
+        Args:
+            logits: float32 [N, V]; overwritten.
+            tokens: int64 [N]; their values mean nothing where the logits aren't finite.
+            tops: [N] how many of the likeliest tokens are wanted beside each.
+        """
+        self._tops = tops
+        logits -= logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(-1, tokens.clamp(min=0)[:, None])
+        ranks = (logits > own).sum(-1) + 1
+        values, ids = logits.topk(min(max(tops), logits.shape[1]), -1)
+        self._parts = [part.to("cpu", non_blocking=True) for part in (own.squeeze(-1), ranks, values, ids)]
+
+    def read(self) -> list[TokenLogprobs]:
+        """[N]; on a device, only after the work that was launched before has ended."""
+        own, ranks, values, ids = (part.tolist() for part in self._parts)
+        return [
+            TokenLogprobs(own[row], ranks[row], tuple(ids[row][:top]), tuple(values[row][:top]))
+            for row, top in enumerate(self._tops)
+        ]
+
+
+PromptScores = list[list[Scores]]
+"""Of each of a plan's prompt parts, a few tokens at a time."""
+
+
+def score_prompts(plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptScores:
+    """The scores of a plan's prompt parts.
+
+    Args:
+        hidden: [T, hidden] of the plan's tokens.
+        logits: from rows of `hidden` to float32 logits; what it returns may be overwritten.
+    """
+    ends = plan.lengths.cumsum()
+    return [_score(hidden, int(ends[part.row] - plan.lengths[part.row]), part, logits) for part in plan.prompt_parts]
+
+
+def read_prompts(prompts: PromptScores) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """`StepOutput.prompt_logprobs`, when the step has ended."""
+    return tuple([tuple([score for scores in part for score in scores.read()]) for part in prompts])
+
+
+def _score(hidden: Tensor, first: int, part: PromptPart, logits: Callable[[Tensor], Tensor]) -> list[Scores]:
+    """`first` is the step's first token of the part's row."""
+    found = []
+    for at in range(0, len(part.targets), ROWS_AT_ONCE):
+        targets = torch.from_numpy(part.targets[at : at + ROWS_AT_ONCE].astype("int64")).to(hidden.device)
+        begin = first + part.begin + at
+        found.append(Scores(logits(hidden[begin : begin + len(targets)]), targets, [part.top] * len(targets)))
+    return found

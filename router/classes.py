@@ -1,0 +1,32 @@
+"""Classes of service: what a request of each may wait for, and who may ask for it."""
+
+from collections.abc import Mapping
+
+from kvrelay.router.callers import Grant
+from kvrelay.router.config import ServiceClass
+from kvrelay.router.errors import Forbidden, InvalidRequest, shorten
+from kvrelay.router.queue import Claim
+
+DEFAULT = "default"
+"""The class of requests that name none."""
+
+
+def claim_of(name: str, priority: int, grant: Grant, classes: Mapping[str, ServiceClass]) -> tuple[Claim, ServiceClass]:
+    """The claim of a request, and its class.
+
+    Args:
+        name: of the class, as the request has it; empty for DEFAULT, which need not be configured.
+        classes: those that are configured.
+
+    Raises:
+        InvalidRequest: there is no such class.
+        Forbidden: the caller may not use it.
+    """
+    name = name or DEFAULT
+    known = {DEFAULT: ServiceClass(), **classes}
+    if name not in known:
+        raise InvalidRequest("slo_class", name, f"{', '.join(map(repr, known))}, or empty; see router.classes")
+    if grant.classes is not None and name not in grant.classes:
+        allowed = ", ".join(map(repr, sorted(grant.classes)))
+        raise Forbidden(f"slo_class is {shorten(name)}; allowed for this API key: {allowed}")
+    return Claim(grant.tenant, grant.weight, name, known[name].weight, priority), known[name]

@@ -1,0 +1,75 @@
+"""Chat messages of the public contract, as templates of Hugging Face models take them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvrelay.router.chat import Conversation
+from kvrelay.router.errors import InvalidRequest
+from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
+
+
+def conversation(chat: ChatMessages) -> Conversation:
+    """The conversation that a template renders.
+
+    Raises:
+        InvalidRequest: there is no message, a field is no JSON object, or the last message can't be continued.
+    """
+    if not chat.messages:
+        raise InvalidRequest("messages: number of messages", 0, "at least 1")
+    continued = chat.continue_final_message
+    if continued and chat.messages[-1].role != "assistant":
+        raise InvalidRequest("messages.continue_final_message", True, "with a last message of the role 'assistant'")
+    if continued and chat.add_generation_prompt and chat.HasField("add_generation_prompt"):
+        raise InvalidRequest("messages.add_generation_prompt", True, "false with continue_final_message")
+    asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
+    kwargs = chat.template_kwargs
+    return Conversation(
+        [_message(f"messages[{at}]", message) for at, message in enumerate(chat.messages)],
+        [_object(f"tools[{at}]", tool) for at, tool in enumerate(chat.tools)],
+        _object("messages.template_kwargs", kwargs) if kwargs else {},
+        asked,
+        continued,
+    )
+
+
+def size(chat: ChatMessages) -> int:
+    """Bytes of all texts of a conversation, encoded as UTF-8."""
+    return sum(len(text.encode()) for text in _texts(chat))
+
+
+def _texts(chat: ChatMessages) -> Iterator[str]:
+    yield from chat.tools
+    yield chat.template_kwargs
+    for message in chat.messages:
+        yield message.content
+        yield message.reasoning_content
+        for call in message.tool_calls:
+            yield call.arguments
+
+
+def _message(where: str, message: ChatMessage) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        shown["tool_calls"] = [_call(f"{where}.tool_calls[{at}].arguments", call) for at, call in calls]
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if value := getattr(message, name):
+            shown[name] = value
+    return shown
+
+
+def _call(where: str, call: ToolCall) -> dict[str, Any]:
+    arguments = _object(where, call.arguments) if call.arguments else {}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _object(where: str, text: str) -> dict[str, Any]:
+    """A JSON object; its text isn't part of the error."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where}: number of characters", len(text), "the JSON of an object")
+    return value

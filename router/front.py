@@ -1,0 +1,333 @@
+"""What every face does around a request, whatever its transport is: the way from a caller to the sessions.
+
+    face     reads the caller's identity and the size of its request, then, inside of `Front.call`, the request itself
+    Front    refuses while draining, authenticates, admits
+    Call     checks, runs one session per completion, hands their messages to the face, notes how each ended
+
+A face turns the one kind of exception that is left, `RequestError`, into its own kind of answer.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.admission import Admission, Ticket
+from kvrelay.router.answer import Answer, Write
+from kvrelay.router.callers import Callers, Grant, Identity
+from kvrelay.router.classes import claim_of
+from kvrelay.router.config import RouterOptions
+from kvrelay.router.dispatch import Dispatch
+from kvrelay.router.errors import InternalError, ModelNotFound, RequestError, Unavailable, shorten
+from kvrelay.router.limits import KeyLimits, Meter
+from kvrelay.router.requests import Requests
+from kvrelay.router.sampling import SamplingDefaults
+from kvrelay.router.session import Session
+from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.trace import Observer, Outcome, RequestTrace
+from kvrelay.router.validation import CheckedRequest, check, completions
+from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 1.0
+"""For calls to end on their workers when the router is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who has sent a call."""
+
+    identity: Identity
+    host: str
+    """The client's address without its port."""
+
+
+class Front:
+    """The state that all faces of a router share. Nothing that a client sends ends the router."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        tokenizer: Tokenizer,
+        callers: Callers,
+        observer: Observer | None,
+        defaults: SamplingDefaults,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.requests = Requests()
+        self._dispatch = dispatch
+        self._callers = callers
+        self._observer = observer
+        self.limits = KeyLimits()
+        self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._ending = False
+
+    @property
+    def config(self) -> RouterOptions:
+        return self._dispatch.config
+
+    @property
+    def running(self) -> int:
+        """Completions and other calls that were admitted and have not ended."""
+        return self._admission.calls
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is sent now finds workers."""
+        return not self._draining and self._dispatch.registry.complete
+
+    @property
+    def model(self) -> ModelInfo:
+        """
+        Raises:
+            Unavailable: no worker has told it yet.
+        """
+        model = self._dispatch.registry.model
+        if model is None:
+            raise Unavailable("no worker is ready yet")
+        return model
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that requests may give the model, the first of which is its name in answers."""
+        return self.config.served_model_name or (self.model.name,)
+
+    def tenant(self, caller: Caller) -> str:
+        """The tenant of a caller that costs no more than an answer.
+
+        Raises:
+            Unauthenticated: it has not shown who it is.
+        """
+        return self._callers.grant(caller.identity).tenant
+
+    def check_model(self, name: str) -> None:
+        """Checks the model that a request names; empty is the served one.
+
+        Raises:
+            ModelNotFound: it is another one.
+            Unavailable: no worker is ready yet.
+        """
+        if name and name not in self.served_names:
+            known = ", ".join(map(repr, self.served_names))
+            raise ModelNotFound(f"model is {shorten(name)}; allowed: {known}, or empty")
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router is to end."""
+        return self._draining
+
+    async def stop(self, grace: float) -> None:
+        """Refuses new calls, gives the running ones `grace` seconds, then ends them with Unavailable."""
+        self._draining = True
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace)
+        self._ending = True
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=END_SECONDS)
+
+    @contextmanager
+    def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
+        """Admits one call, which the current task serves in the body of a `with`.
+
+        Args:
+            size: of the request as it came, in bytes.
+            deadline: the client's, on the monotonic clock.
+
+        Raises:
+            RequestError: the call ended without an answer; also in place of any other exception.
+        """
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._calls.add(task)
+        try:
+            if self._draining:
+                raise self._shutting_down()
+            grant = self._callers.grant(caller.identity)
+            share = f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
+            with self._admission.admit(share, size) as ticket:
+                yield Call(self, grant, ticket, deadline)
+        except RequestError:
+            raise
+        except asyncio.CancelledError:
+            # `stop` has cancelled this task, unless another cancellation came as well.
+            if self._ending and not task.uncancel():
+                raise self._shutting_down() from None
+            raise
+        except Exception:
+            logger.exception("call failed because of a defect")
+            raise InternalError("a defect in the router") from None
+        finally:
+            self._calls.discard(task)
+
+    @contextmanager
+    def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
+        """As `call`, for one that generates: it is noted in log and metrics even if it ends before its first
+        completion."""
+        received = time.monotonic()
+        call: Call | None = None
+        try:
+            with self.call(caller, size, deadline) as call:
+                yield call
+        except RequestError as error:
+            if call is None or not call.noted:
+                self.note_end(RequestTrace(received), error.outcome, error)
+            raise
+
+    def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
+        """Notes in log and metrics how a completion ended."""
+        now = time.monotonic()
+        self.requests.end(trace, outcome, now)
+        record = trace.record(outcome, now)
+        fields: dict[str, object] = {
+            "request": trace.wire_id,
+            "outcome": outcome,
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.completion_tokens,
+            "seconds": round(record.total_seconds, 4),
+        }
+        if failure is not None:
+            fields["reason"] = str(failure)
+        logger.info("request ended", extra=fields)
+        if self._observer is not None:
+            self._observer(record)
+
+    def _shutting_down(self) -> Unavailable:
+        return Unavailable(f"{self._dispatch.config.name} is shutting down")
+
+
+class Call:
+    """One admitted call."""
+
+    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float) -> None:
+        self.ticket = ticket
+        self.noted = False
+        """Whether the end of a completion was noted in log and metrics."""
+        self._front = front
+        self._grant = grant
+        self._deadline = deadline
+        self._received = time.monotonic()
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        write: Write,
+        begin: Callable[[CheckedRequest], object] | None = None,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """Runs one request to its end.
+
+        Args:
+            request: the caller should keep no reference to it.
+            write: takes each message; one at a time for each completion.
+            begin: called before the first message with the first completion's checked request.
+            shown: special tokens whose names are part of the text.
+
+        Raises:
+            RequestError: it ended without all of its completions.
+        """
+        trace = RequestTrace(self._received, wire_id=request.request_id)
+        front, grant = self._front, self._grant
+        with front.limits.request(grant.key, grant.limits) as meter:
+            with self._noting_failure(trace):
+                front.check_model(request.model)
+                front._callers.check_claim(request.tenant, grant.tenant)
+                claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
+                checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+                seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
+                checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
+                _describe(checked, trace)
+                meter.prompt(len(checked.prompt))
+                if begin is not None:
+                    begin(checked)
+            self.ticket.hold(checked.prompt.nbytes)
+            count = request.n or 1
+            del request  # it is several times as large as the packed prompt, and the session may wait long
+            if count == 1:
+                await self._complete(checked, trace, write, meter)
+                return
+            with self.ticket.more_calls(count - 1):
+                await self._complete_all(completions(checked, count), trace, write, meter)
+
+    async def _complete_all(
+        self, requests: list[CheckedRequest], trace: RequestTrace, write: Write, meter: Meter
+    ) -> None:
+        """Runs the first completion, and the others from the moment on when both of its workers have the prompt's
+        KV in their prefix caches: from its second token on, which decode has generated, or at its end."""
+        cached = asyncio.Event()
+
+        async def first_write(message: GenerateResponse) -> None:
+            if trace.completion_tokens > 1:
+                cached.set()
+            await write(message)
+
+        async def first() -> None:
+            await self._complete(requests[0], trace, first_write, meter)
+            cached.set()
+
+        async def later(request: CheckedRequest) -> None:
+            await cached.wait()
+            trace = RequestTrace(self._received)
+            _describe(request, trace)
+            await self._complete(request, trace, write, meter)
+
+        await together([first(), *map(later, requests[1:])])
+
+    async def _complete(self, request: CheckedRequest, trace: RequestTrace, write: Write, meter: Meter) -> None:
+        self._front.requests.begin(trace)
+        try:
+            with self._noting_failure(trace):
+                answer = Answer(request, trace, write)
+                finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
+        finally:
+            meter.generated(trace.generated_tokens)
+        outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
+        self._note_end(trace, cast(Outcome, outcome))
+
+    @contextmanager
+    def _noting_failure(self, trace: RequestTrace) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            self._note_end(trace, error.outcome, error)
+            raise
+        except asyncio.CancelledError:
+            late = time.monotonic() >= self._deadline
+            ended = "deadline" if late else "unavailable" if self._front._ending else "cancelled"
+            self._note_end(trace, cast(Outcome, ended))
+            raise
+        except Exception:
+            self._note_end(trace, "internal")
+            raise
+
+    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
+        self.noted = True
+        self._front.note_end(trace, outcome, failure)
+
+
+async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all of them to their ends; the first one that fails ends the others, and its exception is raised."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work, name="completion")
+    except BaseExceptionGroup as errors:
+        failures = errors.subgroup(RequestError)
+        raise (failures or errors).exceptions[0] from None
+
+
+def _describe(request: CheckedRequest, trace: RequestTrace) -> None:
+    trace.wire_id, trace.index = request.wire_id, request.index
+    trace.prompt_tokens, trace.resumes, trace.tenant = len(request.prompt), request.resumes, request.tenant

@@ -1,0 +1,148 @@
+"""`/v1/completions`: text behind one prompt or several."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Neutral, misfit
+from kvrelay.router.http.logprobs import TextLogprobs
+from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.sampling import MAX_LOGPROBS
+from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.validation import CheckedRequest
+from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse, TokenIds, TokenLogprobs
+
+MAX_PROMPTS = 1024
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _check_prompt(value: Any) -> Any:
+    """Checks the four forms of a prompt; each by hand, since a union of lists would be tried member by member."""
+    single = isinstance(value, str) or _is_ids(value)
+    prompts = [value] if single or not isinstance(value, list) else value
+    if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
+        allowed = f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        raise PydanticCustomError("prompt", "{allowed}", {"allowed": allowed})
+    for ids in prompts:
+        if not isinstance(ids, str) and not 0 <= min(ids) <= max(ids) <= MAX_UINT32:
+            raise PydanticCustomError("prompt", "token ids of the model's vocabulary")
+    return prompts
+
+
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_UINT32}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKENS,
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ],
+    "description": "Text, token ids, or a list of either.",
+}
+
+
+class CompletionRequest(GenerateFields):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    """Text, token ids, or a list of either. After the check, a list of prompts."""
+    echo: bool | None = None
+    """The text begins with the prompt; with max_tokens of 0, it is the prompt alone."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Log-probabilities of each token and of this many likeliest ones; with echo, of the prompt's too."""
+
+    suffix: Annotated[Any, Neutral("")] = None
+    add_special_tokens: Annotated[Any, Neutral(True)] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise misfit("max_tokens", 0, "1 or more, or 0 with echo")
+        return self
+
+    def requests(self, request_id: str) -> list[GenerateRequest]:
+        """One request for each prompt."""
+        return [self._request(f"{request_id}-{at}" if at else request_id, each) for at, each in enumerate(self.prompt)]
+
+    def _request(self, request_id: str, prompt: str | list[int]) -> GenerateRequest:
+        request = self.request(request_id)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.CopyFrom(TokenIds(ids=prompt))
+        if self.max_tokens == 0:
+            request.sampling.max_tokens = 1  # a worker generates at least one token; `TextChoice` drops it
+        if self.logprobs is not None:
+            request.sampling.logprobs = self.logprobs
+            if self.echo:
+                request.sampling.prompt_logprobs = self.logprobs
+        return request
+
+
+class TextChoice:
+    """One completion of one prompt."""
+
+    def __init__(self, body: CompletionRequest, tokenizer: Tokenizer, request: CheckedRequest) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self._prompt = list(request.prompt.submit(()).token_ids) if body.echo else []
+        self._echoed = not body.echo
+        self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
+        self._text: list[str] = []
+        self._end: dict[str, Any] = {}
+        self._token_ids: list[int] = []
+
+    async def add(
+        self, message: GenerateResponse, prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> str | dict[str, Any] | None:
+        """What a message adds, as a part of a chunk; only text as that text."""
+        ended = bool(message.finish_reason)
+        alone = self._body.max_tokens == 0
+        text, echoed = "" if alone else message.text, False
+        if not self._echoed and (message.token_ids or ended):
+            self._echoed = echoed = True
+            text = self._tokenizer.text(self._prompt) + text
+            if self._logprobs is not None:
+                await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
+        if self._logprobs is not None and not alone:
+            self._logprobs.add(message.token_ids, message.logprobs)
+        self._text.append(text)
+        if not alone:
+            self._token_ids.extend(message.token_ids)
+        if ended:
+            self._end["finish_reason"] = "length" if alone else finish_name(message.finish_reason)
+            if self._body.timeline:
+                self._end["timeline"] = timeline_json(message.timeline)
+        plain = self._logprobs is None and not self._body.return_token_ids and not ended
+        if plain:
+            return text or None
+        if not (message.token_ids or ended):
+            return None
+        part = self.part(text)
+        if self._body.return_token_ids:
+            part["token_ids"] = list(message.token_ids)
+        if self._logprobs is not None and (message.token_ids or echoed):
+            part["logprobs"] = self._logprobs.take()
+        return part | (self._end if ended else {})
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        return len(self._token_ids), 0
+
+    def part(self, text: str) -> dict[str, Any]:
+        """A chunk's choice, without its index, that adds text only."""
+        return {"text": text, "logprobs": None, "finish_reason": None}
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of a whole answer, without its index."""
+        whole = self.part("".join(self._text))
+        if self._logprobs is not None:
+            whole["logprobs"] = self._logprobs.whole()
+        if self._body.return_token_ids:
+            whole["token_ids"] = self._token_ids
+        return whole | self._end

@@ -1,0 +1,74 @@
+"""What every handler needs of an exchange: who calls, in which form, and a stream of server-sent events."""
+
+from aiohttp import web
+
+from kvrelay.router.callers import Identity
+from kvrelay.router.errors import InvalidRequest
+from kvrelay.router.front import Caller
+from kvrelay.router.writer import Writer
+
+JSON = "application/json"
+GONE = (ConnectionError,)
+
+
+class Events:
+    """A stream of server-sent events, which begins with its first write."""
+
+    def __init__(self, request: web.Request, limit: float, headers: dict[str, str] | None = None) -> None:
+        """
+        Args:
+            limit: seconds that one write may take.
+            headers: further ones of the answer.
+        """
+        self._request = request
+        self._headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | (headers or {})
+        self._response: web.StreamResponse | None = None
+        self._writer: Writer[bytes] = Writer(self._send, limit, GONE)
+
+    @property
+    def begun(self) -> bool:
+        return self._response is not None
+
+    async def write(self, events: bytes) -> None:
+        """As `Writer.write`."""
+        await self._writer.write(events)
+
+    async def end(self, events: bytes) -> web.StreamResponse:
+        """Writes the last events."""
+        await self._writer.write(events)
+        response = self._response
+        if response is None:
+            raise RuntimeError("a stream ended before its first event")
+        await response.write_eof()
+        return response
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def _send(self, events: bytes) -> None:
+        if self._response is None:
+            response = web.StreamResponse(headers=self._headers)
+            await response.prepare(self._request)
+            self._response = response
+        await self._response.write(events)
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who has sent a request."""
+    transport = request.transport
+    shown = transport.get_extra_info("peercert") if transport is not None else None
+    names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]
+    return Caller(Identity(request.headers.getall("Authorization", []), names), request.remote or "")
+
+
+def check_type(request: web.Request) -> None:
+    """Also keeps a foreign web page from calling: a browser asks before it sends JSON to another site.
+
+    Raises:
+        InvalidRequest: the body is announced as something else than plain JSON.
+    """
+    if request.content_type != JSON:
+        raise InvalidRequest("header Content-Type", request.content_type, JSON)
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise InvalidRequest("header Content-Encoding", encoding, "identity")

@@ -1,0 +1,62 @@
+"""`/tokenize` and `/detokenize`."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import to_json
+
+from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.errors import InvalidRequest
+from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit
+from kvrelay.router.http.messages import ConversationFields
+from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
+from kvrelay.v1.inference_pb2 import TokenizeRequest as Texts
+
+
+class TokenizeRequest(ConversationFields):
+    """The body of `/tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    """As in a completion."""
+    prompt: str | None = Field(None, min_length=1)
+    """Text."""
+    return_token_strs: bool | None = None
+    """The answer has the tokens' texts as `token_strs`."""
+    add_special_tokens: Annotated[Any, Neutral(True)] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise misfit("prompt", None, "a text exactly if there are no messages")
+        return self
+
+    async def answer(self, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
+        """
+        Raises:
+            InvalidRequest: the text is too long, or the template doesn't render the messages.
+        """
+        texts = Texts(text=self.prompt) if self.prompt is not None else Texts(messages=self.conversation(self.tools))
+        tokens = await text_tokens(texts, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
+        answer = {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens.tolist()}
+        if self.return_token_strs:
+            answer["token_strs"] = [tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
+        return to_json(answer)
+
+
+class DetokenizeRequest(Fields):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    """As in a completion."""
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_UINT32)]]
+    """Token ids."""
+
+    async def answer(self, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
+        """
+        Raises:
+            InvalidRequest: an id is outside of the vocabulary, or there are too many.
+        """
+        if len(self.tokens) > TOKENIZE_BYTES:
+            raise InvalidRequest("tokens: number of ids", len(self.tokens), f"up to {TOKENIZE_BYTES}")
+        return to_json({"prompt": await tokenizer.decode(await checked_ids("tokens", self.tokens, model.vocab_size))})

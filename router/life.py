@@ -1,0 +1,149 @@
+"""The stages of a request on one time axis, which is the router's monotonic clock.
+
+A worker tells how long each of its stages took, and the router notes when it heard of the stage's end. So a stage ends
+where the router heard of it, a network's delay late, and began that long before; no two clocks are compared.
+
+    router    |-- checked, waits for capacity --|
+    queue                                       |-- prefill worker --|
+    prefill                                                          |-- chunk --|-- chunk --|
+    transfer                                                                     |-- KV on the wire --|
+    decode                                                                                            |-- tokens --|
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvrelay.router.trace import Outcome, RequestTrace
+
+Stage = Literal["router", "queue", "prefill", "transfer", "decode_queue", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stage. Times are in seconds since the request was received."""
+
+    stage: Stage
+    worker: str
+    """Of a transfer, the one that sends. Empty for the router."""
+    start: float
+    end: float | None
+    """None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One request, as it was at one moment. It has nothing of the prompt or the completion."""
+
+    id: str
+    index: int
+    """Which of the request's completions this is."""
+    received: float
+    """Unix time."""
+    outcome: Outcome | None
+    """None while it runs."""
+    age: float
+    """Seconds since it was received, up to its end."""
+    spans: tuple[Span, ...]
+    chunks: tuple[tuple[float, int], ...]
+    """(seconds since receipt, tokens of the prompt that had their KV by then), while the prompt is computed."""
+    placed: tuple[float, ...]
+    """Seconds from receipt to the beginning of each attempt."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    transfer_bytes: int
+    retries: int
+    migrations: int
+    prefill_worker: str
+    decode_worker: str
+    ttft: float | None
+    tpot: float | None
+    handoff: float | None
+    """Seconds of the transfer after the end of prefill."""
+
+
+def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
+    """The life of a request up to `now`, on the monotonic clock.
+
+    Args:
+        outcome: None if it runs.
+    """
+    record = trace.record(outcome or "cancelled", now)
+    since = trace.received
+
+    def at(moment: float, earliest: float = 0.0) -> float:
+        return max(earliest, min(moment, now) - since)
+
+    def shown(span: Span) -> Span:
+        # Reports of two workers come in any order, and a worker's clock may run faster than the router's.
+        start = at(span.start)
+        return replace(span, start=start, end=None if span.end is None else at(span.end, start))
+
+    return Life(
+        id=trace.wire_id,
+        index=trace.index,
+        received=time.time() - at(now),
+        outcome=outcome,
+        age=at(now),
+        spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
+        chunks=tuple((at(moment), tokens) for moment, tokens in trace.chunks),
+        placed=tuple(map(at, trace.placed)),
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=trace.completion_tokens,
+        transfer_bytes=trace.transfer_bytes,
+        retries=trace.retries,
+        migrations=trace.migrations,
+        prefill_worker=trace.prefill_worker,
+        decode_worker=trace.decode_worker,
+        ttft=record.ttft_seconds,
+        tpot=record.tpot_seconds,
+        handoff=record.handoff_seconds,
+    )
+
+
+def _spans(trace: RequestTrace, ended: float | None) -> Sequence[Span]:
+    """The stages that the request has reached, on the monotonic clock; those that go on end at `ended`."""
+    spans = [Span("router", "", trace.received, trace.placed[0] if trace.placed else ended)]
+    if not trace.placed:
+        return spans
+    prefill, decode = trace.prefill_worker, trace.decode_worker
+    began = trace.placed[0]
+    if trace.prefill is None or trace.prefill_at is None:
+        # Queue and prefill are told apart by the worker's report only.
+        spans.append(Span("prefill" if trace.chunks else "queue", prefill, began, ended))
+    else:
+        computed = max(began, trace.prefill_at - trace.prefill.prefill_seconds)
+        waited = max(began, computed - trace.prefill.queue_seconds)
+        spans += [Span("queue", prefill, waited, computed), Span("prefill", prefill, computed, trace.prefill_at)]
+    handed = _transfer(trace, ended)
+    if handed is not None:
+        spans.append(handed)
+    if decode and trace.decode_at is not None:
+        spans += _decode(trace, handed, ended)
+    elif decode == prefill and trace.first_sent is not None:
+        spans.append(Span("decode", decode, trace.first_sent, trace.last_sent if ended else None))
+    return spans
+
+
+def _transfer(trace: RequestTrace, ended: float | None) -> Span | None:
+    prefill, decode = trace.prefill_worker, trace.decode_worker
+    if not decode or decode == prefill:
+        return None
+    if trace.transfer is not None and trace.transfer_at is not None:
+        return Span("transfer", prefill, trace.transfer_at - trace.transfer.transfer_seconds, trace.transfer_at)
+    first = trace.chunks[0][0] if trace.chunks else trace.prefill_at
+    return None if first is None else Span("transfer", prefill, first, trace.decode_at or ended)
+
+
+def _decode(trace: RequestTrace, handed: Span | None, ended: float | None) -> Sequence[Span]:
+    decode, first = trace.decode_worker, trace.decode_at or trace.received
+    waited = trace.decode.queue_seconds if trace.decode is not None else 0.0
+    # The decode worker has committed the KV before its first token comes; the sender's report of it may come later.
+    committed = first - waited if handed is None or handed.end is None else min(first - waited, handed.end)
+    scheduled = min(first, committed + waited)
+    last = trace.last_sent if ended and trace.last_sent is not None else ended
+    end = None if last is None else max(scheduled, last)
+    return [Span("decode_queue", decode, committed, scheduled), Span("decode", decode, scheduled, end)]

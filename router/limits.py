@@ -1,0 +1,109 @@
+"""How much each API key may ask of one router: requests and tokens a minute, and requests at once.
+
+A minute's amount is a bucket that fills steadily and holds a minute's worth. A request starts if the buckets hold one
+request and its prompt, or if that of tokens is full: a prompt larger than a minute's tokens is not refused for ever.
+What the request generates is taken afterwards, so a bucket may be short of tokens for a while, in which nothing starts.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvrelay.router.errors import LimitReached
+
+MINUTE = 60.0
+LEAST_SECONDS = 0.001
+"""A shorter wait is none: delays are told in whole milliseconds."""
+BUSY_SECONDS = 1.0
+"""When to try again while other requests of the key run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one API key; 0 for none."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    concurrent: int = 0
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    used: float = 0.0
+    at: float = 0.0
+
+    def wait(self, amount: float, per_minute: int, now: float) -> float:
+        """Seconds until the bucket holds `amount`, or is full; always 0 without a limit."""
+        if not per_minute:
+            return 0.0
+        rate = per_minute / MINUTE
+        self.used = max(0.0, self.used - (now - self.at) * rate)
+        self.at = now
+        wait = max(0.0, self.used - max(0.0, per_minute - amount)) / rate
+        return wait if wait > LEAST_SECONDS else 0.0
+
+
+@dataclass(slots=True)
+class _Use:
+    running: int = 0
+    requests: _Bucket = field(default_factory=_Bucket)
+    tokens: _Bucket = field(default_factory=_Bucket)
+
+
+class Meter:
+    """Counts one request's tokens."""
+
+    def __init__(self, limits: Limits, use: _Use, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._use = use
+        self._clock = clock
+
+    def prompt(self, tokens: int) -> None:
+        """Takes the tokens of the prompt.
+
+        Raises:
+            LimitReached: the key has used up its tokens.
+        """
+        limit = self._limits.tokens_per_minute
+        if wait := self._use.tokens.wait(tokens, limit, self._clock()):
+            raise LimitReached(f"the API key's tokens_per_minute, {limit}, are used up", wait)
+        self.generated(tokens)
+
+    def generated(self, tokens: int) -> None:
+        """Takes the tokens of a completion."""
+        self._use.tokens.used += tokens
+
+
+class KeyLimits:
+    """What the API keys use of one router."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+
+    @contextmanager
+    def request(self, key: str, limits: Limits) -> Iterator[Meter]:
+        """Counts a request for the duration of a `with`.
+
+        Args:
+            key: names the API key; `limits` are its.
+
+        Raises:
+            LimitReached: it may not start now.
+        """
+        use = self._uses.setdefault(key, _Use()) if limits != NO_LIMITS else _Use()
+        if limits.concurrent and use.running >= limits.concurrent:
+            text = f"{use.running} requests of the API key are in flight; its limit concurrent is {limits.concurrent}"
+            raise LimitReached(text, BUSY_SECONDS)
+        if wait := use.requests.wait(1, limits.requests_per_minute, self._clock()):
+            raise LimitReached(f"the API key's requests_per_minute, {limits.requests_per_minute}, are used up", wait)
+        use.requests.used += 1
+        use.running += 1
+        try:
+            yield Meter(limits, use, self._clock)
+        finally:
+            use.running -= 1

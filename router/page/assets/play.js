@@ -1,0 +1,103 @@
+// The playground: one request at a time, with its text and its life as they come.
+
+import { generate } from "./api.js";
+import { Growing } from "./life.js";
+import { element } from "./format.js";
+
+export class Playground {
+  /** `follow` gets the growing life whenever it changes. */
+  constructor(follow) {
+    const at = (id) => document.getElementById(id);
+    this.follow = follow;
+    this.prompt = at("prompt");
+    this.chat = at("chat");
+    this.answer = at("answer");
+    this.note = at("note");
+    this.go = at("go");
+    this.stopping = at("stop");
+    this.fields = ["max_tokens", "temperature", "top_p"].map(at);
+    this.seed = at("seed");
+    this.running = null;
+    at("ask").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.run();
+    });
+    this.stopping.addEventListener("click", () => this.stop());
+  }
+
+  offerChat(possible) {
+    document.getElementById("chat-option").hidden = !possible;
+    this.chat.checked = possible;
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  ask() {
+    const options = Object.fromEntries(this.fields.filter((field) => field.value !== "").map((field) => [field.id, Number(field.value)]));
+    const text = this.prompt.value;
+    const prompt = this.chat.checked ? { messages: [{ role: "user", content: text }] } : { text };
+    return JSON.stringify({ ...prompt, ...options }).slice(0, -1) + (this.seed.value ? `,"seed":${BigInt(this.seed.value)}}` : "}");
+  }
+
+  async run() {
+    if (this.running) return;
+    const running = (this.running = new AbortController());
+    this.begin();
+    let growing = null;
+    const tokens = [];
+    try {
+      for await (const [name, value] of generate(this.ask(), running.signal)) {
+        if (name === "life") {
+          growing ??= new Growing(value, tokens);
+          growing.set({ ...value, ttft: value.ttft ?? growing.life.ttft });
+          this.follow(growing);
+        } else if (name === "text") {
+          this.add(value, growing, tokens);
+        } else if (name === "end") {
+          growing = new Growing(value.life, tokens);
+          this.follow(growing);
+          this.say(value.finish_reason === "stop" ? "ended by the model" : "max tokens reached");
+        }
+      }
+    } catch (error) {
+      const stopped = error.name === "AbortError";
+      this.say(stopped ? "stopped; both workers are free" : error.message, !stopped);
+      if (growing) this.follow(new Growing({ ...growing.life, outcome: "cancelled", age: growing.age }, tokens));
+    } finally {
+      this.running = null;
+      this.answer.classList.remove("live");
+      this.go.disabled = false;
+      this.stopping.disabled = true;
+    }
+  }
+
+  begin() {
+    this.go.disabled = true;
+    this.stopping.disabled = false;
+    this.say("");
+    this.answer.replaceChildren(...(this.chat.checked ? [] : [element("span", { class: "given" }, this.prompt.value)]));
+    this.answer.classList.add("live");
+    this.answer.scrollTop = this.answer.scrollHeight;
+  }
+
+  add(value, growing, tokens) {
+    const below = this.answer.scrollHeight - this.answer.scrollTop - this.answer.clientHeight < 40;
+    this.answer.append(value.text);
+    if (below) this.answer.scrollTop = this.answer.scrollHeight;
+    if (value.seed) this.say(`seed ${value.seed}`);
+    tokens.push(value.at);
+    if (!growing) return;
+    growing.life.completion_tokens += value.tokens;
+    growing.life.ttft ??= value.at;
+    const first = tokens[0];
+    if (growing.life.completion_tokens > 1) growing.life.tpot = (value.at - first) / (growing.life.completion_tokens - 1);
+    this.follow(growing);
+  }
+
+  say(text, bad = false) {
+    this.note.textContent = text;
+    this.note.classList.toggle("bad", bad);
+  }
+}

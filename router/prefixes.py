@@ -1,0 +1,161 @@
+"""Where the KV of which prompts probably is: what this router has placed on which worker, and what workers report.
+
+A prompt is named by its chain: one digest for each UNIT tokens, over these and all before them, and over the namespace
+(tenant and cache salt) that the KV may be shared in:
+
+    chain[-1] = XXH3(namespace)
+    chain[i]  = XXH3(tokens of unit i, seed chain[i - 1])
+
+A digest decides on placement only, never on what is shared: workers compare blocks by a cryptographic hash.
+
+The index models the cache of each worker as the worker keeps it: the least recently used is evicted first, and the end
+of a prompt before its beginning. Other routers place prompts too, so a worker may have evicted more than is known here.
+It reports how many tokens of a prompt it had. A unit that is gone shows that all that was used before it is gone too.
+"""
+
+import asyncio
+import itertools
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+from kvrelay.rpc.identity import WorkerId
+
+UNIT = 32
+"""Tokens of one digest. A prefix is known to this precision, whatever a worker's block size."""
+_UNIT_BYTES = UNIT * 4
+_PART_UNITS = 512
+"""Units that are hashed at a time, in some 0.2 ms; then others have their turn on the event loop."""
+
+
+async def chain_of(tokens: "array[int]", namespace: str) -> "array[int]":
+    """The chain of a prompt's whole units.
+
+    Args:
+        tokens: of four bytes each.
+        namespace: within which KV may be shared.
+    """
+    data = memoryview(tokens).cast("B")
+    digest = xxh3_64_intdigest(namespace.encode())
+    chain = array("Q")
+    for start in range(0, len(data) - _UNIT_BYTES + 1, _UNIT_BYTES):
+        digest = xxh3_64_intdigest(data[start : start + _UNIT_BYTES], digest)
+        chain.append(digest)
+        if not len(chain) % _PART_UNITS:
+            await asyncio.sleep(0)
+    return chain
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What one worker has."""
+
+    max_units: int = 0
+    used: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
+    """The number of the latest placement with each unit, in the order of these; the beginning of a prompt comes after
+    its end, so that a unit is never here without those before it."""
+    computing: dict[int, None] = field(default_factory=dict)
+    """Numbers of the placements that the worker has not reported on, in order."""
+
+    def trim(self) -> None:
+        while len(self.used) > self.max_units:
+            self.used.popitem(last=False)
+
+    def find(self, chain: Sequence[int]) -> int:
+        """Units of the longest known prefix."""
+        return bisect_left(chain, True, key=lambda unit: unit not in self.used)
+
+    def use(self, chain: Sequence[int], number: int) -> None:
+        used = self.used
+        for unit in reversed(chain):
+            used[unit] = number
+            used.move_to_end(unit)
+        self.trim()
+
+    def drop_until(self, number: int) -> None:
+        """Drops the units that were last used by placement `number` or before."""
+        while self.used and next(iter(self.used.values())) <= number:
+            self.used.popitem(last=False)
+
+
+class Expectation:
+    """What one placement expects to find in its worker's cache. `end` must be called when it is over."""
+
+    def __init__(self, cache: _Cache, chain: Sequence[int], number: int) -> None:
+        self._cache, self._chain, self._number = cache, chain, number
+        found = cache.find(chain)
+        self._last_uses = array("Q", (cache.used[unit] for unit in itertools.islice(chain, found)))
+        self._certain = next(iter(cache.computing), number)
+        """What earlier placements than this one have used is computed."""
+        cache.use(chain, number)
+        cache.computing[number] = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are expected there."""
+        return UNIT * len(self._last_uses)
+
+    def reported(self, cached_tokens: int, block_size: int) -> None:
+        """The worker has computed the prompt, and says how much of it was there.
+
+        Args:
+            block_size: of the worker, whose count is of whole blocks.
+        """
+        self._cache.computing.pop(self._number, None)
+        if cached_tokens + max(UNIT, block_size) < self.tokens:
+            last_use = self._last_uses[cached_tokens // UNIT]
+            if last_use < self._certain:
+                self._cache.drop_until(last_use)
+
+    def end(self) -> None:
+        """The placement is over. What the worker has not computed won't be there. Safe to call again."""
+        if self._number not in self._cache.computing:
+            return
+        del self._cache.computing[self._number]
+        used = self._cache.used
+        for unit in itertools.islice(self._chain, len(self._last_uses), None):
+            if used.get(unit) == self._number:
+                del used[unit]
+
+
+class PrefixIndex:
+    """The caches of all workers. Memory is bounded: some 150 bytes for each UNIT tokens, up to `max_tokens`."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """
+        Args:
+            max_tokens: tokens to remember, over all workers; 0 for none.
+        """
+        self._max_units = max_tokens // UNIT
+        self._caches: dict[WorkerId, _Cache] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        """Units that are remembered."""
+        return sum(len(cache.used) for cache in self._caches.values())
+
+    def keep(self, workers: Iterable[tuple[WorkerId, int]]) -> None:
+        """Forgets all other workers: an incarnation that has left never comes back.
+
+        Args:
+            workers: each with the tokens that its KV pool holds.
+        """
+        pools = dict(workers)
+        share = self._max_units // max(1, len(pools))
+        self._caches = {worker: self._caches.get(worker) or _Cache() for worker in pools}
+        for worker, cache in self._caches.items():
+            cache.max_units = min(share, pools[worker] // UNIT)
+            cache.trim()
+
+    def find(self, worker: WorkerId, chain: Sequence[int]) -> int:
+        """Tokens of the longest prefix that the worker probably has."""
+        cache = self._caches.get(worker)
+        return 0 if cache is None or not chain else UNIT * cache.find(chain)
+
+    def expect(self, worker: WorkerId, chain: Sequence[int]) -> Expectation:
+        """Notes that a prompt is placed on a worker, which will have all of it."""
+        return Expectation(self._caches.get(worker) or _Cache(), chain, next(self._numbers))

@@ -1,0 +1,35 @@
+"""Finds a marker in a text that comes in pieces."""
+
+
+class Marker:
+    """Searches for one string; holds back the end of the text that may be its beginning, and the space before it."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Adds text.
+
+        Returns:
+            The text before the marker, and the text behind it; None if the marker isn't there yet.
+        """
+        text = self._held + text
+        before, found, after = text.partition(self._marker)
+        if found:
+            self._held = ""
+            return before.rstrip(), after
+        keep = len(text) - self._beginning(text)
+        keep = len(text[:keep].rstrip())
+        self._held = text[keep:]
+        return text[:keep], None
+
+    def flush(self) -> str:
+        """Ends the text: returns what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Characters at the end of the text with which the marker begins."""
+        longest = min(len(text), len(self._marker) - 1)
+        return next((size for size in range(longest, 0, -1) if self._marker.startswith(text[-size:])), 0)

@@ -1,0 +1,118 @@
+"""The OpenAI-compatible HTTP face of a real pair, against gRPC and transformers."""
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from kvrelay.client import Client
+from support.checkpoints import make_checkpoint
+from support.processes import ProcessCluster, free_port, process_cluster, wait_until
+
+ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 4 * 2**20, "threads": 1, "block_size": 16}
+PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
+OUT = 24
+GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ProcessCluster, int]]:
+    """A pair, and the port of its HTTP."""
+    port, folder = free_port(), tmp_path_factory.mktemp("http")
+    with process_cluster(folder, checkpoint, worker={"engine": ENGINE}, router={"http_port": port}) as cluster:
+        yield cluster, port
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer: dict[str, Any] = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+    finally:
+        connection.close()
+
+
+def expected(checkpoint: Path, prompt: list[int], count: int) -> list[int]:
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    oracle.generation_config.eos_token_id = None
+    greedy = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        whole = oracle.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+    return [int(token) for token in whole[0, len(prompt) :]]
+
+
+def test_greedy_tokens_equal_grpcs_and_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
+    cluster, port = served
+    with Client(cluster.router) as client:
+        ours = client.complete(PROMPT, max_tokens=OUT, temperature=0, ignore_eos=True, timeout=60)
+    answer = post(port, "/v1/completions", GREEDY)
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == list(ours.token_ids) == expected(checkpoint, PROMPT, OUT)
+    assert (choice["text"], choice["finish_reason"]) == (ours.text, "length")
+    # The second request found the first one's full blocks.
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(PROMPT)
+    assert usage["completion_tokens"] == OUT
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) // 16 * 16
+    cluster.wait_idle()
+
+
+def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[ProcessCluster, int]) -> None:
+    cluster, port = served
+    cluster.wait_idle()
+    prompt = [token + 1 for token in PROMPT]
+    computed = {name: cluster.member(name).load.computed_tokens for name in ("prefill-0", "decode-0")}
+    body = {**GREEDY, "prompt": prompt, "temperature": 1.0, "seed": 3, "n": 4, "timeline": True}
+    answer = post(port, "/v1/completions", body)
+    tokens = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+    assert len(set(tokens)) == 4, "each completion has its own seed"
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == 4 * OUT
+    # What crosses the link for a later completion is the last, partial block.
+    sent = [choice["timeline"]["transfer_bytes"] for choice in answer["choices"]]
+    sent = [int(bytes_) for bytes_ in sent]
+    per_token = sent[0] // len(prompt)
+    assert sent == [len(prompt) * per_token] + [len(prompt) % 16 * per_token] * 3
+    cluster.wait_idle()
+    left = len(prompt) + 3 * (len(prompt) % 16)
+    wait_until(
+        lambda: cluster.member("prefill-0").load.computed_tokens - computed["prefill-0"] == left,
+        "prefill computed the full blocks once",
+    )
+    # A completion alone with its seed has the same tokens.
+    assert tuple(post(port, "/v1/completions", {**body, "n": 1})["choices"][0]["token_ids"]) == tokens[0]
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_frees_both_workers_within_half_a_second(
+    served: tuple[ProcessCluster, int], stream: bool
+) -> None:
+    cluster, port = served
+    cluster.wait_idle()
+    body = json.dumps({**GREEDY, "max_tokens": 900, "stream": stream})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        if stream:
+            assert connection.recv(1)
+        wait_until(lambda: cluster.member("decode-0").load.blocks.held, "decode at work")
+    start = time.monotonic()
+    cluster.wait_idle(seconds=0.5)
+    print(f"idle {time.monotonic() - start:.2f} s after the connection was closed")

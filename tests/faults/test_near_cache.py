@@ -1,0 +1,57 @@
+"""A repeated prompt is found in the cache of its worker; without prefill workers, decode computes prompts itself."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.client import Completion
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
+from support.faults import Scene, oracle, prompt_of, scene
+from support.processes import wait_until
+
+LONG = 1500
+OUT = 4
+KV = 16 * 2**20
+
+
+@pytest.fixture(scope="module")
+def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene(
+        tmp_path_factory.mktemp("near"), prefill=3, decode=2, routers=2, losses=True, engine={"kv_memory_bytes": KV}
+    ) as it:
+        yield it
+
+
+def ask(it: Scene, prompt: list[int], **options: str) -> Completion:
+    completion = it.client.complete(prompt, max_tokens=OUT, temperature=0.0, ignore_eos=True, timeout=60, **options)
+    assert list(completion.token_ids) == oracle(prompt, OUT)
+    return completion
+
+
+def test_from_the_second_time_on_a_long_prompt_hits(it: Scene) -> None:
+    for number in range(5):
+        prompt = prompt_of(f"long {number}", LONG)
+        answers = [ask(it, prompt) for _ in range(4)]
+        hits = [answer.usage.cached_tokens for answer in answers]
+        assert hits[0] == 0
+        assert min(hits[1:]) > LONG - 64, hits
+        sent = [answer.timeline.transfer_bytes for answer in answers]
+        assert max(sent[1:]) < sent[0] / 20
+        longer = ask(it, [*prompt, *answers[0].token_ids, *prompt_of("next turn", 50)])
+        assert longer.usage.cached_tokens > LONG - 64
+    it.cluster.wait_idle(5)
+
+
+def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene) -> None:
+    for name in it.prefills:
+        it.signal(name, signal.SIGKILL)
+    dead = dict.fromkeys(it.prefills, MEMBER_STATE_DEAD)
+    wait_until(lambda: {name: it.cluster.member(name).member.state for name in dead} == dead, "they are known as dead")
+    for number in range(4):
+        timeline = ask(it, prompt_of(f"alone {number}", LONG)).timeline
+        assert timeline.prefill_worker == timeline.decode_worker
+        assert timeline.prefill_worker.startswith("decode")
+    for name in it.prefills:
+        it.cluster.replace(name)
+    assert ask(it, prompt_of("handed over", LONG)).timeline.prefill_worker.startswith("prefill")

@@ -1,0 +1,186 @@
+"""Models of the Hugging Face hub, against a server on this machine that answers as the hub does."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cached_property
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.models import bundled, resolve
+
+NAME = "someone/tiny"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SECONDS = 60
+CHUNK_BYTES = 64 * 1024
+RESOLVE = f"""
+import sys
+from huggingface_hub import constants
+from kvrelay.models import resolve
+constants.DOWNLOAD_CHUNK_SIZE = {CHUNK_BYTES}  # 10 MB by default, which is more than the file has
+try:
+    print(resolve(sys.argv[1], weights=sys.argv[2] == "True"))
+except ValueError as error:
+    sys.exit(f"refused: {{error}}")
+"""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Has one model, at `main` and at its commit, with a file that nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        folder = bundled("pico-draft")
+        assert folder is not None
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        self.files["pytorch_model.bin"] = b"pickled"
+        self.sent: list[tuple[str, str]] = []
+        """Name and range of each file that was asked for."""
+        self.cut: str | None = None
+        """The file of which the next answer breaks off in the middle."""
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @cached_property
+    def tree(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "file", "path": name, "oid": hashlib.sha1(data).hexdigest(), "size": len(data)}
+            for name, data in self.files.items()
+        ]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is logged."""
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        revision = path.rpartition("/revision/")[2].split("/")[0]
+        if not path.removeprefix("api/models/").startswith(NAME):
+            self._refuse("RepoNotFound")
+        elif path.startswith(f"api/models/{NAME}/tree/"):
+            self._send(json.dumps(self.server.tree).encode(), body, {"Content-Type": "application/json"})
+        elif path.startswith("api/models/"):
+            if revision not in ("main", COMMIT, "api"):
+                self._refuse("RevisionNotFound")
+                return
+            siblings = [{"rfilename": name} for name in self.server.files]
+            info = {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0}
+            self._send(json.dumps(info).encode(), body, {"Content-Type": "application/json"})
+        else:
+            self._send_file(path.rpartition("/")[2], body)
+
+    def _send_file(self, name: str, body: bool) -> None:
+        data = self.server.files[name]
+        if body:
+            self.server.sent.append((name, self.headers.get("Range") or ""))
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        cut = body and self.server.cut == name
+        if cut:
+            self.server.cut = None
+        self._send(data, body, headers, cut=cut)
+
+    def _send(self, data: bytes, body: bool, headers: dict[str, str], *, cut: bool = False) -> None:
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if start else HTTPStatus.OK)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        for name, value in (headers | {"Content-Length": str(len(data) - start)}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data[start : len(data) // 2] if cut else data[start:])
+
+    def _refuse(self, code: str) -> None:
+        self.send_response(HTTPStatus.NOT_FOUND)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join(SECONDS)
+
+
+def resolved(cache: Path, endpoint: str, model: str, *, weights: bool = True, **variables: str) -> str:
+    """The folder, or "refused: " and why, as a process sees it whose cache is `cache`."""
+    environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"} | variables
+    command = [sys.executable, "-c", RESOLVE, model, str(weights)]
+    done = subprocess.run(command, env=environment, timeout=SECONDS, capture_output=True, text=True)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def test_a_model_is_downloaded_once_and_used_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+    tokenizer = Path(resolved(tmp_path, hub.address, f"hf:{NAME}", weights=False))
+    assert (tokenizer / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
+    assert not (tokenizer / "model.safetensors").exists()
+    folder = Path(resolved(tmp_path, hub.address, f"hf:{NAME}@main"))
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    names = [name for name, _ in hub.sent]
+    assert len(names) == len(set(names)), "a file was downloaded twice"
+    assert "pytorch_model.bin" not in names
+    assert resolved(tmp_path, hub.address, f"hf:{NAME}", HF_HUB_OFFLINE="1") == str(folder)
+    assert resolved(tmp_path, "http://127.0.0.1:9", f"hf:{NAME}") == str(folder)
+
+
+def test_a_download_whose_connection_breaks_goes_on_where_it_ended(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = "model.safetensors"
+    folder = Path(resolved(tmp_path, hub.address, f"hf:{NAME}"))
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    first, again = (ranges for name, ranges in hub.sent if name == "model.safetensors")
+    assert first == ""
+    start = int(again.removeprefix("bytes=").removesuffix("-"))
+    half = len(hub.files["model.safetensors"]) // 2
+    assert half - CHUNK_BYTES < start <= half
+
+
+@pytest.mark.parametrize(
+    ("model", "offline", "said"),
+    [
+        ("hf:someone/other", "", "model: 'hf:someone/other' can't be had: the hub has no such model"),
+        (f"hf:{NAME}@v9", "", "it has no revision 'v9'"),
+        (f"hf:{NAME}", "1", "it is not in the cache, and the hub can't be reached or HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_refused_with_the_reason(
+    hub: Hub, tmp_path: Path, model: str, offline: str, said: str
+) -> None:
+    answer = resolved(tmp_path, hub.address, model, HF_HUB_OFFLINE=offline)
+    assert answer.startswith("refused: ")
+    assert said in answer
+
+
+@pytest.mark.parametrize("model", ["hf:", "hf:tiny", "hf:a/b/c", "hf:a/b@", "hf:a/b@r e"])
+def test_a_name_that_the_hub_can_not_have_is_refused(model: str) -> None:
+    with pytest.raises(ValueError, match=r"is no name of the Hugging Face hub; give hf:ORG/NAME or hf:ORG/NAME@REV"):
+        resolve(model)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"needs huggingface_hub; run `pip install 'kvrelay\[hub\]'`"):
+        resolve("hf:someone/tiny")

@@ -1,0 +1,125 @@
+"""Tokens gather into fewer messages while there are many streams: all of them come, in order, and none waits long."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.internal.v1.worker_pb2 import Failure
+from kvrelay.router.pacer import STREAM_SECONDS, UNPACED_TOKENS, Pacer
+from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
+
+PROMPT = [5, 6, 7]
+TOTAL = 48
+MANY = 10**6
+
+
+def token_at(index: int) -> int:
+    return 40 + index % 300
+
+
+def crowded(cluster: FakeCluster) -> None:
+    """The router behaves as with many streams."""
+    cluster.router._front._dispatch.pacer.streams += MANY
+
+
+async def messages(client: AsyncClient, **options: int) -> list[tuple[float, tuple[int, ...]]]:
+    """When each message came, and its tokens."""
+    return [
+        (time.monotonic(), chunk.token_ids)
+        async for chunk in client.generate(PROMPT, max_tokens=TOTAL, temperature=0.0, timeout=20, **options)
+    ]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_all_tokens_come_in_order_and_in_fewer_messages_if_there_are_many_streams(tmp_path: Path, many: bool) -> None:
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path, *pair(token_at, pause=0.002), coalesce_ms=20.0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            if many:
+                crowded(cluster)
+            seen = await messages(client)
+            assert [token for _, tokens in seen for token in tokens] == [token_at(index) for index in range(TOTAL)]
+            assert len(seen[-1][1]) or seen[-2][1], "the end brings what has gathered"
+            if many:
+                assert len(seen) < TOTAL / 2
+            assert cluster.router._front._dispatch.pacer.streams == MANY * many, "each stream is counted while it runs"
+
+    run(test)
+
+
+def test_first_tokens_and_the_last_ones_wait_for_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        prefill, decode = pair(token_at)
+        release = asyncio.Event()
+
+        async def script(job: Job) -> None:
+            for index in range(1, TOTAL):
+                if index == TOTAL - 1:
+                    await release.wait()
+                job.send(index, (token_at(index),), length_if(index == TOTAL - 1))
+                await asyncio.sleep(0.002)
+
+        decode.script = script
+        # A pause that outlasts the test.
+        async with (
+            fake_cluster(tmp_path, prefill, decode, coalesce_ms=1000.0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            crowded(cluster)
+            seen: list[int] = []
+            began = time.monotonic()
+            async for chunk in client.generate(PROMPT, max_tokens=TOTAL, temperature=0.0, timeout=20):
+                seen += chunk.token_ids
+                if len(seen) >= UNPACED_TOKENS:
+                    release.set()
+            assert seen == [token_at(index) for index in range(TOTAL)]
+            assert time.monotonic() - began < 1.0, "neither the first tokens nor the last one have waited"
+
+    run(test)
+
+
+def test_what_has_gathered_is_sent_before_another_attempt(tmp_path: Path) -> None:
+    """The next attempt computes no token that the client could have."""
+
+    async def test() -> None:
+        prefill, decode = pair(token_at)
+
+        async def fails_once(job: Job) -> None:
+            for index in range(job.base + 1, TOTAL):
+                if job.submit.attempt == 1 and index == 30:
+                    job.fail(Failure.CODE_RETRY)
+                    return
+                job.send(index, (token_at(index),), length_if(index == TOTAL - 1))
+
+        decode.script = fails_once
+        async with (
+            fake_cluster(tmp_path, prefill, decode, coalesce_ms=1000.0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            crowded(cluster)
+            seen = await messages(client)
+            assert [token for _, tokens in seen for token in tokens] == [token_at(index) for index in range(TOTAL)]
+            again = await cluster.job("prefill-0", 1)
+            assert again.base == 30
+
+    run(test)
+
+
+def test_pauses_end_in_time_and_grow_with_the_streams() -> None:
+    async def test() -> None:
+        pacer, ends = Pacer(0.02), []
+        for streams in (1, 10, 100, 10_000):
+            pacer.streams = streams
+            assert pacer.seconds == min(0.02, STREAM_SECONDS * streams)
+        began = time.monotonic()
+        for _ in range(200):
+            pacer.pause(lambda: ends.append(time.monotonic()))
+        await until(lambda: len(ends) == 200, "all pauses have ended")
+        assert min(ends) >= began + 0.02 - 0.001
+
+    run(test)
