@@ -159,7 +159,7 @@ def engine_section(machine: Any, rows: list[dict[str, Any]], deadline: float) ->
     rows.append({"warm_up_s": bench.warm_up_s, "pool_tokens": bench.pool_tokens})
     rows.append(bench.check())
     print(json.dumps(rows[-1]), flush=True)
-    steps = 3 if machine.dry else STEPS
+    steps = 2 if machine.dry else STEPS
     batches, contexts = ((1, 2), (8, 20)) if machine.dry else (BATCHES, CONTEXTS)
     cells = [(batch, context) for context in contexts for batch in batches]
     cells = [cell for cell in cells if cell[0] * (cell[1] + steps + 32) <= bench.pool_tokens]

@@ -45,7 +45,7 @@ LLAMA_8B = ModelConfig(
 )
 TINY = replace(
     LLAMA_8B,
-    layers=2,
+    layers=1,
     hidden_size=64,
     intermediate_size=96,
     heads=4,
@@ -54,13 +54,15 @@ TINY = replace(
     vocab_size=160,
     max_positions=256,
     rope=RopeConfig(10000.0),
-    traits=Traits(windows=(0, 0)),
+    traits=Traits(windows=(0,)),
     dtype="float16",
 )
 KV_BYTES = 72 * 2**30
 """Bytes of the pool on a GPU: 590k tokens of the 8B shape."""
 STEPS = 32
 """Decode steps that are timed."""
+WARM_STEPS = 3
+"""Those before."""
 
 
 class Bench:
@@ -70,12 +72,13 @@ class Bench:
         self.machine = machine
         self.config = self.model(machine)
         options = EngineConfig(
+            block_size=16,
             kv_memory_bytes=2**18 if machine.dry else KV_BYTES,
             max_batch_tokens=32 if machine.dry else 8192,
             max_sequences=2 if machine.dry else 256,
             max_context=64 if machine.dry else 32768 + 256,
             prefix_cache=False,
-        )
+        ).on("cpu" if machine.dry else "cuda")
         layout = self.config.kv_layout(self.config.dtype, options.block_size, "HND")
         pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()
@@ -111,8 +114,8 @@ class Bench:
 
     def decode(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """Steps of a full batch whose KV is in the pool from the start, as on a decode worker."""
-        engine = self._decoding(batch, context, steps + 8)
-        for _ in range(3):
+        engine = self._decoding(batch, context, WARM_STEPS + steps + 1)
+        for _ in range(WARM_STEPS):
             engine.step()
         self._synchronize()
         began = time.perf_counter()
@@ -155,7 +158,7 @@ class Bench:
         for runner in (self.runner, plain):
             engine = engine_on(runner, self.options)
             for index in range(rows):
-                engine.scheduler.add(self._request(index, 12, 6))
+                engine.scheduler.add(self._request(index, 12, 4))
             heard.append({})
             while engine.has_work:
                 for report in engine.step():

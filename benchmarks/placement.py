@@ -1,10 +1,14 @@
 """Replays a trace of conversations against the router's placement: how much of the prompts is found in workers' caches.
 
-    python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1]
+    python benchmarks/placement.py TRACE [--workers 1 4 16] [--cache 100000000 2000000] [--busy 0.8] [--routers 1 2]
+        [--out FILE]
 
-The policy, the prefix index and its corrections are the router's own. The workers are simulated: prefill workers
+The policy, the prefix index and its corrections are the router's own; prompts wait in their routers while the worker
+that they would go to has `ahead` tokens to compute. The workers are simulated: prefill workers
 compute their prompts in order, `rate` tokens a second, and each keeps the blocks of `cache` tokens, the least recently
-used is evicted first. The best possible is one cache without a limit that knows every prompt as soon as it has arrived.
+used is evicted first. Two bounds of the hit share, both of one cache as large as all workers' together that has every
+prompt as soon as it arrives: the best possible, which knows the future and evicts what is used latest again, and one
+that evicts as workers do.
 Time is the trace's, slowed or hastened so that the workers would be busy for `busy` of it if nothing were cached.
 
 The trace is Mooncake's (`conversation_trace.jsonl`): arrival, lengths, and the ids of the prompt's 512-token blocks,
@@ -15,15 +19,20 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import statistics
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from turns import own_setting, save
+
+from kvrelay.router.config import RouterOptions
 from kvrelay.router.placement import Demand, LeastWork, Placement, WorkerView
 from kvrelay.router.prefixes import UNIT, Expectation, PrefixIndex
+from kvrelay.router.queue import LOOK_AHEAD
 from kvrelay.rpc.identity import WorkerId
 
 BLOCK = 512
@@ -35,6 +44,15 @@ class Prompt:
     arrival: float
     tokens: int
     blocks: tuple[int, ...]
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The blocks that a worker has of it when it is computed."""
+        return self.blocks[: self.tokens // BLOCK]
+
+    def found(self, cache: Container[int]) -> int:
+        """Leading blocks that are in a cache. The last token is always computed."""
+        return len(list(itertools.takewhile(cache.__contains__, self.blocks[: (self.tokens - 1) // BLOCK])))
 
     @property
     def chain(self) -> "array[int]":
@@ -53,13 +71,13 @@ class Worker:
     rate: float
     cache: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
     free_at: float = 0.0
-    queue: "deque[tuple[float, int]]" = field(default_factory=deque)
-    """(end, tokens computed) of the prompts that are here."""
+    queue: "deque[float]" = field(default_factory=deque)
+    """When each of the prompts that are here is computed."""
 
     def view(self, now: float) -> WorkerView:
-        while self.queue and self.queue[0][0] <= now:
+        while self.queue and self.queue[0] <= now:
             self.queue.popleft()
-        pending = sum(tokens for _, tokens in self.queue)
+        pending = math.ceil(max(0.0, self.free_at - now) * self.rate) if self.queue else 0
         kv_tokens = self.max_blocks * BLOCK
         running = len(self.queue)
         return WorkerView(self.id, "prefill", True, pending_tokens=pending, running=running, kv_tokens=kv_tokens)
@@ -67,16 +85,15 @@ class Worker:
     def take(self, prompt: Prompt, now: float) -> tuple[float, int]:
         """Returns when the prompt is computed, and how many of its tokens were there. It is looked up when the prompts
         before it are done; nobody else comes between, so that can be now."""
-        whole = prompt.blocks[: (prompt.tokens - 1) // BLOCK]
-        found = len(list(itertools.takewhile(self.cache.__contains__, whole)))
-        for block in reversed(prompt.blocks[: prompt.tokens // BLOCK]):
+        found = prompt.found(self.cache)
+        for block in reversed(prompt.kept):
             self.cache[block] = None
             self.cache.move_to_end(block)
         while len(self.cache) > self.max_blocks:
             self.cache.popitem(last=False)
         new = prompt.tokens - found * BLOCK
         self.free_at = max(now, self.free_at) + new / self.rate
-        self.queue.append((self.free_at, new))
+        self.queue.append(self.free_at)
         return self.free_at, found * BLOCK
 
 
@@ -92,47 +109,101 @@ def read(trace: Path) -> list[Prompt]:
     return [Prompt(row["timestamp"] / 1e3, row["input_length"], tuple(row["hash_ids"])) for row in rows]
 
 
-def best(prompts: Sequence[Prompt]) -> float:
-    """Share of all prompts' tokens in one cache without a limit."""
-    seen: set[int] = set()
+def best(prompts: Sequence[Prompt], max_blocks: int) -> float:
+    """Share of all prompts' tokens in one cache that knows the future: it evicts what is used latest again."""
+    never = len(prompts)
+    following: dict[int, int] = {}
+    again: list[dict[int, int]] = []
+    for number in range(never - 1, -1, -1):
+        kept = prompts[number].kept
+        again.append({block: following.get(block, never) for block in kept})
+        following |= dict.fromkeys(kept, number)
+    cache: dict[int, int] = {}
+    latest: list[tuple[int, int]] = []
     hits = 0
-    for prompt in prompts:
-        whole = prompt.blocks[: (prompt.tokens - 1) // BLOCK]
-        hits += BLOCK * len(list(itertools.takewhile(seen.__contains__, whole)))
-        seen.update(prompt.blocks[: prompt.tokens // BLOCK])
-    return hits / sum(prompt.tokens for prompt in prompts)
+    for prompt, nexts in zip(prompts, reversed(again), strict=True):
+        hits += prompt.found(cache)
+        for block in reversed(prompt.kept):
+            cache[block] = nexts[block]
+            heapq.heappush(latest, (-nexts[block], block))
+        while len(cache) > max_blocks:
+            use, block = heapq.heappop(latest)
+            if cache.get(block) == -use:
+                del cache[block]
+    return BLOCK * hits / sum(prompt.tokens for prompt in prompts)
 
 
-def replay(
-    prompts: Sequence[Prompt], workers: Sequence[Worker], indexes: Sequence[PrefixIndex], speed: float
-) -> Result:
-    """
-    Args:
-        indexes: one for each router; they take the prompts in turn.
-        speed: by which arrivals are hastened.
-    """
-    policies = [LeastWork(index) for index in indexes]
-    by_id = {worker.id: worker for worker in workers}
-    reports: list[tuple[float, int, Expectation, int]] = []
-    hits, waits = 0, []
-    for number, prompt in enumerate(prompts):
-        now, chain = prompt.arrival / speed, prompt.chain
-        while reports and reports[0][0] <= now:
-            _, _, expected, cached = heapq.heappop(reports)
+def one_cache(prompts: Sequence[Prompt], max_blocks: int) -> float:
+    """Share of all prompts' tokens in one cache that evicts as workers do, and knows each prompt when it arrives."""
+    worker = Worker(WorkerId("all", "i"), max_blocks, math.inf)
+    return sum(worker.take(prompt, 0.0)[1] for prompt in prompts) / sum(prompt.tokens for prompt in prompts)
+
+
+class Replay:
+    """A trace on its way through routers and workers."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], workers: Sequence[Worker], policies: Sequence[LeastWork], *, told: bool
+    ) -> None:
+        """
+        Args:
+            policies: one for each router; they take the prompts in turn.
+            told: whether workers tell routers of each other's prompts.
+        """
+        self._prompts = prompts
+        self._workers = {worker.id: worker for worker in workers}
+        self._policies = policies
+        self._told = told
+        self._reports: list[tuple[float, int, WorkerId, Expectation, int]] = []
+        self._hits = 0
+        self._waits: list[float] = []
+
+    def run(self, speed: float, ahead_seconds: float) -> Result:
+        """
+        Args:
+            speed: by which arrivals are hastened.
+            ahead_seconds: work that a worker has from which on prompts for it wait in their routers.
+        """
+        arrivals = deque((prompt.arrival / speed, number) for number, prompt in enumerate(self._prompts))
+        waiting: list[tuple[float, int]] = []
+        now = -math.inf
+        while arrivals or waiting:
+            moments = [worker.free_at - ahead_seconds for worker in self._workers.values()] if waiting else []
+            now = min([moment for moment in moments if moment > now] + [arrival for arrival, _ in list(arrivals)[:1]])
+            self._hear(now)
+            while arrivals and arrivals[0][0] <= now:
+                waiting.append(arrivals.popleft())
+            for arrived in waiting[:]:
+                if self._place(*arrived, now):
+                    waiting.remove(arrived)
+                elif waiting.index(arrived) + 1 >= LOOK_AHEAD:
+                    break
+        self._waits.sort()
+        share = self._hits / sum(prompt.tokens for prompt in self._prompts)
+        return Result(share, statistics.median(self._waits), self._waits[int(0.99 * len(self._waits))])
+
+    def _hear(self, now: float) -> None:
+        """What workers have computed by now, their routers know."""
+        while self._reports and self._reports[0][0] <= now:
+            _, number, worker, expected, cached = heapq.heappop(self._reports)
             expected.reported(cached, BLOCK)
-        router = number % len(indexes)
+            for other, policy in enumerate(self._policies):
+                if self._told and other != number % len(self._policies):
+                    policy.learn(worker, self._prompts[number].chain, cached, BLOCK)
+
+    def _place(self, arrival: float, number: int, now: float) -> bool:
+        prompt, policy = self._prompts[number], self._policies[number % len(self._policies)]
+        chain = prompt.chain
         demand = Demand(prompt.tokens, 0, chain=chain, key=chain[-1] if chain else 0)
-        place = policies[router].place(demand, [worker.view(now) for worker in workers])
+        place = policy.place(demand, [worker.view(now) for worker in self._workers.values()])
         if not isinstance(place, Placement):
-            raise RuntimeError(f"prompt {number} has {place}")
-        (expected,) = policies[router].take(place, chain)
-        end, cached = by_id[place.prefill].take(prompt, now)
-        heapq.heappush(reports, (end, number, expected, cached))
-        hits += cached
-        waits.append(end - now)
-    waits.sort()
-    share = hits / sum(prompt.tokens for prompt in prompts)
-    return Result(share, statistics.median(waits), waits[int(0.99 * len(waits))])
+            return False
+        (expected,) = policy.take(place, chain)
+        end, cached = self._workers[place.prefill].take(prompt, now)
+        heapq.heappush(self._reports, (end, number, place.prefill, expected, cached))
+        self._hits += cached
+        self._waits.append(end - arrival)
+        return True
 
 
 def main() -> None:
@@ -144,33 +215,46 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, default=20_000.0, help="tokens a second that a worker computes")
     parser.add_argument("--busy", type=float, default=0.8, help="load without a cache")
-    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--routers", type=int, nargs="+", default=[1])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--ahead", type=int, default=RouterOptions().prefill_ahead_tokens, help="router.prefill_ahead_tokens"
+    )
     parser.add_argument("--index", type=int, default=2**31, help="router.prefix_index_tokens")
     args = parser.parse_args()
     prompts = read(args.trace)
     seconds = prompts[-1].arrival - prompts[0].arrival
     tokens = sum(prompt.tokens for prompt in prompts)
-    limit = best(prompts)
+    rows = []
     for count, cache in itertools.product(args.workers, args.cache):
         speed = args.busy * count * args.rate * seconds / tokens
         ids = [WorkerId(f"prefill-{index}", "i") for index in range(count)]
-        found = {}
-        for name, index in (("near its cache", args.index), ("by load only", 0)):
-            workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
-            indexes = [PrefixIndex(index) for _ in range(args.routers)]
-            found[name] = replay(prompts, workers, indexes, speed)
-        for name, result in found.items():
-            line = {
-                "workers": count,
-                "cache_tokens": cache,
-                "placement": name,
-                "hit_share": round(result.hit_share, 4),
-                "of_best_possible": round(result.hit_share / limit, 3),
-                "asked": SHARE_ASKED,
-                "first_token_seconds_p50": round(result.wait_p50, 3),
-                "first_token_seconds_p99": round(result.wait_p99, 3),
-            }
-            print(json.dumps(line), flush=True)
+        limits = [bound(prompts, count * cache // BLOCK) for bound in (best, one_cache)]
+        for routers in args.routers:
+            # With more routers, also as if each knew its own prompts only.
+            named = {"near its cache": (args.index, True), "by load only": (0, False)}
+            if routers > 1:
+                named["near its cache, routers apart"] = args.index, False
+            for name, (index, told) in named.items():
+                workers = [Worker(id_, cache // BLOCK, args.rate) for id_ in ids]
+                policies = [LeastWork(PrefixIndex(index), ahead_tokens=args.ahead) for _ in range(routers)]
+                result = Replay(prompts, workers, policies, told=told).run(speed, args.ahead / args.rate)
+                line = {
+                    "workers": count,
+                    "cache_tokens": cache,
+                    "routers": routers,
+                    "placement": name,
+                    "hit_share": round(result.hit_share, 4),
+                    "of_best_possible": round(result.hit_share / limits[0], 3),
+                    "of_one_cache": round(result.hit_share / limits[1], 3),
+                    "asked": SHARE_ASKED,
+                    "first_token_seconds_p50": round(result.wait_p50, 3),
+                    "first_token_seconds_p99": round(result.wait_p99, 3),
+                }
+                rows.append(line)
+                print(json.dumps(line), flush=True)
+    if args.out is not None:
+        save(args.out, own_setting("xxhash") | {"trace": args.trace.name, "busy": args.busy, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -131,8 +131,18 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         Raises:
             KvrelayError: the request failed.
         """
+        messages.check_single(options)
         async with self.generate(prompt, **options) as stream:
             return messages.completion([chunk async for chunk in stream])
+
+    async def completions(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """Like `complete`, but returns all of the `n` completions.
+
+        Raises:
+            KvrelayError: the request failed.
+        """
+        async with self.generate(prompt, **options) as stream:
+            return messages.completions([chunk async for chunk in stream], options.get("n") or 1)
 
     async def model_info(self) -> ModelInfo:
         """The served model.

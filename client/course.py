@@ -7,6 +7,8 @@
              UNAVAILABLE, or the connection is lost      `resume_seconds` without a message
     call n ----------------------------------------> call n+1, with the tokens so far --> ... ------------------> error
 
+A request for several completions is begun again as long as no message has come; after that it is not continued.
+
 RESOURCE_EXHAUSTED makes a request try each other router once; a stream that has begun then waits as long as the routers
 ask. No other error is tried again, nor one that the router has marked as given up.
 """
@@ -96,7 +98,10 @@ class Course:
         self._request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             self._request.sampling.seed = secrets.randbits(64)
-        self._request.resume.key = secrets.token_bytes(KEY_BYTES)
+        self._single = request.n <= 1
+        """Whether the contract lets a later call continue it."""
+        if self._single:
+            self._request.resume.key = secrets.token_bytes(KEY_BYTES)
         self._routers = routers
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
@@ -112,7 +117,8 @@ class Course:
 
     def call(self) -> pb.GenerateRequest:
         """The message of the next call."""
-        self._request.resume.call += 1
+        if self._single:
+            self._request.resume.call += 1
         return self._request
 
     @property
@@ -124,7 +130,8 @@ class Course:
         """Takes a message of the present call."""
         self._begun = True
         self._failures = 0
-        self._request.resume.token_ids.extend(response.token_ids)
+        if self._single:
+            self._request.resume.token_ids.extend(response.token_ids)
 
     def failed(self, error: KvrelayError) -> float:
         """Takes the error of the present call, and chooses the router of the next one.
@@ -138,6 +145,8 @@ class Course:
         if not isinstance(error, Unavailable | Cancelled | Exhausted) or (
             isinstance(error, Unavailable) and error.given_up
         ):
+            raise error
+        if self._begun and not self._single:
             raise error
         now = self._clock()
         if not self._failures:

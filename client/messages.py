@@ -46,7 +46,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 FinishReason = Literal["stop", "length"]
 """The names of `kvrelay.v1.FinishReason`, without their prefix."""
 
-REQUEST_FIELDS = ("request_id", "tenant", "model", "priority", "slo_class", "cache_salt", "session")
+REQUEST_FIELDS = ("request_id", "tenant", "model", "n", "priority", "slo_class", "cache_salt", "session")
 """The options that are fields of the request itself; the others are its sampling parameters."""
 
 ValueT = TypeVar("ValueT")
@@ -100,6 +100,9 @@ class GenerateOptions(TypedDict, total=False):
     """The completion is one of these texts."""
     grammar: str
     """The completion follows this context-free grammar in Lark's form."""
+    n: int | None
+    """Completions of the prompt, 1 to 128; 1 by default. Completion i > 0 has a seed that is derived from `seed` and i.
+    A stream of several doesn't go on at another router."""
     model: str
     """A name that the model is served under; the model by default."""
     priority: int
@@ -167,7 +170,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New output. The last chunk of a stream, and no other, has a finish reason, usage and timeline."""
+    """New output. The last chunk of a completion, and no other of it, has a finish reason, usage and timeline."""
 
     text: str
     """Whole characters; may be empty while a character or a possible stop string is incomplete."""
@@ -180,12 +183,14 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each token of the prompt but the first, with the first token, if they were asked for."""
     seed: int | None = None
-    """In the first chunk of a call: the seed of the completion."""
+    """In the completion's first chunk of a call: its seed."""
+    index: int = 0
+    """Which of the n completions this belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The output of a whole stream."""
+    """The whole output of one completion."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -195,6 +200,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """As in `Chunk`."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As in `Chunk`; of n completions, the first one has them."""
     seed: int | None = None
     """With it and otherwise the same options, the prompt gets the same tokens again."""
 
@@ -270,12 +276,12 @@ def chunk(response: pb.GenerateResponse) -> Chunk:
     """One message of a stream."""
     text, token_ids = response.text, tuple(response.token_ids)
     logprobs, prompt_logprobs = _logprobs(response.logprobs), _logprobs(response.prompt_logprobs)
-    seed = response.seed if response.HasField("seed") else None
+    seed, index = response.seed if response.HasField("seed") else None, response.index
     if not response.finish_reason:
-        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed)
+        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed, index=index)
     name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
-    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs, seed)
+    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs, seed, index)
 
 
 def _logprobs(found: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -301,6 +307,27 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         tuple(one for part in chunks for one in part.prompt_logprobs),
         next((part.seed for part in chunks if part.seed is not None), None),
     )
+
+
+def completions(chunks: Iterable[Chunk], count: int) -> list[Completion]:
+    """Joins the chunks of a stream of so many completions.
+
+    Raises:
+        InternalError: as `completion`.
+    """
+    parts: list[list[Chunk]] = [[] for _ in range(count)]
+    for part in chunks:
+        parts[part.index].append(part)
+    return [completion(each) for each in parts]
+
+
+def check_single(options: GenerateOptions) -> None:
+    """
+    Raises:
+        InvalidRequest: the options ask for several completions.
+    """
+    if (count := options.get("n")) not in (None, 1):
+        raise InvalidRequest(f"n is {count!r}; allowed: 1 here; `completions` returns several")
 
 
 def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:

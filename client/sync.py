@@ -144,8 +144,18 @@ class Client(AbstractContextManager["Client"]):
         Raises:
             KvrelayError: the request failed.
         """
+        messages.check_single(options)
         with self.generate(prompt, **options) as stream:
             return messages.completion(list(stream))
+
+    def completions(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """Like `complete`, but returns all of the `n` completions.
+
+        Raises:
+            KvrelayError: the request failed.
+        """
+        with self.generate(prompt, **options) as stream:
+            return messages.completions(list(stream), options.get("n") or 1)
 
     def model_info(self) -> ModelInfo:
         """The served model.

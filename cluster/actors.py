@@ -19,7 +19,10 @@ from typing import Generic, TypeVar
 import ray
 import ray.util
 
+from kvrelay.cluster.node_drain import Registration
+from kvrelay.cluster.ray_metrics import RayExport
 from kvrelay.cluster.replacement import Ended
+from kvrelay.engine.automatic import AUTO
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc import log
 from kvrelay.rpc.security import TOKEN_VARIABLE
@@ -34,6 +37,7 @@ WATCH_SECONDS = 2.0
 REPORT_SECONDS = 10.0
 """For the result of `watch` to leave a process whose server has failed."""
 LOOPBACK = "127.0.0.1"
+LEAVING = "its node is about to stop"
 WILDCARDS = ("0.0.0.0", "::", "[::]")
 ServerT = TypeVar("ServerT", bound=Server)
 
@@ -43,6 +47,8 @@ class ServerActor(Generic[ServerT]):
 
     stop_seconds = STOP_SECONDS
     """For the server to stop, beyond the time for its requests."""
+    drain_seconds = 0.0
+    """For its requests to finish when its node is about to stop."""
 
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
         """
@@ -57,6 +63,7 @@ class ServerActor(Generic[ServerT]):
             os.environ[TOKEN_VARIABLE] = token
         self._title = title
         self._make = make
+        self._node = Registration(name)
         self._started: Future[ServerT] = Future()
         self._stopping: Future[float] = Future()
         self._ended: Future[Ended] = Future()
@@ -69,7 +76,7 @@ class ServerActor(Generic[ServerT]):
     def _run(self) -> None:
         """Serves until stopped or failed; the process of a failed server exits soon after by itself."""
         try:
-            ended = asyncio.run(_serve(self._make, self._started, self._stopping))
+            ended = asyncio.run(self._serve())
         except Exception as error:
             logger.exception("server failed")
             ended = Ended(f"{type(error).__name__}: {error}")
@@ -79,6 +86,33 @@ class ServerActor(Generic[ServerT]):
         if ended.reason:
             # Nobody else may end a process that was cut off.
             self._deadline.set(REPORT_SECONDS, FAILED_CODE)
+
+    async def _serve(self) -> Ended:
+        """Runs the server until it is asked to stop, fails, or its node is about to stop (`node_drain`)."""
+        if self._node.requested:
+            return Ended(LEAVING)
+        try:
+            server = self._make()
+        except ValueError as error:
+            return Ended(str(error), mistake=True)
+        RayExport(server.metrics)
+        running = asyncio.create_task(_run(server, self._started))
+        stopping, leaving = asyncio.wrap_future(self._stopping), asyncio.create_task(self._node.wait())
+        grace = FAILED_GRACE_SECONDS
+        try:
+            await asyncio.wait((running, stopping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                grace = stopping.result()
+                return Ended()
+            if leaving.done():
+                grace = self.drain_seconds
+                return Ended(LEAVING)
+            return running.result()
+        finally:
+            running.cancel()
+            leaving.cancel()
+            await server.stop(grace)
+            self._node.done()
 
     def watch(self, seconds: float) -> Ended | None:
         """How the server has ended; None if it hasn't within `seconds`."""
@@ -109,8 +143,12 @@ class WorkerActor(ServerActor[Server]):
         # Ray sets it to 1, or to the CPUs reserved; libraries that the engine loads read it when they are imported.
         os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
         gpus = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
-        config = replace(config, host=own_host(local))
+        engine = config.engine
+        if engine.memory_part == AUTO and not gpus:
+            engine = replace(engine, memory_part=_part_of_node())
+        config = replace(config, host=own_host(local), engine=engine)
         title = f"{config.name} ({config.role}, rank 0, gpu {gpus or 'none'})"
+        self.drain_seconds = config.drain_seconds
         super().__init__("worker", config.name, title, partial(_worker, config), token)
         if gpus and config.engine.device == "cpu":
             logger.warning("engine.device is cpu; the GPUs reserved for this worker stay idle")
@@ -121,6 +159,7 @@ class RouterActor(ServerActor[Server]):
 
     def __init__(self, config: RouterConfig, local: bool, token: str) -> None:
         config = reachable(config, local)
+        self.drain_seconds = config.drain_seconds
         super().__init__("router", config.name, f"{config.name} (router)", partial(_router, config), token)
 
 
@@ -136,43 +175,33 @@ def own_host(local: bool) -> str:
     return LOOPBACK if local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # untyped in Ray
 
 
-def _worker(config: WorkerConfig) -> Server:
-    from kvrelay.cluster.metrics import WorkerMetrics
+def _part_of_node() -> float:
+    """This actor's part of its node, by the CPUs that Ray has reserved for it."""
+    context = ray.get_runtime_context()
+    # Both calls are untyped in Ray.
+    own = float(context.get_assigned_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())  # type: ignore[no-untyped-call]
+    return min(1.0, own / node["Resources"]["CPU"]) if own else 1.0
 
-    observer = WorkerMetrics(config.name, config.role)
+
+def _worker(config: WorkerConfig) -> Server:
     if config.role == "prefill":
         from kvrelay.prefill_worker.server import prefill_server
 
-        return prefill_server(config, observer)
+        return prefill_server(config)
     if config.role == "decode":
         from kvrelay.decode_worker.server import decode_server
 
-        return decode_server(config, observer)
+        return decode_server(config)
     from kvrelay.worker.server import WorkerServer
 
-    return WorkerServer(config, observer=observer)
+    return WorkerServer(config)
 
 
 def _router(config: RouterConfig) -> Server:
-    from kvrelay.cluster.metrics import RouterMetrics
     from kvrelay.router.server import RouterServer
 
-    metrics = RouterMetrics(config.name)
-    return RouterServer(config, metrics, load_observer=metrics.observe_load)
-
-
-async def _serve(make: Callable[[], ServerT], started: "Future[ServerT]", stopping: "Future[float]") -> Ended:
-    try:
-        server = make()
-    except ValueError as error:
-        return Ended(str(error), mistake=True)
-    running = asyncio.create_task(_run(server, started))
-    try:
-        await asyncio.wait((running, asyncio.wrap_future(stopping)), return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else Ended()
-    finally:
-        running.cancel()
-        await server.stop(stopping.result() if stopping.done() else FAILED_GRACE_SECONDS)
+    return RouterServer(config)
 
 
 async def _run(server: ServerT, started: "Future[ServerT]") -> Ended:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,8 +28,21 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 FILE_WIDTH = 160
 
 
+COMMANDS = ("bench", "doctor", "logs", "top")
+"""Commands with a module of their own in `commands`, imported when they are called or listed."""
+
+
 class OneLineErrors(click.Group):
-    """A group whose errors are single lines on stderr."""
+    """A group whose errors are single lines on stderr. It has the commands of the modules in COMMANDS, too."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module = import_module(f"kvrelay.cluster.commands.{cmd_name}")
+            return cast("click.Command", getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -62,10 +76,11 @@ config_option = click.option(
 @main.command()
 @config_option
 @click.option("--model", help="Hugging Face folder, hf:ORG/NAME[@REVISION], or a bundled model (default pico).")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of weights and KV.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV.")
 @click.option("--prefill", type=int, metavar="N", help="Prefill workers.")
 @click.option("--decode", type=int, metavar="N", help="Decode workers.")
 @click.option("--colocated", type=int, metavar="N", help="Workers that do both, without a hand-off.")
+@click.option("--gpus", type=int, metavar="N", help="GPUs that the workers share (default: all; 0: none).")
 @click.option("--routers", type=int, metavar="N", help="Routers; each takes a port of its own.")
 @click.option("--host", metavar="H", help="Address that the routers listen on (default 127.0.0.1).")
 @click.option("--grpc-port", type=int, metavar="P", help="Port of the first router; 0 takes free ones.")
@@ -126,7 +141,7 @@ def status(as_json: bool) -> None:
     elif found is not None and current is not None:
         console = _console()
         console.print(status_of.as_table(found, current.dashboard))
-        for line in status_of.incompatible_workers(found):
+        for line in (*status_of.incompatible_workers(found), *status_of.context_notes(found)):
             console.print(line)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
@@ -148,6 +163,7 @@ def status(as_json: bool) -> None:
 @click.option(
     "--api-key", metavar="KEY", envvar="KVRELAY_API_KEY", show_envvar=True, help="For a router with router.api_keys."
 )
+@click.option("--n", type=click.IntRange(1, 128), metavar="N", help="Completions, one after the other (default 1).")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option(
@@ -258,6 +274,7 @@ OPTIONS = {
     "prefill": "prefill.replicas",
     "decode": "decode.replicas",
     "colocated": "colocated.replicas",
+    "gpus": "ray.gpus",
     "routers": "router.replicas",
     "host": "router.host",
     "grpc_port": "router.grpc_port",

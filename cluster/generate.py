@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.client import Client, GenerateOptions, Timeline, Tls
+from kvrelay.client import Chunk, Client, GenerateOptions, Timeline, Tls
 from kvrelay.client.errors import InvalidRequest, KvrelayError
 from kvrelay.cluster.errors import RunError, UsageError
 
@@ -35,8 +35,34 @@ class Router:
             raise UsageError(f"--ca {self.ca}: {error.strerror}") from None
 
 
+class Printer:
+    """Prints completions one after the other: the text of the first one that has not ended as it arrives."""
+
+    def __init__(self, count: int) -> None:
+        self._waiting = [""] * count
+        """Text of each completion that is not printed yet."""
+        self._ended: set[int] = set()
+        self._present = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self._waiting[chunk.index] += chunk.text
+        if chunk.finish_reason is not None:
+            self._ended.add(chunk.index)
+        self._print()
+        while self._present in self._ended and self._present + 1 < len(self._waiting):
+            self._present += 1
+            sys.stdout.write(f"\n--- {self._present + 1} of {len(self._waiting)}\n")
+            self._print()
+        sys.stdout.flush()
+
+    def _print(self) -> None:
+        sys.stdout.write(self._waiting[self._present])
+        self._waiting[self._present] = ""
+
+
 def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: bool, timeline: bool) -> None:
-    """Prints the text as it arrives and, with `timeline`, where the time went; or one JSON object at the end.
+    """Prints the text as it arrives and, with `timeline`, where the time went; or one JSON object at the end, for
+    several completions with all of them.
 
     Raises:
         ClusterError: there is no such router, or it refuses the request.
@@ -44,20 +70,22 @@ def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: 
     try:
         with router.client() as client:
             if as_json:
-                print(json.dumps(asdict(client.complete(prompt, **options))))
+                found = [asdict(each) for each in client.completions(prompt, **options)]
+                print(json.dumps(found[0] if len(found) == 1 else {"completions": found}))
                 return
-            last = None
+            printer, ended = Printer(options.get("n") or 1), []
             with client.generate(prompt, **options) as stream:
-                for last in stream:
-                    sys.stdout.write(last.text)
-                    sys.stdout.flush()
+                for chunk in stream:
+                    printer.add(chunk)
+                    if chunk.timeline is not None:
+                        ended.append((chunk.index, chunk.timeline))
     except InvalidRequest as error:
         raise UsageError(str(error)) from None
     except KvrelayError as error:
         raise RunError(f"--target {router.target}: {error}") from None
     print()
-    if timeline and last is not None and last.timeline is not None:
-        Console(highlight=False).print(timeline_table(last.timeline))
+    for _, line in sorted(ended, key=lambda each: each[0]) if timeline else ():
+        Console(highlight=False).print(timeline_table(line))
 
 
 def timeline_table(line: Timeline) -> Table:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,6 +27,7 @@ from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import AUTO, ClusterConfig, available_cores
 from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.signals import Interrupted, Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
@@ -45,6 +47,8 @@ STALL_SECONDS = 180.0
 """How long a start may go on without progress of any member."""
 MOST_FAILURES = 3
 """Processes of one member that may end before the cluster is ready."""
+GRAFANA_FOLDER_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+"""Ray's own variable for the folder of its dashboards."""
 OBJECT_STORE_BYTES = 80 * 2**20
 """Nearly Ray's minimum: kvrelay sends nothing through the object store."""
 
@@ -98,6 +102,8 @@ class Cluster:
         self._report = report
         self._signals = signals
         self._supervisor: Any = None
+        self._session = Path()
+        """Ray's folder of its present session."""
         self.state = ClusterState(pid=owner, namespace=config.ray.namespace, drain_seconds=config.drain_seconds)
 
     def start(self) -> None:
@@ -116,6 +122,8 @@ class Cluster:
         self._supervisor = supervisor_actor.create(self._config, self._token)
         self._update(supervisor=self._ask(self._supervisor.address))
         startup = self._until_ready()
+        if self._config.local and self._config.ray.include_dashboard:
+            self._add_dashboards()
         self._update(router=",".join(startup.routers), http=",".join(startup.http))
 
     def wait(self) -> None:
@@ -159,15 +167,26 @@ class Cluster:
     def _connect(self) -> None:
         if self._config.local:
             context = self._start_ray()
-            wanted = self._config.total_resources().get("GPU", 0.0)
-            present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
-            if wanted > present:
-                text = f"gpus of all workers together are {wanted:g}; allowed: at most {present:g} on this machine"
-                raise UsageError(text)
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
+        present = float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]  # untyped in Ray
+        try:
+            self._config = self._config.with_gpus(present)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        state.keep_logs(Path(_logs()) if self._config.local else None)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+        self._session = Path(context.address_info["session_dir"])
         self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)
+
+    def _add_dashboards(self) -> None:
+        """Puts kvrelay's dashboards beside Ray's own, for a Grafana that is provisioned from Ray's session."""
+        chosen = os.environ.get(GRAFANA_FOLDER_VARIABLE)
+        folder = Path(chosen) if chosen else self._session / "metrics" / "grafana" / "dashboards"
+        try:
+            dashboards.write(folder, dashboards.RAY_PREFIX)
+        except OSError as error:
+            logger.warning("no dashboards in %s: %s", folder, error.strerror)
 
     def _start_ray(self) -> Any:
         section = self._config.ray

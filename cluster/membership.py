@@ -17,6 +17,7 @@ state until it has had time to find the supervisor again.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -32,11 +33,13 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_DECODE,
     ROLE_PREFILL,
     ROLE_ROUTER,
+    ROLE_UNSPECIFIED,
     Member,
     MembershipRecord,
     MemberState,
     MemberStatus,
     NameRecord,
+    Role,
 )
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.identity import WorkerId
@@ -85,6 +88,22 @@ class Verdict(NamedTuple):
 
     worker: WorkerId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What has happened to members since this process started, by role where it has one."""
+
+    deaths: Counter[Role] = field(default_factory=Counter)
+    """Ended without having been asked to, or declared dead."""
+    replacements: Counter[Role] = field(default_factory=Counter)
+    """Came back as another incarnation."""
+    drains: Counter[Role] = field(default_factory=Counter)
+    """Began to drain."""
+    role_changes: Counter[Role] = field(default_factory=Counter)
+    """Changed their role, by the new one."""
+    fences: Counter[Role] = field(default_factory=Counter)
+    """Heartbeats of fenced incarnations."""
 
 
 @dataclass(slots=True)
@@ -139,6 +158,7 @@ class Membership:
         self._names: dict[str, _Name] = {}
         self._entries: dict[str, _Entry] = {}
         self.version = 0
+        self.counts = Counts()
         self.complete = False
         """Every member that lives is known: one that hasn't been heard since the start would be dead by now."""
 
@@ -186,10 +206,14 @@ class Membership:
         entry = self._entries.get(member.name)
         if entry is not None and entry.member.incarnation == member.incarnation:
             if entry.member.state == MEMBER_STATE_DEAD:
+                self.counts.fences[member.role] += 1
                 return False
         elif (entry := self._admit(member)) is None:
+            self.counts.fences[member.role] += 1
             return False
         before = entry.member
+        if before.role not in (ROLE_UNSPECIFIED, member.role):
+            self.counts.role_changes[member.role] += 1
         entry.report, entry.load, entry.heard = Member(), load, self._now
         entry.report.CopyFrom(member)
         entry.acknowledged |= member.generation != 0
@@ -199,6 +223,7 @@ class Membership:
             entry.leaving = None
         elif entry.leaving is None:
             entry.leaving = self._now
+            self.counts.drains[member.role] += member.state == MEMBER_STATE_DRAINING
         entry.member = self._public(entry)
         entry.member.state = self._believed(entry)
         before.loaded = member.loaded  # only `kvrelay status` shows it
@@ -282,6 +307,8 @@ class Membership:
             return None
         if (before := self._entries.get(member.name)) is not None:
             self._fence(before)
+            self.counts.replacements[member.role] += 1
+            self.counts.role_changes[member.role] += before.member.role != member.role
         # A generation that this supervisor has no record of was issued by one whose record is lost.
         known.generation = member.generation or self._generation + 1
         self._generation = max(self._generation, known.generation)
@@ -329,6 +356,7 @@ class Membership:
             return False
         entry.member.state = state
         self.version += 1
+        self.counts.deaths[entry.member.role] += state == MEMBER_STATE_DEAD and not entry.asked
         return True
 
     def _advance(self) -> None:

@@ -1,64 +1,97 @@
-"""Metrics of routers and workers as Ray metrics, named kvrelay_<part>_<what>_<unit>; docs/metrics.md lists them.
+"""What the supervisor records in its metrics, and whom Prometheus finds through it."""
 
-Prometheus scrapes them from every node of the Ray cluster; Ray adds the prefix `ray_` and labels of node and process.
-"""
+from collections import Counter
+from typing import Any
 
-from ray.util.metrics import Counter, Gauge, Histogram
+from kvrelay.cluster.membership import Membership
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_STARTING,
+    MEMBER_STATE_SUSPECT,
+    ROLE_COLOCATED,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    ROLE_ROUTER,
+    MemberState,
+    Role,
+)
+from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics.metric_set import MetricSet
 
-from kvrelay.internal.v1.worker_pb2 import Load
-from kvrelay.router.metrics import COUNTERS, HISTOGRAMS, QUEUE, REQUESTS
-from kvrelay.router.trace import RequestRecord
-
-
-class RouterMetrics:
-    """A router's observer of ended requests and of its load."""
-
-    def __init__(self, router: str) -> None:
-        name, text = REQUESTS
-        self._requests = Counter(f"kvrelay_{name}", text, ("router", "outcome"))
-        self._histograms = {
-            field: Histogram(f"kvrelay_{name}", text, buckets, ("router",))
-            for field, (name, text, buckets) in HISTOGRAMS.items()
-        }
-        self._counters = {
-            field: Counter(f"kvrelay_{name}", text, ("router",)) for field, (name, text) in COUNTERS.items()
-        }
-        name, text = QUEUE
-        self._queue = Gauge(f"kvrelay_{name}", text, ("router",))
-        self._tags = {"router": router}
-
-    def observe_load(self, load: Load) -> None:
-        """Takes the number of waiting requests."""
-        self._queue.set(load.requests.waiting, self._tags)
-
-    def __call__(self, record: RequestRecord) -> None:
-        self._requests.inc(1, {**self._tags, "outcome": record.outcome})
-        for field, histogram in self._histograms.items():
-            if (seconds := getattr(record, field)) is not None:
-                histogram.observe(seconds, self._tags)
-        for field, counter in self._counters.items():
-            if amount := getattr(record, field):
-                counter.inc(amount, self._tags)
+ROLES = (ROLE_PREFILL, ROLE_DECODE, ROLE_COLOCATED, ROLE_ROUTER)
+STATES = (
+    MEMBER_STATE_STARTING,
+    MEMBER_STATE_READY,
+    MEMBER_STATE_DRAINING,
+    MEMBER_STATE_SUSPECT,
+    MEMBER_STATE_DEAD,
+)
 
 
-class WorkerMetrics:
-    """A worker's observer of its load."""
+class SupervisorMetrics:
+    """Follows a membership."""
 
-    def __init__(self, worker: str, role: str) -> None:
-        keys = ("worker", "role")
-        self._blocks = Gauge("kvrelay_worker_kv_blocks", "KV blocks by state: free, cached, held.", (*keys, "state"))
-        self._requests = Gauge("kvrelay_worker_requests", "Requests by state: waiting, running.", (*keys, "state"))
-        self._pending = Gauge("kvrelay_worker_pending_tokens", "Tokens of requests still to be computed.", keys)
-        self._computed = Counter("kvrelay_worker_computed_tokens", "Tokens computed since start.", keys)
-        self._tags = {"worker": worker, "role": role}
-        self._counted = 0
+    def __init__(self, membership: Membership) -> None:
+        self.metrics = metrics = MetricSet("supervisor")
+        self._membership = membership
+        self._ages: set[str] = set()
+        counts = membership.counts
+        self._by_role = [
+            (metrics.total(family, role_name(role)), counted, role)
+            for family, counted in (
+                (families.DEATHS, counts.deaths),
+                (families.REPLACEMENTS, counts.replacements),
+                (families.DRAINS, counts.drains),
+                (families.ROLE_CHANGES, counts.role_changes),
+            )
+            for role in ROLES
+        ]
+        self._fences = metrics.total(families.INCARNATION_FENCES)
+        metrics.before_scrape(self._update)
 
-    def __call__(self, load: Load) -> None:
-        for state in ("free", "cached", "held"):
-            self._blocks.set(getattr(load.blocks, state), {**self._tags, "state": state})
-        for state in ("waiting", "running"):
-            self._requests.set(getattr(load.requests, state), {**self._tags, "state": state})
-        self._pending.set(load.pending_tokens, self._tags)
-        if load.computed_tokens > self._counted:
-            self._computed.inc(load.computed_tokens - self._counted, self._tags)
-            self._counted = load.computed_tokens
+    def targets(self, own: str) -> list[dict[str, Any]]:
+        """Every member that serves metrics, as Prometheus' HTTP service discovery reads it.
+
+        Args:
+            own: host:port of the supervisor's metrics.
+        """
+        found = [_target(own, "supervisor", "supervisor")]
+        for member in self._membership.members():
+            address = member.metrics_address or member.http_address
+            if address:
+                part = "router" if member.role == ROLE_ROUTER else "worker"
+                found.append(_target(address, part, member.name))
+        return found
+
+    def _update(self) -> None:
+        metrics, membership = self.metrics, self._membership
+        for total, counted, role in self._by_role:
+            total.set(counted[role])
+        self._fences.set(membership.counts.fences.total())
+        metrics.gauge(families.READY).set(membership.ready)
+        statuses = membership.statuses()
+        held = Counter((status.member.role, status.member.state) for status in statuses)
+        for role in ROLES:
+            for state in STATES:
+                metrics.gauge(families.MEMBERS, role_name(role), state_name(state)).set(held[role, state])
+        for gone in self._ages - {status.member.name for status in statuses}:
+            metrics.forget(families.HEARTBEAT_AGE, gone)
+        self._ages = {status.member.name for status in statuses}
+        for status in statuses:
+            metrics.gauge(families.HEARTBEAT_AGE, status.member.name).set(status.heartbeat_age_seconds)
+
+
+def _target(address: str, part: str, name: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"part": part, "member": name}}
+
+
+def role_name(role: Role) -> str:
+    """`prefill`, for example."""
+    return Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def state_name(state: MemberState) -> str:
+    """`ready`, for example."""
+    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()

@@ -93,6 +93,20 @@ def forget() -> None:
     (folder() / "cluster.json").unlink(missing_ok=True)
 
 
+def keep_logs(path: Path | None) -> None:
+    """Notes where the logs of a cluster on this machine are, for the time after its end too; None for one elsewhere."""
+    link = folder() / "logs"
+    link.unlink(missing_ok=True)
+    if path is not None:
+        link.symlink_to(path)
+
+
+def logs() -> Path | None:
+    """The folder with the logs of the latest cluster from here; None if that was on a shared Ray cluster."""
+    link = folder() / "logs"
+    return link if link.is_symlink() else None
+
+
 def current() -> ClusterState | None:
     """The recorded cluster; the record of an owner that has died is removed."""
     state = _read()

@@ -1,8 +1,9 @@
 """`kvrelay status`: the supervisor's view of the cluster, as a table for people and as JSON for programs."""
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -10,22 +11,34 @@ from rich.table import Table
 
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.membership import ready_routers
+from kvrelay.cluster.metrics import role_name, state_name
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
     ROLE_ROUTER,
+    DescribeRequest,
+    DescribeResponse,
     GetStatusRequest,
     GetStatusResponse,
-    MemberState,
+    Member,
     MemberStatus,
-    Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_OPTION, CONTEXT_LIMIT_POOL, CONTEXT_LIMIT_UNSPECIFIED
 from kvrelay.rpc.compatibility import groups, unpaired
-from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.credentials import Credentials, Metadata
 from kvrelay.rpc.options import channel_options
 from kvrelay.rpc.security import SecurityConfig
 
+CONTEXT_LIMITS = {CONTEXT_LIMIT_UNSPECIFIED: "model", CONTEXT_LIMIT_OPTION: "option", CONTEXT_LIMIT_POOL: "pool"}
+CONTEXT_REASONS = {
+    CONTEXT_LIMIT_UNSPECIFIED: "the model's own limit",
+    CONTEXT_LIMIT_OPTION: "the option engine.max_context",
+    CONTEXT_LIMIT_POOL: "the KV pool holds {} tokens; a larger engine.kv_memory_bytes allows more",
+}
 TIMEOUT_SECONDS = 5.0
+DESCRIBE_SECONDS = 15.0
+"""Longer than the supervisor waits for its members (`inquiry.ANSWER_SECONDS`)."""
+AnswerT = TypeVar("AnswerT")
 UNSUPERVISED_CODE = 3
 """Exit code of `kvrelay status` if requests are served without the supervisor."""
 
@@ -36,6 +49,20 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
     Raises:
         RunError: the supervisor refuses this caller, or the join token or a certificate can't be read.
     """
+    return _ask(cluster, lambda stub, metadata: stub.GetStatus(GetStatusRequest(), timeout=timeout, metadata=metadata))
+
+
+def get_descriptions(cluster: ClusterState, timeout: float = DESCRIBE_SECONDS) -> DescribeResponse | None:
+    """What every member says about itself and its machine; None if the supervisor doesn't answer in time.
+
+    Raises:
+        RunError: as `get_status`.
+    """
+    return _ask(cluster, lambda stub, metadata: stub.Describe(DescribeRequest(), timeout=timeout, metadata=metadata))
+
+
+def _ask(cluster: ClusterState, call: Callable[[SupervisorServiceStub, Metadata], AnswerT]) -> AnswerT | None:
+    """The supervisor's answer to a call of the operator."""
     if not cluster.supervisor:
         return None
     security = SecurityConfig(
@@ -47,14 +74,11 @@ def get_status(cluster: ClusterState, timeout: float = TIMEOUT_SECONDS) -> GetSt
         raise RunError(str(error)) from None
     with credentials.blocking_channel(cluster.supervisor, "supervisor") as channel:
         try:
-            response: GetStatusResponse = SupervisorServiceStub(channel).GetStatus(
-                GetStatusRequest(), timeout=timeout, metadata=credentials.metadata
-            )
+            return call(SupervisorServiceStub(channel), credentials.metadata)
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 raise RunError(f"the supervisor at {cluster.supervisor}: {error.details()}") from None
             return None
-    return response
 
 
 def serves(routers: str, tls: bool, timeout: float = TIMEOUT_SECONDS) -> bool:
@@ -89,6 +113,7 @@ def as_json(status: GetStatusResponse | None) -> dict[str, Any]:
     return {
         "supervised": supervised,
         "ready": status.ready,
+        "metrics": status.metrics_address or None,
         "router": _router(status),
         "routers": [_router_entry(entry) for entry in status.members if entry.member.role == ROLE_ROUTER],
         "workers": [_worker_entry(entry) for entry in status.members if entry.member.role != ROLE_ROUTER],
@@ -110,17 +135,19 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
         table.add_column(column)
     for column in ("pid", "free", "cached", "held", "blocks", "waiting", "running", "heard"):
         table.add_column(column, justify="right")
+    table.add_column("context", no_wrap=True)
     table.add_column("incarnation", no_wrap=True)
     for entry in status.members:
         member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
         counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
         table.add_row(
             member.name,
-            _role(member.role),
-            _state(member.state),
+            role_name(member.role),
+            state_name(member.state),
             str(member.pid),
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
+            f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
             member.incarnation[:8],
         )
     return table
@@ -132,7 +159,7 @@ def _process(entry: MemberStatus) -> dict[str, Any]:
         "pid": member.pid,
         "incarnation": member.incarnation,
         "generation": member.generation,
-        "state": _state(member.state),
+        "state": state_name(member.state),
     }
 
 
@@ -142,6 +169,7 @@ def _router_entry(entry: MemberStatus) -> dict[str, Any]:
         "name": entry.member.name,
         "address": entry.member.address,
         "http": entry.member.http_address or None,
+        "metrics": entry.member.metrics_address or entry.member.http_address or None,
         **_process(entry),
         "requests": requests,
     }
@@ -151,22 +179,35 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
     blocks, requests = entry.load.blocks, entry.load.requests
     return {
         "name": entry.member.name,
-        "role": _role(entry.member.role),
+        "role": role_name(entry.member.role),
+        "metrics": entry.member.metrics_address or None,
         **_process(entry),
         "compatibility": entry.member.compatibility,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
         "requests": {"waiting": requests.waiting, "running": requests.running},
+        "context": {
+            "tokens": entry.member.max_context,
+            "limit": CONTEXT_LIMITS[entry.member.context_limit],
+            "reason": _context_reason(entry.member),
+        },
     }
+
+
+def context_notes(status: GetStatusResponse) -> list[str]:
+    """A sentence for each worker whose contexts are shorter than the model's."""
+    cut = (entry.member for entry in status.members if entry.member.context_limit != CONTEXT_LIMIT_UNSPECIFIED)
+    return [
+        f"{member.name}: prompt plus completion are at most {member.max_context} tokens: {_context_reason(member)}"
+        for member in cut
+    ]
+
+
+def _context_reason(member: Member) -> str:
+    if member.max_context == 0:
+        return "the model isn't loaded yet"
+    return CONTEXT_REASONS[member.context_limit].format(member.max_context)
 
 
 def _router(status: GetStatusResponse) -> str | None:
     """host:port of each router that is ready, with commas between."""
     return ",".join(ready_routers(entry.member for entry in status.members)) or None
-
-
-def _role(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
-
-
-def _state(state: MemberState) -> str:
-    return MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()

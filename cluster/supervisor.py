@@ -18,16 +18,21 @@ from typing import Any
 
 import grpc
 
+from kvrelay.cluster.inquiry import Inquiry
 from kvrelay.cluster.keepers import Keepers, Progress
 from kvrelay.cluster.membership import HeartbeatConfig, InvalidMember, Membership, ready_http, ready_routers
+from kvrelay.cluster.metrics import SupervisorMetrics
 from kvrelay.cluster.process_launcher import MemberProcess, ProcessLauncher
 from kvrelay.cluster.record import FileStore, Recorder, Store
 from kvrelay.cluster.replacement import Launcher
 from kvrelay.engine.config import require
 from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
     ROLE_ROUTER,
     AttendRequest,
     AttendResponse,
+    DescribeRequest,
+    DescribeResponse,
     GetStatusRequest,
     GetStatusResponse,
     Member,
@@ -36,7 +41,10 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
 from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials, caller_parts
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
+from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.rpc.security import Part, SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, main
 
@@ -59,6 +67,10 @@ class SupervisorConfig(HeartbeatConfig):
     port: int = 0
     """Port of its gRPC; 0 takes the one in the record of `state_path`, or a free one."""
 
+    metrics_port: int | None = None
+    """Port of `/metrics`, and of `/targets`, the list of all members that serve theirs; 0 takes a free one, None opens
+    none."""
+
     drain_seconds: float = 30.0
     """Time that members are given to finish their requests when they are to end."""
 
@@ -74,6 +86,8 @@ class SupervisorConfig(HeartbeatConfig):
 
     def __post_init__(self) -> None:
         HeartbeatConfig.__post_init__(self)
+        metrics = self.metrics_port
+        require(metrics is None or 0 <= metrics <= 65535, "metrics_port", metrics, "0 to 65535, or null")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
         require(
             not self.members or self.state_path != "", "state_path", self.state_path, "a file, as there are members"
@@ -141,6 +155,9 @@ class SupervisorServer(SupervisorServiceServicer):
             self._last_address = record.address
         self._recorder = None if store is None else Recorder(store)
         self._keepers = None if launcher is None else Keepers(launcher, self.membership, self._on_change)
+        self._metrics = SupervisorMetrics(self.membership)
+        self._metrics_port = MetricsPort(self.metrics, lambda: self._metrics.targets(self._metrics_address))
+        self._metrics_address = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -148,6 +165,12 @@ class SupervisorServer(SupervisorServiceServicer):
         self._published = _Published()
         self._news = asyncio.Event()
         self._failure: asyncio.Future[BaseException] | None = None
+        self._inquiry = Inquiry(self._wake_streams)
+
+    @property
+    def metrics(self) -> MetricSet:
+        """The supervisor's metrics."""
+        return self._metrics.metrics
 
     @property
     def address(self) -> str:
@@ -162,6 +185,9 @@ class SupervisorServer(SupervisorServiceServicer):
         """
         self._failure = asyncio.get_running_loop().create_future()
         self._server = await self._bind()
+        if self.config.metrics_port is not None:
+            port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
+            self._metrics_address = join(self.config.host, port)
         await self._server.start()
         self._run("publish", self._publish())
         self._run("tick", self._tick())
@@ -189,6 +215,7 @@ class SupervisorServer(SupervisorServiceServicer):
             self._recorder.close()
         if self._server is not None:
             await self._server.stop(0.2)
+        await self._metrics_port.stop()
 
     async def failed(self) -> BaseException:
         """Returns the reason when the supervisor can't go on."""
@@ -252,8 +279,12 @@ class SupervisorServer(SupervisorServiceServicer):
             if self._recorder is not None and not await self._recorder.save(self._record()):
                 asyncio.get_running_loop().call_later(1.0, self._dirty.set)
             self._published = _Published(version, tuple(copies), complete)
-            self._news.set()
-            self._news = asyncio.Event()
+            self._wake_streams()
+
+    def _wake_streams(self) -> None:
+        """There is something to send to the members."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _run(self, name: str, work: "asyncio._CoroutineLike[None]") -> None:
         """Runs a task whose failure is the supervisor's."""
@@ -275,6 +306,7 @@ class SupervisorServer(SupervisorServiceServicer):
         joined: asyncio.Future[tuple[WorkerId, int]] = asyncio.get_running_loop().create_future()
         beats = asyncio.create_task(self._beats(request_iterator, caller_parts(context), joined), name="beats")
         sent: _Published | None = None
+        asked = self._inquiry.number
 
         async def write(response: AttendResponse) -> None:
             # In time: a frozen member must not hold its stream's memory for ever.
@@ -296,6 +328,10 @@ class SupervisorServer(SupervisorServiceServicer):
                         )
                     )
                     sent = now
+                if sent is not None and asked != self._inquiry.number:
+                    asked = self._inquiry.number
+                    self._inquiry.passed_on(worker)
+                    await write(AttendResponse(ask=asked))
                 await asyncio.wait((beats, news), return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
             if beats.result():
@@ -332,6 +368,8 @@ class SupervisorServer(SupervisorServiceServicer):
                 logger.warning("fenced", extra={"member": member.name, "incarnation": member.incarnation})
                 return True
             self._on_change()
+            if request.HasField("description"):
+                self._inquiry.answered(WorkerId(member.name, member.incarnation), request.description)
             if not joined.done():
                 joined.set_result((WorkerId(member.name, member.incarnation), self.membership.version))
         return False
@@ -339,7 +377,20 @@ class SupervisorServer(SupervisorServiceServicer):
     async def GetStatus(
         self, request: GetStatusRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> GetStatusResponse:
-        return GetStatusResponse(ready=self.membership.ready, members=self.membership.statuses())
+        return GetStatusResponse(
+            ready=self.membership.ready,
+            members=self.membership.statuses(),
+            metrics_address=self._metrics_address,
+        )
+
+    async def Describe(
+        self, request: DescribeRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> DescribeResponse:
+        dead = MEMBER_STATE_DEAD
+        members = {WorkerId(each.name, each.incarnation) for each in self.membership.members() if each.state != dead}
+        response = await self._inquiry.ask(members)
+        response.supervisor.CopyFrom(await asyncio.to_thread(describe, (self._credentials.certificates,)))
+        return response
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
         host=own_host(config.local),
         drain_seconds=config.drain_seconds,
         security=config.security,
+        metrics_port=config.metrics.supervisor_port,
     )
     return SupervisorServer(options, RayLauncher(config, token), RayStore(config.ray.namespace))
 

@@ -236,6 +236,7 @@ class KVReceiver(Endpoint[Receiving]):
                 case Commit(reservation, first_token):
                     self._host.imported(key, reservation, first_token, self._stats(transfer))
                 case Failed(code, message):
+                    self.failures[code.value] += 1
                     transfer.ended = code, clip(message)
                     if transfer.announced is not None:
                         self._host.import_failed(key, code, message)
@@ -272,6 +273,7 @@ class KVReceiver(Endpoint[Receiving]):
         return pair, pair.hello
 
     def _on_frame_ended(self, transfer: Receiving, frame: Frame, outcome: Outcome) -> None:
+        self.corrupt += outcome is Outcome.CORRUPT
         if outcome is Outcome.CORRUPT and self.links.epoch(transfer.sender) == frame.epoch:
             # The bytes may have been another frame's. Then every later frame of this link would be mistaken, too.
             self.links.close(transfer.sender, "a frame failed its checksum")
@@ -414,6 +416,7 @@ class KVReceiver(Endpoint[Receiving]):
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
+        self.links_ended += 1
         if end.up:
             for transfer in self._of(pair):
                 if end.gives_up(transfer.key):

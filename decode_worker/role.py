@@ -20,16 +20,18 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from kvrelay.decode_worker.handoff_service import HandoffService
+from kvrelay.decode_worker.kv_receiver import Receiving
 from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_PREFILL, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_DECODE, Failure, Promised, Submit
-from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole, peer_of
-from kvrelay.worker.worker import Key, Worker
+from kvrelay.worker.role import Key
+from kvrelay.worker.worker import Worker
 
 
 class DecodeRole(HandoffRole):
@@ -49,8 +51,11 @@ class DecodeRole(HandoffRole):
         add_HandoffServiceServicer_to_server(self._service, server)
 
     @property
-    def active(self) -> int:
-        return self._receiver.active
+    def endpoint(self) -> Endpoint[Receiving]:
+        return self._receiver
+
+    def epoch(self, incarnation: str) -> int:
+        return self._receiver.epoch(incarnation)
 
     async def close(self, code: Code) -> None:
         await self._service.close(code)
@@ -107,6 +112,7 @@ class DecodeRole(HandoffRole):
 
     def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
         failpoint("decode.before_commit", key)
+        self.worker.metrics.received(stats)
         request = self.worker.request(key)
         if request is None:
             self.release(reservation)

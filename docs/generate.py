@@ -1,15 +1,16 @@
-"""Writes the reference pages configuration.md and metrics.md from the code: `python docs/generate.py` (`make docs`)."""
+"""Writes the reference pages and the dashboards from the code: `python docs/generate.py` (`make docs`)."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from ray.util.metrics import Metric
-
 from kvrelay.cluster.config import ClusterConfig, schema
-from kvrelay.cluster.metrics import RouterMetrics, WorkerMetrics
+from kvrelay.cluster.grafana.dashboards import write
+from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, FAMILIES
+from kvrelay.rpc.metrics.family import COMMON, Family, Label
 
 FOLDER = Path(__file__).parent
+DASHBOARDS = FOLDER.parent / "helm" / "kvrelay" / "dashboards"
 CONFIGURATION = """# Configuration
 
 This page is generated from the configuration classes by `python docs/generate.py`; edit the docstrings there.
@@ -28,28 +29,38 @@ decode:
   replicas: 4
   gpus: 1
   engine:
-    kv_memory_bytes: 60000000000
+    kv_memory_bytes: 60GiB
 router:
   host: 0.0.0.0
 ```
 """
 METRICS = """# Metrics
 
-This page is generated from `cluster/metrics.py` and `router/metrics.py` by `python docs/generate.py`; edit the
-descriptions there.
+This page is generated from `rpc/metrics/families.py` by `python docs/generate.py`; edit the table there.
 
-A router's HTTP has its own metrics at `/metrics`, under the names below (`_total` behind counters). Every node of the
-Ray cluster exports those of all of its processes as Prometheus text. Ray adds the prefix `ray_` to the names, the
-suffix `_total` to counters, and labels of node and process. The unit is the last word of the name. Histograms have
-`_bucket`, `_sum` and `_count`. The labels `router` and `worker` hold the process's name, `router-0` for example.
+| process | where its metrics are |
+|---|---|
+| router | `/metrics` of `router.http_port` (where calls need an API key, so does this), and of `metrics.router_port` |
+| worker | `/metrics` of `metrics.worker_port` |
+| supervisor | `/metrics` of `metrics.supervisor_port` |
+| all of them, on Ray | Ray's agent of each node, under `ray_` + these names, with Ray's labels of node and process |
 
-`outcome` is `stop`, `length`, `cancelled`, `invalid`, `exhausted`, `unavailable`, `deadline` or `internal`. The routers
-record the metrics of a request when it has ended, also those whose time was spent on workers; a part that a request
-never had (a hand-off with a co-located worker) is not recorded.
+The ports of section [`metrics`](configuration.md#metrics) are closed by default; `kvrelay status --json` shows those
+that are open. [observability.md](observability.md) tells how to set up Prometheus, Grafana and traces.
 
-| metric | type | unit | labels | meaning |
-|---|---|---|---|---|
+A name is `kvrelay_<part>_<what>_<unit>`, with `_total` behind a counter; a histogram has `_bucket`, `_sum` and
+`_count`. Counters start at 0 with their process. What a router records of a request is recorded when that has ended,
+except the time between tokens and what attempts do. Every process also has `process_*` of the Prometheus client: CPU,
+memory, file descriptors, start time.
+
+No metric has a label whose values clients could choose without limit, and none has text of anybody's request.
 """
+PARTS = {
+    "router": ("Routers", "the router's name"),
+    "worker": ("Workers", "the worker's name and role"),
+    "transfer": ("The hand-off, as each of its two workers sees it", "the worker's name and role"),
+    "supervisor": ("The supervisor", ""),
+}
 
 
 def configuration() -> str:
@@ -90,6 +101,10 @@ def _text(field: dict[str, Any]) -> str:
 
 def _type(field: dict[str, Any]) -> str:
     """A type in words, with its limits as far as the schema has them."""
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "pattern" in field:
+        return "text such as `8GiB`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -106,22 +121,31 @@ def _type(field: dict[str, Any]) -> str:
 
 def metrics() -> str:
     """The page metrics.md."""
-    lines = []
-    for observer in (RouterMetrics("router-0"), WorkerMetrics("prefill-0", "prefill")):
-        for value in vars(observer).values():
-            values = value.values() if isinstance(value, dict) else [value]
-            lines += [_metric(metric) for metric in values if isinstance(metric, Metric)]
-    return METRICS + "\n".join(sorted(lines)) + "\n"
+    parts = [METRICS]
+    for part, (title, process) in PARTS.items():
+        found = [family for family in FAMILIES if family.name.startswith(f"kvrelay_{part}_")]
+        parts.append(f"## {title}\n")
+        if process:
+            common = ", ".join(f"`{label}`" for label in COMMON[found[0].part])
+            parts.append(f"Labels of every series: {common}, {process}.\n")
+        parts.append("| metric | type | unit | further labels | meaning |\n|---|---|---|---|---|")
+        parts += [*map(_metric, found), ""]
+    labels = ", ".join(f"`{label}`" for label in BUILD_LABELS)
+    parts.append("## Every process\n\n| metric | type | labels | meaning |\n|---|---|---|---|")
+    parts.append(f"| `{BUILD_NAME}` | gauge | {labels} | {BUILD_HELP} |\n")
+    return "\n".join(parts)
 
 
-def _metric(metric: Metric) -> str:
-    info = metric.info
-    name = info["name"]
-    kind = type(metric).__name__.lower()
-    labels = ", ".join(f"`{label}`" for label in info["tag_keys"])
-    return f"| `{name}` | {kind} | {name.rpartition('_')[2]} | {labels} | {info['description']} |"
+def _metric(family: Family) -> str:
+    labels = "; ".join(map(_label, family.labels))
+    return f"| `{family.name}` | {family.kind} | {family.unit} | {labels} | {family.help} |"
+
+
+def _label(label: Label) -> str:
+    return f"`{label.name}`: {', '.join(f'`{value}`' for value in label.values) or label.bound}"
 
 
 if __name__ == "__main__":
     for page, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
         (FOLDER / page).write_text(text)
+    write(DASHBOARDS)

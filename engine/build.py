@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.config import Device, Dtype, EngineConfig
+from kvrelay.engine.automatic import AUTO
+from kvrelay.engine.config import Device, Dtype, EngineConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -30,14 +31,17 @@ def build_engine(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
+    device = device_of(options.device)
     runner: Runner
-    if device_of(options.device) == "cuda":
+    if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
         from kvrelay.engine.runner.gpu import build_gpu_runner
 
+        options = options.on(device, torch.cuda.mem_get_info()[1])
         runner = build_gpu_runner(folder, dtype, options, on_loaded)
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     else:
+        options = options.on(device)
         runner = build_cpu_runner(folder, dtype, options, on_loaded)
     return engine_on(runner, options), runner
 
@@ -66,7 +70,13 @@ def device_of(device: Device) -> Device:
 
 
 def engine_on(runner: Runner, options: EngineConfig) -> Engine:
-    """An engine whose steps `runner` runs."""
+    """An engine whose steps `runner` runs, with the options that the runner was made with.
+
+    Raises:
+        ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
+    """
+    for name in ("block_size", "max_batch_tokens", "max_sequences"):
+        require(getattr(options, name) != AUTO, name, "auto", "a number, as `EngineConfig.on` makes it")
     pool = BlockPool(runner.pool.num_blocks)
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)

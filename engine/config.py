@@ -4,8 +4,10 @@ These are plain frozen dataclasses, so that an engine runs without pydantic. `__
 `kvrelay.cluster.config` validate and document the same classes strictly.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, get_args
+
+from kvrelay.engine.automatic import AUTO, Automatic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,22 +24,52 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What the options that are `auto` become on a kind of device."""
+
+    block_size: int
+    max_batch_tokens: int
+    max_sequences: int
+    memory_share: float
+    pool_contexts: int
+    """Contexts of the greatest length that a KV pool of `auto` holds at most; more would hardly be used."""
+
+
+CPU_DEFAULTS = DeviceDefaults(16, 512, 64, memory_share=0.5, pool_contexts=16)
+GPU_DEFAULTS = DeviceDefaults(32, 2048, 256, memory_share=0.9, pool_contexts=256)
+LARGE_GPU_BYTES = 70 * 2**30
+LARGE_GPU_BATCH_TOKENS = 8192
+"""Step of a GPU with LARGE_GPU_BYTES or more. The intermediate tensors of a step take memory from the KV pool."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of one worker's engine."""
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
-    block_size: int = 16
-    """Tokens per KV block; a power of two, 8 to 128."""
+    block_size: Annotated[int, Automatic("auto, or a power of two from 8 to 128")] = AUTO
+    """Tokens per KV block; a power of two, 8 to 128. auto: 16 on CPU, 32 on GPU."""
 
-    kv_memory_bytes: int = 256 * 2**20
-    """Bytes of the KV pool, allocated at start; it has as many blocks as fit."""
+    kv_memory_bytes: Annotated[int, Automatic("auto, 1 or more bytes, or text such as 8GiB", sizes=True)] = AUTO
+    """Bytes of the KV pool, allocated at start, as a number or as text such as `8GiB`; it has as many blocks as fit.
+    auto: the share `memory_share` of what is left of the worker's memory when its weights are loaded and, on a GPU,
+    its workspaces and graphs were made once to measure them. On CPU at most 16 contexts of the greatest length."""
 
-    max_batch_tokens: int = 512
-    """Token budget of one step. Decode takes from it first, chunks of prompts get the rest."""
+    memory_share: Annotated[float, Automatic("auto, or a number from 0.01 to 1", 0.01, 1.0)] = AUTO
+    """Share of the memory left for it that a KV pool of `auto` takes; links and temporary tensors need the rest.
+    auto: 0.9 on GPU, 0.5 on CPU."""
 
-    max_sequences: int = 64
-    """Sequences in one step at most."""
+    memory_part: Annotated[float, Automatic("auto, or a number from 0.0001 to 1", 0.0001, 1.0)] = AUTO
+    """The worker's part of the memory of its GPU, or of its machine if it computes on CPUs, for a KV pool of `auto`.
+    auto divides it among the workers there; a worker that was started alone has all of it."""
+
+    max_batch_tokens: Annotated[int, Automatic("auto, or 8 or more", 8)] = AUTO
+    """Token budget of one step. Decode takes from it first, chunks of prompts get the rest. auto: 512 on CPU, 2048 on
+    GPU, 8192 on a GPU with 70 GiB or more."""
+
+    max_sequences: Annotated[int, Automatic("auto, or 1 to 4096")] = AUTO
+    """Sequences in one step at most. auto: 64 on CPU, 256 on GPU."""
 
     max_context: int = 0
     """Prompt plus completion, in tokens, at most; 0 takes the model's own limit."""
@@ -56,15 +88,39 @@ class EngineConfig:
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        require(8 <= size <= 128 and size & (size - 1) == 0, "block_size", size, "a power of two from 8 to 128")
-        require(self.kv_memory_bytes > 0, "kv_memory_bytes", self.kv_memory_bytes, "more than 0")
-        require(
-            self.max_batch_tokens >= size, "max_batch_tokens", self.max_batch_tokens, f"at least block_size ({size})"
-        )
-        require(1 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "1 to 4096")
+        size, tokens = self.block_size, self.max_batch_tokens
+        power = 8 <= size <= 128 and size & (size - 1) == 0
+        require(size == AUTO or power, "block_size", size, "auto, or a power of two from 8 to 128")
+        require(self.kv_memory_bytes >= 0, "kv_memory_bytes", self.kv_memory_bytes, "auto, or more than 0")
+        for name in ("memory_share", "memory_part"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "auto, or a number from 0 to 1")
+        require(tokens == AUTO or tokens >= max(size, 8), "max_batch_tokens", tokens, f"at least block_size ({size})")
+        require(0 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "auto, or 1 to 4096")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         choices = ", ".join(get_args(Quantization))
         require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
+
+    def on(self, device: Device, device_bytes: int = 0) -> "EngineConfig":
+        """These options on a device, with a number for each `auto` but that of `kv_memory_bytes`.
+
+        Args:
+            device: "cpu" or "cuda".
+            device_bytes: memory of the GPU.
+
+        Raises:
+            ValueError: an option doesn't go with the default of another one.
+        """
+        defaults = GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS
+        large = device == "cuda" and device_bytes >= LARGE_GPU_BYTES
+        tokens = LARGE_GPU_BATCH_TOKENS if large else defaults.max_batch_tokens
+        return replace(
+            self,
+            device=device,
+            block_size=self.block_size or defaults.block_size,
+            max_batch_tokens=self.max_batch_tokens or tokens,
+            max_sequences=self.max_sequences or defaults.max_sequences,
+            memory_share=self.memory_share or defaults.memory_share,
+            memory_part=self.memory_part or 1.0,
+        )

@@ -11,8 +11,10 @@ length is foreseen.
 """
 
 from collections import deque
+from collections.abc import Callable
 
-from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.lifetime import now
+from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.runner.base import Runner, StepHandle
 from kvrelay.engine.scheduler import Scheduler
@@ -30,6 +32,8 @@ class Engine:
         self.runner = runner
         self.computed_tokens = 0
         """Tokens computed since start."""
+        self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
+        """Called with each step that was committed, and the seconds that `step` took for it."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     @property
@@ -47,6 +51,7 @@ class Engine:
             Whatever the runner raises; the engine must not be used afterwards. A row whose logits aren't finite raises
             nothing: its sequence fails alone.
         """
+        began = now()
         while True:
             plan = self.scheduler.plan()
             if plan is not None:
@@ -59,6 +64,10 @@ class Engine:
             out = handle.result()
             self.computed_tokens += oldest.num_tokens
             reports = self.scheduler.commit(oldest, out)
+            if self.on_step is not None:
+                ended = now()
+                self.on_step(oldest, out, ended - began)
+                began = ended
             # No reports if all rows of the step belonged to sequences that had ended meanwhile.
             if reports:
                 return reports

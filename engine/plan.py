@@ -9,7 +9,7 @@ sequence, at positions `starts[r] .. starts[r] + lengths[r] - 1`. In `tokens`, t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,13 @@ class StepPlan:
         return shaped or self.sampling[row].logprobs is not None
 
     @property
+    def kind(self) -> Literal["prefill", "decode", "mixed"]:
+        """What the rows are: parts of prompts, single tokens, or some of each."""
+        if self.num_tokens == self.num_rows:
+            return "decode"
+        return "mixed" if int(self.lengths.min()) == 1 else "prefill"
+
+    @property
     def num_rows(self) -> int:
         return len(self.handles)
 
@@ -103,6 +110,8 @@ class StepOutput:
     """[R] of each row's token where its request asks for them. None if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """Of each of the plan's prompt parts."""
+    graph: bool = False
+    """Whether the step was launched as a captured graph."""
 
     @property
     def has_logprobs(self) -> bool:

@@ -54,9 +54,12 @@ class Scheduler:
         """
         self.on_start: Callable[[Sequence], None] | None = None
         """Called with each sequence that starts to run, or starts again, before the step that computes it."""
+        self.preemptions = 0
+        """Sequences that gave up their blocks so far."""
         self._config = config
         self._pool = prefix.pool
-        self._prefix = prefix
+        self.prefix = prefix
+        """With the block pool; as all of the scheduler, the engine thread's."""
         self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
         self._block_size = config.block_size
         self._waiting: deque[Sequence] = deque()
@@ -163,7 +166,7 @@ class Scheduler:
         if idle and not self._live and not self._in_flight:
             self._pool.check_idle()
         self._pool.check_integrity()
-        self._prefix.check_integrity()
+        self.prefix.check_integrity()
 
     @property
     def has_work(self) -> bool:
@@ -313,7 +316,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, moment: float) -> Progress:
         # The cause of its invalid logits may lie in any block that it read.
-        self._prefix.withdraw(sequence.hold)
+        self.prefix.withdraw(sequence.hold)
         self._end(sequence, Status.FAILED, moment)
         return Progress(sequence, sequence.num_computed, error="the model's logits are not finite")
 
@@ -342,7 +345,7 @@ class Scheduler:
         return Progress(sequence, end, token, finish)
 
     def _publish(self, sequence: Sequence) -> None:
-        self._prefix.publish(sequence.tokens, sequence.request.tenant, sequence.hold, sequence.num_computed)
+        self.prefix.publish(sequence.tokens, sequence.request.tenant, sequence.hold, sequence.num_computed)
 
     # Rows and blocks.
 
@@ -380,7 +383,7 @@ class Scheduler:
         None unless one block is left for each running sequence: a new one shouldn't cause a preemption at once.
         """
         blocks, spare = self._limits.blocks_for(capacity), len(self._running)
-        return self._prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)
+        return self.prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)
 
     def _allocate_waiting(self, sequence: Sequence) -> bool:
         """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
@@ -411,6 +414,7 @@ class Scheduler:
             else:
                 # It runs alone: exports and reservations hold the other blocks, and both end by themselves.
                 return False
+            self.preemptions += 1
             victim.hold.release()
             victim.num_computed = 0
             victim.status = Status.PREEMPTED

@@ -118,7 +118,8 @@ def _grouped(weight: Tensor, group: int) -> Tensor:
     """float32 [out, groups, inputs of a group], padded with zeros."""
     values = weight.float()
     group = min(group, values.shape[1])
-    return torch.nn.functional.pad(values, (0, -values.shape[1] % group)).unflatten(1, (-1, group))
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % group))
+    return padded.view(len(values), -1, group)
 
 
 def _scales(range_: Tensor, steps: float) -> Tensor:

@@ -103,6 +103,9 @@ class Sending(Transfer[SendAttempt]):
     """When the first frame was queued."""
     finished_at: float | None = None
     """When prefill ended."""
+    offered_at: float
+    granted_at: float | None = None
+    """When the receiver's first grant came."""
 
 
 class KVSender(Endpoint[Sending]):
@@ -161,8 +164,9 @@ class KVSender(Endpoint[Sending]):
         manifest = Manifest(
             len(tokens), tokens_digest(tokens), layout.token_bytes, layout.block_size, self._frame_tokens
         )
-        machine = SendAttempt(key, manifest, self.timeouts, self.runtime.now())
-        self._transfers[key] = Sending(machine=machine, pair=pair, manifest=manifest)
+        now = self.runtime.now()
+        machine = SendAttempt(key, manifest, self.timeouts, now)
+        self._transfers[key] = Sending(machine=machine, pair=pair, manifest=manifest, offered_at=now)
         pair.stream.put(machine.offer)
 
     def progress(self, key: Key, hold: Hold) -> None:
@@ -194,6 +198,7 @@ class KVSender(Endpoint[Sending]):
 
     def _refuse(self, key: Key, code: Code, message: str) -> None:
         """Reports a hand-off that can't begin; later, because `begin` must have returned first."""
+        self.failures[code.value] += 1
         self.runtime.post(self._host.export_failed, key, code, message)
 
     def _apply(self, transfer: Sending, actions: Iterable[SendAction]) -> None:
@@ -213,6 +218,7 @@ class KVSender(Endpoint[Sending]):
                 case Committed():
                     self._host.exported(key, self._stats(transfer))
                 case Failed(code, message):
+                    self.failures[code.value] += 1
                     self._host.export_failed(key, code, message)
         if transfer.machine.over and self._transfers.get(key) is transfer:
             del self._transfers[key]
@@ -239,6 +245,7 @@ class KVSender(Endpoint[Sending]):
             transfer_seconds=now - (transfer.started_at or now),
             handoff_seconds=now - (transfer.finished_at or now),
             nbytes=tokens * transfer.manifest.token_bytes,
+            grant_seconds=(transfer.granted_at or now) - transfer.offered_at,
         )
 
     # Control streams and links.
@@ -246,6 +253,8 @@ class KVSender(Endpoint[Sending]):
     def _on_message(self, pair: Pair, message: Message) -> None:
         match message:
             case Grant() | Ack() | Nack() | Wait():
+                if isinstance(message, Grant) and (transfer := self._transfers.get(message.key)) is not None:
+                    transfer.granted_at = transfer.granted_at or self.runtime.now()
                 self._to_attempt(pair, message)
             case Hello():
                 self._on_hello(pair, message)
@@ -280,6 +289,7 @@ class KVSender(Endpoint[Sending]):
         if self._pairs.get(pair.incarnation) is not pair:
             return
         reason = clip(end.reason)
+        self.links_ended += 1
         pair.stream.put(CloseLink(end.epoch, reason))
         transfers = self._of(pair)
         if transfers:

@@ -27,12 +27,14 @@ from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_PREFILL, RequestEvent, Submit, TransferReport
 from kvrelay.prefill_worker.handoff_client import HandoffClient
+from kvrelay.prefill_worker.kv_sender import Sending
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
 from kvrelay.worker.handoff import HandoffRole, peer_of
-from kvrelay.worker.worker import Key, Worker
+from kvrelay.worker.role import Key
+from kvrelay.worker.worker import Worker
 
 
 class PrefillRole(HandoffRole):
@@ -52,8 +54,11 @@ class PrefillRole(HandoffRole):
         worker.on_sequence_start(self._on_start)
 
     @property
-    def active(self) -> int:
-        return self._sender.active
+    def endpoint(self) -> Endpoint[Sending]:
+        return self._sender
+
+    def epoch(self, incarnation: str) -> int:
+        return self._sender.epoch(incarnation)
 
     async def close(self, code: Code) -> None:
         await self._client.close(code)
@@ -118,10 +123,12 @@ class PrefillRole(HandoffRole):
 
     def exported(self, key: Key, stats: TransferStats) -> None:
         failpoint("prefill.after_ack", key)
+        self.worker.metrics.sent(stats)
         report = TransferReport(
             transfer_seconds=stats.transfer_seconds,
             handoff_seconds=stats.handoff_seconds,
             transfer_bytes=stats.nbytes,
+            grant_seconds=stats.grant_seconds,
         )
         self.worker.send(RequestEvent(request_id=key[0], attempt=key[1], transfer=report), last=True)
 

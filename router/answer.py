@@ -14,11 +14,18 @@ Write = Callable[[GenerateResponse], Awaitable[None]]
 class Answer:
     """Pieces with tokens, then a last one with the figures."""
 
-    def __init__(self, request: CheckedRequest, trace: RequestTrace, write: Write) -> None:
-        """`trace` is read for the last message, and written with each."""
+    def __init__(
+        self, request: CheckedRequest, trace: RequestTrace, write: Write, gap: Callable[[float], None]
+    ) -> None:
+        """
+        Args:
+            trace: read for the last message, and written with each.
+            gap: takes the seconds between two messages with tokens.
+        """
         self._request = request
         self._trace = trace
         self._write = write
+        self._gap = gap
         self._first = True
         self.progress = trace.received
         """Monotonic time at which the latest token was sent or the latest attempt began."""
@@ -32,30 +39,34 @@ class Answer:
         """Sends a piece, as soon as the client takes it."""
         await self._write(self._message(piece))
         self.progress = time.monotonic()
-        self._trace.sent(self.progress)
+        self._sent(self.progress)
 
     async def finish(self, piece: Piece) -> None:
         """Sends the last piece, which may have no tokens, with usage and timeline."""
         trace, now = self._trace, time.monotonic()
         if piece.token_ids:
-            trace.sent(now)
+            self._sent(now)
         last = self._message(piece)
         last.finish_reason = piece.finish_reason
         last.usage.CopyFrom(trace.usage())
         last.timeline.CopyFrom(trace.timeline(now))
         await self._write(last)
 
+    def _sent(self, now: float) -> None:
+        gap = self._trace.sent(now)
+        if gap is not None:
+            self._gap(gap)
+
     def _message(self, piece: Piece) -> GenerateResponse:
-        request = self._request
-        message = GenerateResponse(
-            request_id=request.request_id,
-            text=piece.text,
-            token_ids=piece.token_ids,
-            index=request.index,
-            logprobs=piece.logprobs,
-            prompt_logprobs=piece.prompt_logprobs,
-        )
+        # Fields without a value cost time too, and there is a message for every few tokens.
+        message = GenerateResponse(request_id=self._request.request_id, text=piece.text, token_ids=piece.token_ids)
+        if self._request.index:
+            message.index = self._request.index
+        if piece.logprobs:
+            message.logprobs.extend(piece.logprobs)
+        if piece.prompt_logprobs:
+            message.prompt_logprobs.extend(piece.prompt_logprobs)
         if self._first:
             self._first = False
-            message.seed = request.sampling.seed
+            message.seed = self._request.sampling.seed
         return message

@@ -5,18 +5,15 @@ worker sends the token at index `base`, the decode worker those from `base + 1` 
 
     prefill   [base]
     decode            [base+1] [base+2] ...
-    seen      [base .............. next)        the tokens without a gap; later ones wait in the stash
 
 A decode worker that has sent a token has all of the KV. From then on, the attempt survives the loss of its prefill
 worker.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -28,13 +25,15 @@ from kvrelay.internal.v1.worker_pb2 import (
     RequestEvent,
 )
 from kvrelay.router.attempt_outcome import AttemptFailure, Taken
+from kvrelay.router.attempt_tokens import AttemptTokens
+from kvrelay.router.pacer import Pacer
 from kvrelay.router.prefixes import Expectation
 from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
@@ -42,8 +41,9 @@ PREFILL_LOST_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Part:
-    """The part of an attempt that one worker does."""
+    """The part of an attempt that one worker does; listens to its stream."""
 
+    attempt: "Attempt"
     stream: WorkerStream
     phase: Phase
     next_index: int
@@ -85,6 +85,22 @@ class _Part:
         """The request has proved harmless on this worker. Safe to call again."""
         self._trial = 0
         self._end_trial()
+
+    def on_token(self, index: int, token: int, now: float) -> None:
+        # Nearly all tokens take the short way: what else is to be done was done for the first one.
+        if self.delivered and index == self.next_index and self.attempt.tokens.append(index, token, now):
+            self.next_index = index + 1
+        else:
+            self.attempt.on_event(self, RequestEvent(first_index=index, token_ids=[token]))
+
+    def on_event(self, event: RequestEvent) -> None:
+        self.attempt.on_event(self, event)
+
+    def on_lost(self) -> None:
+        self.attempt.on_lost(self)
+
+    def on_doubt(self) -> None:
+        self.attempt.wake()
 
     def _end_trial(self) -> None:
         if self.on_trial:
@@ -129,29 +145,20 @@ class Attempt:
         self._generated = tuple(generated)
         self._base = len(generated)
         self._left = request.sampling.max_tokens - len(generated)
-        self._seen: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        """Of the tokens in `_seen`, if they were asked for."""
-        self._prompt_logprobs: list[TokenLogprobs] = []
         self._wants = request.sampling.HasField("logprobs")
         # A client that has tokens has these too.
         self._wants_prompt = request.sampling.HasField("prompt_logprobs") and not generated
-        self._taken = 0
-        self._stash: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
-        self._end: int | None = None
-        """Index after the last token, once a worker has sent the last one."""
-        self._wake = asyncio.Event()
-        self._paused = False
-        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name)
+        self.tokens = AttemptTokens(self._base, self._left, scored=self._wants)
+        expected_tokens = expected[0].tokens if expected else 0
+        trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
         if decode is prefill:
-            self._prefill = _Part(prefill, PHASE_COLOCATED, self._base, on_trial, apart)
+            self._prefill = _Part(self, prefill, PHASE_COLOCATED, self._base, on_trial, apart)
             self._decode: _Part | None = None
         else:
-            self._prefill = _Part(prefill, PHASE_PREFILL, self._base, on_trial, apart)
+            self._prefill = _Part(self, prefill, PHASE_PREFILL, self._base, on_trial, apart)
             second = self._base + 1
-            self._decode = None if decode is None else _Part(decode, PHASE_DECODE, second, on_trial, apart)
+            self._decode = None if decode is None else _Part(self, decode, PHASE_DECODE, second, on_trial, apart)
 
     # Towards the workers.
 
@@ -205,20 +212,17 @@ class Attempt:
             if not self._wants_prompt or part.phase == PHASE_DECODE:
                 submit.sampling.ClearField("prompt_logprobs")
             submit.tenant = self._request.namespace
+            submit.chain.extend(self._request.chain)
             if self._request.client_call is not None:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
+            submit.trace_id = self._trace.context.trace_id
             submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
-            part.stream.submit(
-                submit,
-                partial(self._on_event, part),
-                partial(self._on_lost, part),
-                self.wake,
-                cached_tokens=self._expected[0].tokens if self._expected else 0,
-            )
+            part.stream.submit(submit, part, cached_tokens=self._expected[0].tokens if self._expected else 0)
+        self._trace.tries[-1].submitted = time.monotonic()
 
     def stop(self) -> None:
         """Ends generation. A prefill part whose KV has arrived stays open for its report of the transfer."""
@@ -254,31 +258,20 @@ class Attempt:
         return self._decode is not None and self._decode.delivered and self._prefill.open
 
     async def wait(self) -> None:
-        """Returns at the next event or `wake`. For one waiter only."""
-        await self._wake.wait()
-        self._wake.clear()
+        """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
+        await self.tokens.wait()
 
     def wake(self) -> None:
-        self._wake.set()
+        self.tokens.wake()
 
-    def pause(self) -> None:
-        """Tokens gather until `resume`: they wake nobody, and `take` keeps them, unless no more will come."""
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-        if self._taken < len(self._seen):
-            self._wake.set()
+    def pause(self, until: float, pacer: Pacer) -> None:
+        """Tokens that come before the monotonic time `until` gather, unless no more will come."""
+        if self.failure is None:
+            self.tokens.pause(until, pacer)
 
     def take(self) -> Taken:
-        """The new tokens in order, and what was asked for beside them."""
-        complete = self._complete
-        finish_reason = self._finish_reason if complete else FINISH_REASON_UNSPECIFIED
-        gathers = self._paused and not complete and self.failure is None
-        first, self._taken = self._taken, self._taken if gathers else len(self._seen)
-        new = slice(first, self._taken)
-        prompt_logprobs = [] if first or not self._taken else self._prompt_logprobs
-        return Taken(self._seen[new], finish_reason, self._logprobs[new], prompt_logprobs)
+        """The new tokens in order, and what was asked for beside them; nothing while tokens gather."""
+        return self.tokens.take()
 
     def fail_silent(self, why: str) -> None:
         """Fails the attempt because its workers sent nothing for too long."""
@@ -313,13 +306,15 @@ class Attempt:
 
     def _fail(self, failure: AttemptFailure) -> None:
         """Sets the failure, unless the attempt has failed already or has all tokens."""
-        if self.failure is None and not self._complete:
+        if self.failure is None and not self.tokens.complete:
             self.failure = failure
-        self._wake.set()
+        self.tokens.flush()
 
     # From the workers' streams.
 
-    def _on_event(self, part: _Part, event: RequestEvent) -> None:
+    def on_event(self, part: _Part, event: RequestEvent) -> None:
+        """The worker of a part has sent something."""
+        tokens = self.tokens
         self._trace.note(event)
         if event.HasField("prefill"):
             self._note_cached(event.prefill.cached_tokens)
@@ -327,31 +322,32 @@ class Attempt:
             self._merge_prompt(part, event)
         if event.token_ids:
             self._merge(part, event)
-        if event.finish_reason and self._end is None:
+        if event.finish_reason and tokens.end is None:
             part.open = False
-            self._finish_reason = event.finish_reason
-            self._end = part.next_index
-        elif self._end is None and len(self._seen) == self._left:
+            tokens.finish(part.next_index, event.finish_reason)
+        elif tokens.end is None and len(tokens) == self._left:
             # All tokens are here; the worker's own word of it is not needed.
-            self._finish_reason = FINISH_REASON_LENGTH
-            self._end = self._base + self._left
+            tokens.finish(self._base + self._left, FINISH_REASON_LENGTH)
         if event.HasField("transfer"):
             part.open = False
         if event.HasField("failure"):
             part.open, part.returned = False, True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
-        if not self._paused or self._complete or event.HasField("transfer"):
-            self._wake.set()
+        if tokens.complete:
+            tokens.flush()
+        elif event.HasField("transfer"):
+            tokens.wake()
 
-    def _on_lost(self, part: _Part) -> None:
+    def on_lost(self, part: _Part) -> None:
+        """The stream of a part is lost."""
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):
             if part is self._prefill and self._decode is not None and part.delivered:
                 self.decide_by = time.monotonic() + PREFILL_LOST_SECONDS
             else:
                 self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
-        self._wake.set()
+        self.wake()
 
     def _reported(self, part: _Part, failure: Failure) -> AttemptFailure:
         """What a worker reports, as `Failure` in worker.proto defines it."""
@@ -368,11 +364,6 @@ class Attempt:
             blamed = self.workers
         message = f"{part.stream.worker.name}: {failure.message}"
         return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)
-
-    @property
-    def _complete(self) -> bool:
-        """Whether every token up to the end is here."""
-        return self._base + len(self._seen) == self._end
 
     def _outlived(self, part: _Part) -> bool:
         """Whether the attempt continues without this part."""
@@ -399,22 +390,12 @@ class Attempt:
             return
         if self._wants_prompt and not self._prompt_complete and part is self._prefill:
             self._fail_defect(
-                part, f"sent a token after {len(self._prompt_logprobs)} of the prompt's log-probabilities"
+                part, f"sent a token after {len(self.tokens.prompt_logprobs)} of the prompt's log-probabilities"
             )
             return
-        for offset, token in enumerate(event.token_ids):
-            at = event.first_index - self._base + offset
-            if at < 0:
-                continue
-            new = token, event.logprobs[offset] if self._wants else None
-            known = self._seen[at] if at < len(self._seen) else self._stash.setdefault(at, new)[0]
-            if known != token:
-                self._fail_defect(part, f"sent token {token} at index {self._base + at}, where {known} was sent before")
-                return
-        while (found := self._stash.pop(len(self._seen), None)) is not None:
-            self._seen.append(found[0])
-            if found[1] is not None:
-                self._logprobs.append(found[1])
+        if conflict := self.tokens.merge(event.first_index, event.token_ids, event.logprobs):
+            self._fail_defect(part, conflict)
+            return
         part.next_index = max(part.next_index, end)
         part.delivered = True
         if part.phase == PHASE_PREFILL:
@@ -424,15 +405,15 @@ class Attempt:
 
     def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
         """Adds log-probabilities of the prompt's tokens, of which the first has none."""
-        due = 1 + len(self._prompt_logprobs)
+        due = 1 + len(self.tokens.prompt_logprobs)
         if event.prompt_logprobs_first != due:
             self._fail_defect(part, f"sent log-probabilities of prompt token {event.prompt_logprobs_first}, not {due}")
         else:
-            self._prompt_logprobs.extend(event.prompt_logprobs)
+            self.tokens.prompt_logprobs.extend(event.prompt_logprobs)
 
     @property
     def _prompt_complete(self) -> bool:
-        return 1 + len(self._prompt_logprobs) == len(self._request.prompt)
+        return 1 + len(self.tokens.prompt_logprobs) == len(self._request.prompt)
 
     def _fail_defect(self, part: _Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"

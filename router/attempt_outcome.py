@@ -7,6 +7,15 @@ from kvrelay.internal.v1.worker_pb2 import Failure
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FinishReason, TokenLogprobs
 
+_CAUSES = {
+    Failure.CAUSE_PEER_LOST: "peer_lost",
+    Failure.CAUSE_DRAINING: "draining",
+    Failure.CAUSE_LINK: "link",
+    Failure.CAUSE_REFUSED: "refused",
+    Failure.CAUSE_TRIAL: "trial",
+}
+_CODES = {Failure.CODE_FULL: "full", Failure.CODE_INTERNAL: "internal"}
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
@@ -23,6 +32,13 @@ class AttemptFailure:
     cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED
     reporters: frozenset[WorkerId] = frozenset()
     """The worker that returned the request; those that were silent; none for a lost worker."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/families.py)."""
+        if self.lost or self.silent:
+            return "lost" if self.lost else "silent"
+        return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")
 
     @property
     def handoff(self) -> bool:

@@ -36,7 +36,7 @@ class Completion:
         """The tokens that the client has."""
         self._min_tokens = request.sampling.min_tokens
         self._text = Detokenizer(token_bytes, request.shown)
-        self._stops = StopStrings(request.stop)
+        self._stops = StopStrings(request.stop) if request.stop else None
 
     async def restore(self, resumed: Resumed) -> FinishReason:
         """Takes what the client has from earlier calls: these tokens, and their text, which is a function of them.
@@ -70,21 +70,38 @@ class Completion:
         Args:
             finish_reason: the worker's if the last of the tokens ended the sequence, else unspecified.
         """
-        shown: list[str] = []
-        for at, token in enumerate(token_ids):
+        shown = token_ids[:-1] if finish_reason == FINISH_REASON_STOP else token_ids
+        if self._stops is None:
+            self.tokens += token_ids
+            text = self._text.push(shown)
+            if finish_reason != FINISH_REASON_UNSPECIFIED:
+                text += self._text.flush()
+            return Piece(text, token_ids, finish_reason, logprobs)
+        return self._add_armed(self._stops, Piece("", token_ids, finish_reason, logprobs), len(shown))
+
+    def _add_armed(self, stops: StopStrings, given: Piece, shown: int) -> Piece:
+        """As `add`, token by token: a stop string ends the completion with the token that completed it.
+
+        Args:
+            shown: how many of the given tokens have text.
+        """
+        texts: list[str] = []
+        for at, token in enumerate(given.token_ids):
             self.tokens.append(token)
-            if finish_reason == FINISH_REASON_STOP and at == len(token_ids) - 1:
+            if at == shown:
                 break
             armed = len(self.tokens) >= self._min_tokens
-            text, stopped = self._stops.push(self._text.push(token), armed=armed)
-            shown.append(text)
+            text, stopped = stops.push(self._text.push((token,)), armed=armed)
+            texts.append(text)
             if stopped:
-                return Piece("".join(shown), token_ids[: at + 1], FINISH_REASON_STOP, logprobs[: at + 1])
+                end = at + 1
+                return Piece("".join(texts), given.token_ids[:end], FINISH_REASON_STOP, given.logprobs[:end])
+        finish_reason = given.finish_reason
         if finish_reason != FINISH_REASON_UNSPECIFIED:
-            text, stopped = self._stops.push(self._text.flush())
-            shown.append(text)
+            text, stopped = stops.push(self._text.flush())
+            texts.append(text)
             if stopped:
                 finish_reason = FINISH_REASON_STOP
             else:
-                shown.append(self._stops.flush())
-        return Piece("".join(shown), token_ids, finish_reason, logprobs)
+                texts.append(stops.flush())
+        return Piece("".join(texts), given.token_ids, finish_reason, given.logprobs)

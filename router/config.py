@@ -1,11 +1,14 @@
 """The options of a router, and those of one router process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+|null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class RouterOptions:
     page: bool = True
     """Whether HTTP has the page at `/`: a playground, the stages of each request, the map of the workers. It shows no
     text of anybody's requests. Whoever opens it needs an API key where calls need one."""
+
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://chat.example.org`) whose web pages may call the HTTP API from a browser; `*` allows every one.
+    Empty: none but the router's own page."""
 
     served_model_name: tuple[str, ...] = ()
     """Names that requests may give the model, the first of which answers have; empty: the name of its folder."""
@@ -96,8 +103,9 @@ class RouterOptions:
     the class `default`. Requests of one tenant and class wait by their priority, then in the order of arrival."""
 
     coalesce_ms: float = 10.0
-    """Longest time that tokens gather for one message to their client while the router has many streams: 0.16 ms for
-    each stream, up to this. The first tokens of a stream never wait. 0: a message for each token."""
+    """Longest time that a token waits for others, to be sent with them, while the router has many streams: up to
+    0.16 ms for each stream, and up to this. A router that has more to do than it can lets tokens gather for longer. The
+    first tokens of a stream never wait. 0: none does."""
 
     worker_wait_seconds: float = 30.0
     """Time that a new request waits while a role has no worker that is ready: a replacement may be starting. 0 refuses
@@ -108,6 +116,14 @@ class RouterOptions:
 
     max_attempts: int = 4
     """Placements of one request, the first one included."""
+
+    otlp_endpoint: str = ""
+    """URL of an OpenTelemetry collector's gRPC, e.g. `http://collector:4317`, that gets a trace of each request. Needs
+    the extra `otel`. Empty: none."""
+
+    trace_share: float = 1.0
+    """Share (0 to 1) of the traces which begin at a router that are sent. Those that a caller has begun (`traceparent`)
+    are sent if the caller records them."""
 
     api_keys: str = ""
     """File with a line for each API key: the tenant, the SHA-256 of the key in hexadecimal, and options (`classes`,
@@ -134,6 +150,15 @@ class RouterOptions:
             raise ValueError(f"http_port is {self.http_port}; allowed: 0 to 65535, or null")
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port is {self.http_port}; allowed: another one than grpc_port")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}; allowed: '*', or scheme://host or scheme://host:port, without a path"
+                )
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; allowed: http://HOST:PORT, https://..., or empty"
+            )
         if not all(self.served_model_name):
             raise ValueError("served_model_name has an empty name; allowed: names of at least 1 character")
         for name, low, high in (
@@ -142,6 +167,7 @@ class RouterOptions:
             ("max_queue", 0, 1_000_000),
             ("max_queued_bytes", 10240, 2**40),
             ("backlog_share", 0.0, 1.0),
+            ("trace_share", 0.0, 1.0),
             ("prefill_ahead_tokens", 1, 2**40),
             ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
@@ -182,6 +208,10 @@ class RouterConfig(RouterOptions):
     advertised_host: str = ""
     """Host under which others are told to reach the public gRPC, where `host` binds to all addresses; empty: `host`."""
 
+    metrics_port: int | None = None
+    """Port of a second place for `/metrics`, without a key, beside that of `http_port`; 0 takes a free one. None: no
+    such port."""
+
     drain_seconds: float = 30.0
     """Time that streams are given to finish when the router is to end; it takes no new requests then. Those that are
     left end with UNAVAILABLE, and their clients may continue them at another router."""
@@ -190,5 +220,7 @@ class RouterConfig(RouterOptions):
         RouterOptions.__post_init__(self)
         if self.share_port and not self.grpc_port:
             raise ValueError("grpc_port is 0; allowed: 1 to 65535 with share_port")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port is {self.metrics_port}; allowed: 0 to 65535, or null")
         if not 0 <= self.drain_seconds <= 3600:
             raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed: 0 to 3600")

@@ -1,7 +1,7 @@
-"""Converts tokens to text one by one: whole characters only, O(1) per token.
+"""Converts tokens to text as they come: whole characters only, O(1) per token.
 
 Every token stands for some bytes; the text of a completion is their concatenation, decoded as UTF-8. The bytes of a
-token are looked up once and kept, and an incremental UTF-8 decoder holds back the bytes of an unfinished character.
+token are looked up once and kept, and the bytes of an unfinished character are held back.
 
 With byte-level tokenizers (Llama 3, Qwen) the joined pieces equal the library's `decode` of all ids. With tokenizers
 like SentencePiece (Llama 2, Mistral) they differ in two places: a completion keeps the space before its first word,
@@ -12,12 +12,24 @@ U+FFFD.
 import codecs
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tokenizers
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class _Found(dict[int, bytes]):
+    """What was looked up, in the dictionary itself: no Python runs for a token that is known."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token: int) -> bytes:
+        found = self[token] = self._find(token)
+        return found
 
 
 class TokenBytes:
@@ -33,7 +45,7 @@ class TokenBytes:
             index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._anchor = None if self._byte_level else _anchor(tokenizer)
-        self._known: dict[int, bytes] = {}
+        self._known = _Found(self._find)
 
     @property
     def longest(self) -> int:
@@ -43,10 +55,11 @@ class TokenBytes:
         return max((len(piece) if self._byte_level else len(piece.encode()) for piece in vocabulary), default=1)
 
     def __getitem__(self, token: int) -> bytes:
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._find(token)
-        return known
+        return self._known[token]
+
+    def join(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of several tokens, one behind the other."""
+        return b"".join(map(self._known.__getitem__, tokens))
 
     def name(self, token: int) -> bytes:
         """The bytes of a token as the vocabulary has it: those of a special token, too."""
@@ -70,21 +83,30 @@ class TokenBytes:
 class Detokenizer:
     """The text of one completion."""
 
-    def __init__(self, token_bytes: TokenBytes, shown: Container[int] = ()) -> None:
+    def __init__(self, token_bytes: TokenBytes, shown: Collection[int] = ()) -> None:
         """`shown`: special tokens whose names are part of the text."""
         self._token_bytes = token_bytes
         self._shown = shown
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._unfinished = b""
 
-    def push(self, token: int) -> str:
-        """The characters that `token` completes; may be empty."""
-        if token in self._shown:
-            return self._utf8.decode(self._token_bytes.name(token))
-        return self._utf8.decode(self._token_bytes[token])
+    def push(self, tokens: Sequence[int]) -> str:
+        """The characters that `tokens` complete; may be empty."""
+        if self._shown:
+            found, shown = self._token_bytes, self._shown
+            data = b"".join(found.name(token) if token in shown else found[token] for token in tokens)
+        else:
+            data = self._token_bytes.join(tokens)
+        return self._decode(data, final=False)
 
     def flush(self) -> str:
         """Ends the text; returns U+FFFD if it ends inside a character."""
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        data = self._unfinished + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[used:]
+        return text
 
 
 def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

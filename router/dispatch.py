@@ -6,10 +6,12 @@ from kvrelay.router.budget import RetryBudget
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import TokenBytes
 from kvrelay.router.health import FleetHealth
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.pacer import Pacer
-from kvrelay.router.placement import LeastWork
+from kvrelay.router.placement import Demand, LeastWork
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.waiting import reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +28,8 @@ class Dispatch:
     health: FleetHealth
     budget: RetryBudget
     token_bytes: TokenBytes
+    metrics: RouterMetrics
+
+    def why_waiting(self, demand: Demand) -> str:
+        """What keeps a request from being placed now, in words."""
+        return reason(demand, self.registry.view(), self.config.prefill_ahead_tokens)

@@ -53,6 +53,13 @@ class ModelNotFound(RequestError):
     field = "model"
 
 
+class NotKept(RequestError):
+    """The router has no request of this name, or none any more."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    outcome = "invalid"
+
+
 class Unauthenticated(RequestError):
     """The caller has not shown who it is."""
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
@@ -28,9 +28,11 @@ from kvrelay.router.limits import KeyLimits, Meter
 from kvrelay.router.requests import Requests
 from kvrelay.router.sampling import SamplingDefaults
 from kvrelay.router.session import Session
+from kvrelay.router.spans import Asked, Ended, SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.validation import CheckedRequest, check, completions
+from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class Caller:
     identity: Identity
     host: str
     """The client's address without its port."""
+    context: TraceContext = field(default_factory=TraceContext.new)
+    """Of the trace that the client has begun; else of one that begins here."""
 
 
 class Front:
@@ -58,6 +62,7 @@ class Front:
         callers: Callers,
         observer: Observer | None,
         defaults: SamplingDefaults,
+        spans: SpanExport | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
@@ -65,6 +70,7 @@ class Front:
         self._dispatch = dispatch
         self._callers = callers
         self._observer = observer
+        self._spans = spans
         self.limits = KeyLimits()
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
@@ -155,7 +161,7 @@ class Front:
             grant = self._callers.grant(caller.identity)
             share = f"tenant {grant.tenant}" if self._callers.authenticated else caller.host
             with self._admission.admit(share, size) as ticket:
-                yield Call(self, grant, ticket, deadline)
+                yield Call(self, grant, ticket, deadline, caller.context)
         except RequestError:
             raise
         except asyncio.CancelledError:
@@ -171,33 +177,47 @@ class Front:
 
     @contextmanager
     def generation(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:
-        """As `call`, for one that generates: it is noted in log and metrics even if it ends before its first
+        """As `call`, for one that generates: it is noted in log, metrics and traces even if it ends before its first
         completion."""
         received = time.monotonic()
         call: Call | None = None
+        ended: list[Ended] = []
         try:
             with self.call(caller, size, deadline) as call:
+                ended = call.ended
                 yield call
         except RequestError as error:
-            if call is None or not call.noted:
-                self.note_end(RequestTrace(received), error.outcome, error)
+            if not ended:
+                ended.append(Ended(RequestTrace(received, context=caller.context), error.outcome, str(error)))
+                self.note_end(ended[0])
             raise
+        finally:
+            if self._spans is not None:
+                asked = None if call is None else call.asked
+                self._spans.add(caller.context, received, asked, ended)
 
-    def note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
+    def note_end(self, ended: "Ended") -> None:
         """Notes in log and metrics how a completion ended."""
-        now = time.monotonic()
+        trace, outcome, now = ended.trace, ended.outcome, time.monotonic()
+        if ended.failure:
+            trace.delayed("ended", ended.failure)
         self.requests.end(trace, outcome, now)
         record = trace.record(outcome, now)
         fields: dict[str, object] = {
+            "trace_id": trace.context.trace_id,
             "request": trace.wire_id,
+            "attempt": trace.attempts,
+            "prefill": trace.prefill_worker,
+            "decode": trace.decode_worker,
             "outcome": outcome,
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "seconds": round(record.total_seconds, 4),
         }
-        if failure is not None:
-            fields["reason"] = str(failure)
+        if ended.failure:
+            fields["reason"] = ended.failure
         logger.info("request ended", extra=fields)
+        self._dispatch.metrics.ended(record)
         if self._observer is not None:
             self._observer(record)
 
@@ -208,10 +228,15 @@ class Front:
 class Call:
     """One admitted call."""
 
-    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float) -> None:
+    def __init__(self, front: Front, grant: Grant, ticket: Ticket, deadline: float, context: TraceContext) -> None:
         self.ticket = ticket
-        self.noted = False
-        """Whether the end of a completion was noted in log and metrics."""
+        self.ended: list[Ended] = []
+        """The completions that have ended, in that order."""
+        self.chat = False
+        """Whether the prompt was made of a chat's messages."""
+        self.asked: Asked | None = None
+        """What was asked for, once it is known."""
+        self._context = context
         self._front = front
         self._grant = grant
         self._deadline = deadline
@@ -235,17 +260,21 @@ class Call:
         Raises:
             RequestError: it ended without all of its completions.
         """
-        trace = RequestTrace(self._received, wire_id=request.request_id)
+        trace = RequestTrace(self._received, wire_id=request.request_id, context=self._context)
         front, grant = self._front, self._grant
         with front.limits.request(grant.key, grant.limits) as meter:
+            trace.tenant = grant.tenant
             with self._noting_failure(trace):
                 front.check_model(request.model)
                 front._callers.check_claim(request.tenant, grant.tenant)
                 claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
                 checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
+                trace.service = claim.service_class
                 seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds
                 checked = replace(checked, claim=claim, first_token_seconds=seconds, shown=shown)
                 _describe(checked, trace)
+                chat = self.chat or request.HasField("messages")
+                self.asked = Asked(front.served_names[0], chat, checked.sampling, request.n or 1)
                 meter.prompt(len(checked.prompt))
                 if begin is not None:
                     begin(checked)
@@ -276,7 +305,7 @@ class Call:
 
         async def later(request: CheckedRequest) -> None:
             await cached.wait()
-            trace = RequestTrace(self._received)
+            trace = RequestTrace(self._received, service=request.claim.service_class, context=self._context)
             _describe(request, trace)
             await self._complete(request, trace, write, meter)
 
@@ -286,7 +315,7 @@ class Call:
         self._front.requests.begin(trace)
         try:
             with self._noting_failure(trace):
-                answer = Answer(request, trace, write)
+                answer = Answer(request, trace, write, self._front._dispatch.metrics.gap)
                 finish_reason = await Session(request, self._front._dispatch, trace, answer, self._deadline).run()
         finally:
             meter.generated(trace.generated_tokens)
@@ -298,7 +327,7 @@ class Call:
         try:
             yield
         except RequestError as error:
-            self._note_end(trace, error.outcome, error)
+            self._note_end(trace, error.outcome, str(error))
             raise
         except asyncio.CancelledError:
             late = time.monotonic() >= self._deadline
@@ -309,9 +338,9 @@ class Call:
             self._note_end(trace, "internal")
             raise
 
-    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: RequestError | None = None) -> None:
-        self.noted = True
-        self._front.note_end(trace, outcome, failure)
+    def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
+        self.ended.append(Ended(trace, outcome, failure))
+        self._front.note_end(self.ended[-1])
 
 
 async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

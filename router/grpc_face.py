@@ -19,6 +19,7 @@ from kvrelay.router.prompt import PART_TOKENS
 from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.router.writer import Writer
+from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 from kvrelay.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -158,9 +159,13 @@ class GrpcFace:
 
 
 def _caller(context: "grpc.aio.ServicerContext[Any, Any]") -> Caller:
-    given = [str(value) for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
+    metadata = context.invocation_metadata() or ()
+    given = [str(value) for key, value in metadata if key == AUTHORIZATION]
+    sent = {key: str(value) for key, value in metadata if key in (HEADER, STATE_HEADER)}
     names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
-    return Caller(Identity(given, names), _host(context.peer()))
+    return Caller(
+        Identity(given, names), _host(context.peer()), TraceContext.read(sent.get(HEADER), sent.get(STATE_HEADER))
+    )
 
 
 def _host(peer: str) -> str:

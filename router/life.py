@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.router.trace import AttemptTrace, Incident, Outcome, RequestTrace
 
 Stage = Literal["router", "queue", "prefill", "transfer", "decode_queue", "decode"]
 
@@ -62,6 +62,12 @@ class Life:
     tpot: float | None
     handoff: float | None
     """Seconds of the transfer after the end of prefill."""
+    grant: float | None
+    """Seconds from the offer of the KV to the decode worker's grant."""
+    incidents: tuple[Incident, ...]
+    """What delayed it; `at` is in seconds since receipt."""
+    longest_gap: tuple[float, float]
+    """The longest time between two messages with tokens, and when it ended, since receipt."""
 
 
 def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
@@ -84,7 +90,7 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
     return Life(
         id=trace.wire_id,
         index=trace.index,
-        received=time.time() - at(now),
+        received=time.time() - (time.monotonic() - since),
         outcome=outcome,
         age=at(now),
         spans=tuple(map(shown, _spans(trace, None if outcome is None else now))),
@@ -101,16 +107,28 @@ def life(trace: RequestTrace, outcome: Outcome | None, now: float) -> Life:
         ttft=record.ttft_seconds,
         tpot=record.tpot_seconds,
         handoff=record.handoff_seconds,
+        grant=None if trace.transfer is None else trace.transfer.grant_seconds,
+        incidents=tuple(incident._replace(at=at(incident.at)) for incident in trace.incidents),
+        longest_gap=(trace.longest_gap[0], at(trace.longest_gap[1])),
     )
 
 
 def _spans(trace: RequestTrace, ended: float | None) -> Sequence[Span]:
     """The stages that the request has reached, on the monotonic clock; those that go on end at `ended`."""
-    spans = [Span("router", "", trace.received, trace.placed[0] if trace.placed else ended)]
-    if not trace.placed:
-        return spans
+    placed = trace.placed
+    spans = [Span("router", "", trace.received, placed[0] if placed else ended)]
+    return [*spans, *stages(trace, placed[0], ended)] if placed else spans
+
+
+def stages(trace: RequestTrace | AttemptTrace, began: float, ended: float | None) -> Sequence[Span]:
+    """The stages that workers have reached, on the monotonic clock, of a request or of one attempt.
+
+    Args:
+        began: when the workers were told.
+        ended: when it ended; None while it runs.
+    """
+    spans = []
     prefill, decode = trace.prefill_worker, trace.decode_worker
-    began = trace.placed[0]
     if trace.prefill is None or trace.prefill_at is None:
         # Queue and prefill are told apart by the worker's report only.
         spans.append(Span("prefill" if trace.chunks else "queue", prefill, began, ended))
@@ -122,13 +140,13 @@ def _spans(trace: RequestTrace, ended: float | None) -> Sequence[Span]:
     if handed is not None:
         spans.append(handed)
     if decode and trace.decode_at is not None:
-        spans += _decode(trace, handed, ended)
+        spans += _decode(trace, trace.decode_at, handed, ended)
     elif decode == prefill and trace.first_sent is not None:
         spans.append(Span("decode", decode, trace.first_sent, trace.last_sent if ended else None))
     return spans
 
 
-def _transfer(trace: RequestTrace, ended: float | None) -> Span | None:
+def _transfer(trace: RequestTrace | AttemptTrace, ended: float | None) -> Span | None:
     prefill, decode = trace.prefill_worker, trace.decode_worker
     if not decode or decode == prefill:
         return None
@@ -138,8 +156,11 @@ def _transfer(trace: RequestTrace, ended: float | None) -> Span | None:
     return None if first is None else Span("transfer", prefill, first, trace.decode_at or ended)
 
 
-def _decode(trace: RequestTrace, handed: Span | None, ended: float | None) -> Sequence[Span]:
-    decode, first = trace.decode_worker, trace.decode_at or trace.received
+def _decode(
+    trace: RequestTrace | AttemptTrace, first: float, handed: Span | None, ended: float | None
+) -> Sequence[Span]:
+    """`first`: when the decode worker's first token came."""
+    decode = trace.decode_worker
     waited = trace.decode.queue_seconds if trace.decode is not None else 0.0
     # The decode worker has committed the KV before its first token comes; the sender's report of it may come later.
     committed = first - waited if handed is None or handed.end is None else min(first - waited, handed.end)

@@ -1,76 +1,117 @@
-"""The metrics of a router: what each is, and their text for Prometheus."""
+"""What a router records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from collections.abc import Callable, Iterable, Sequence
 
-from kvrelay.internal.v1.worker_pb2 import Load
+from kvrelay.router.classes import DEFAULT
+from kvrelay.router.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
+from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics.metric_set import MetricSet
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-# From a millisecond to a minute; each step about doubles.
-SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0]
-TOKEN_SECONDS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0]
-
-HISTOGRAMS = {
-    "ttft_seconds": ("router_ttft_seconds", "From a request's arrival to its first token.", SECONDS),
-    "tpot_seconds": ("router_tpot_seconds", "Mean time between two tokens after the first.", TOKEN_SECONDS),
-    "total_seconds": ("router_request_seconds", "From a request's arrival to its last message.", SECONDS),
-    "router_queue_seconds": ("router_queue_seconds", "Waited for capacity on a decode worker.", SECONDS),
-    "queue_seconds": ("prefill_queue_seconds", "From submission to the first scheduled step.", SECONDS),
-    "prefill_seconds": ("prefill_compute_seconds", "From the first scheduled step to the first token.", SECONDS),
-    "transfer_seconds": ("transfer_push_seconds", "From the first frame to the acknowledgement of all.", SECONDS),
-    "handoff_seconds": ("transfer_handoff_seconds", "The part of the transfer after the end of prefill.", SECONDS),
-    "decode_queue_seconds": ("decode_queue_seconds", "From the KV's commit to the first scheduled step.", SECONDS),
-}
-"""Field of RequestRecord, metric, meaning, buckets."""
-COUNTERS = {
-    "retries": ("router_retries", "Placements after a failed attempt."),
-    "migrations": ("router_migrations", "Placements of requests whose worker drains."),
-    "resumed": ("router_resumes", "Calls that continue a request whose earlier call was lost."),
-    "transfer_bytes": ("transfer_kv_bytes", "KV sent over links."),
-    "prompt_tokens": ("router_prompt_tokens", "Tokens of prompts."),
-    "cached_tokens": ("router_cached_tokens", "Prompt tokens found in prefix caches."),
-    "completion_tokens": ("router_completion_tokens", "Generated tokens."),
-}
-"""Field of RequestRecord, metric, meaning."""
-REQUESTS = ("router_requests", "Requests that have ended.")
-QUEUE = ("router_queue_requests", "Requests that wait for capacity on decode.")
+MAX_TENANTS = 50
+"""That have series of their own. Each costs a few hundred bytes here, and a series in Prometheus for ever."""
+ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
 
 
-class PrometheusMetrics:
-    """A router's observer of ended requests and of its load. Used on the event loop only."""
+class RouterMetrics:
+    """A router's metrics. Used on the event loop only."""
 
-    def __init__(self, router: str) -> None:
-        """`router`: its name, a label of each metric."""
-        self._registry = registry = CollectorRegistry()
-        name, text = REQUESTS
-        self._requests = Counter(f"kvrelay_{name}", text, ("router", "outcome"), registry=registry)
-        self._histograms = {
-            field: Histogram(f"kvrelay_{name}", text, ("router",), buckets=buckets, registry=registry).labels(router)
-            for field, (name, text, buckets) in HISTOGRAMS.items()
-        }
-        self._counters = {
-            field: Counter(f"kvrelay_{name}", text, ("router",), registry=registry).labels(router)
-            for field, (name, text) in COUNTERS.items()
-        }
-        name, text = QUEUE
-        self._queue = Gauge(f"kvrelay_{name}", text, ("router",), registry=registry).labels(router)
-        self._router = router
+    def __init__(self, router: str, classes: Iterable[str] = ()) -> None:
+        """
+        Args:
+            router: its name, a label of each metric.
+            classes: of service, beside the default one.
+        """
+        self.metrics = metrics = MetricSet("router", router=router)
+        for service in (DEFAULT, NO_CLASS, *classes):
+            for outcome in families.OUTCOMES:
+                metrics.counter(families.REQUESTS, outcome, service)
+        self._tenants: set[str] = set()
+        self._attempts = metrics.counter(families.ATTEMPTS)
+        self._itl = metrics.histogram(families.ITL)
+        self._prompt_tokens = metrics.counter(families.PROMPT_TOKENS)
+        self._cached_tokens = metrics.counter(families.CACHED_TOKENS)
+        self._completion_tokens = metrics.counter(families.COMPLETION_TOKENS)
+        self._request_prompt = metrics.histogram(families.REQUEST_PROMPT)
+        self._request_completion = metrics.histogram(families.REQUEST_COMPLETION)
+        self._retries = metrics.counter(families.RETRIES)
+        self._migrations = metrics.counter(families.MIGRATIONS)
+        self._resumes = metrics.counter(families.RESUMES)
+        self._fences = metrics.counter(families.FENCES)
+        self._prediction_error = metrics.histogram(families.PREDICTION_ERROR)
 
-    def observe_load(self, load: Load) -> None:
-        """Takes the number of waiting requests."""
-        self._queue.set(load.requests.waiting)
+    def watch(
+        self,
+        waiting: Callable[[], tuple[int, int]],
+        running: Callable[[], int],
+        workers: Callable[[], Sequence[WorkerView]],
+    ) -> None:
+        """Has the gauges follow what these return, whenever they are read.
 
-    def __call__(self, record: RequestRecord) -> None:
-        self._requests.labels(self._router, record.outcome).inc()
-        for field, histogram in self._histograms.items():
-            if (seconds := getattr(record, field)) is not None:
-                histogram.observe(seconds)
-        for field, counter in self._counters.items():
-            if amount := getattr(record, field):
-                counter.inc(amount)
+        Args:
+            waiting: requests in the queue for capacity, and in the one for workers without a trial.
+            running: calls in the router that don't wait.
+        """
+        metrics = self.metrics
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        def update() -> None:
+            for queue, count in zip(("capacity", "trial"), waiting(), strict=True):
+                metrics.gauge(families.QUEUE_REQUESTS, queue).set(count)
+            metrics.gauge(families.RUNNING_REQUESTS).set(running())
+            ready: list[str] = [worker.role for worker in workers() if worker.ready]
+            for role in families.ROLES:
+                metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
+
+        metrics.before_scrape(update)
+
+    def attempted(self) -> None:
+        """A request was placed."""
+        self._attempts.inc()
+
+    def attempt_failed(self, reason: str) -> None:
+        """A placement has failed, because of one of `families.ATTEMPT_REASON`."""
+        self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
+
+    def superseded(self) -> None:
+        """A call has ended because a later one continues its request."""
+        self._fences.inc()
+
+    def gap(self, seconds: float) -> None:
+        """The time between two messages with tokens of a completion."""
+        self._itl.observe(seconds)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A completion has ended."""
+        metrics, service, tenant = self.metrics, record.service or NO_CLASS, self._tenant(record.tenant)
+        metrics.counter(families.REQUESTS, record.outcome, service).inc()
+        metrics.counter(families.TENANT_REQUESTS, tenant).inc()
+        metrics.counter(families.TENANT_TOKENS, tenant, "prompt").inc(record.prompt_tokens)
+        metrics.counter(families.TENANT_TOKENS, tenant, "completion").inc(record.completion_tokens)
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._cached_tokens.inc(record.cached_tokens)
+        self._completion_tokens.inc(record.completion_tokens)
+        self._retries.inc(record.retries)
+        self._migrations.inc(record.migrations)
+        self._resumes.inc(record.resumed)
+        for tokens in record.prediction_errors:
+            self._prediction_error.observe(tokens)
+        if not record.attempts:
+            return
+        self._request_prompt.observe(record.prompt_tokens)
+        self._request_completion.observe(record.completion_tokens)
+        metrics.histogram(families.QUEUE, service).observe(record.router_queue_seconds)
+        metrics.histogram(families.E2E, service).observe(record.total_seconds)
+        if record.ttft_seconds is not None:
+            metrics.histogram(families.TTFT, service).observe(record.ttft_seconds)
+        if record.tpot_seconds is not None:
+            metrics.histogram(families.TPOT, service).observe(record.tpot_seconds)
+
+    def _tenant(self, name: str) -> str:
+        """The label of a tenant."""
+        if not name:
+            return ANONYMOUS
+        if name not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return OTHER
+            self._tenants.add(name)
+        return name

@@ -185,6 +185,16 @@ class LeastWork:
         self._last_turn |= dict.fromkeys(placement.each, self._turn)
         return [self._index.expect(worker, chain) for worker in placement.each]
 
+    def learn(self, worker: WorkerId, chain: Sequence[int], cached_tokens: int | None, block_size: int) -> None:
+        """Notes that a worker has computed a prompt that another router has placed there.
+
+        Args:
+            cached_tokens: how much of it was there before; None if the KV came from elsewhere.
+            block_size: of the worker.
+        """
+        expected = self._index.expect(worker, chain)
+        expected.reported(expected.tokens if cached_tokens is None else cached_tokens, block_size)
+
     def _choose(self, demand: Demand, group: "_Group") -> list[WorkerView] | None:
         """The best option of a group among those with capacity."""
         costs = self._costs(demand, group)

@@ -1,4 +1,5 @@
-"""Where the KV of which prompts probably is: what this router has placed on which worker, and what workers report.
+"""Where the KV of which prompts probably is: what this router has placed on which worker, and what workers report, of
+this router's prompts and of those that other routers have sent them.
 
 A prompt is named by its chain: one digest for each UNIT tokens, over these and all before them, and over the namespace
 (tenant and cache salt) that the KV may be shared in:
@@ -9,8 +10,9 @@ A prompt is named by its chain: one digest for each UNIT tokens, over these and 
 A digest decides on placement only, never on what is shared: workers compare blocks by a cryptographic hash.
 
 The index models the cache of each worker as the worker keeps it: the least recently used is evicted first, and the end
-of a prompt before its beginning. Other routers place prompts too, so a worker may have evicted more than is known here.
-It reports how many tokens of a prompt it had. A unit that is gone shows that all that was used before it is gone too.
+of a prompt before its beginning. A worker may have evicted more than is known here, as it also keeps KV that it has
+generated, and other routers' prompts are known only when they are computed. It reports how many tokens of a prompt it
+had. A unit that is gone shows that all that was used before it is gone too.
 """
 
 import asyncio

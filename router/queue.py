@@ -115,6 +115,7 @@ class PlacementQueue:
         claim: Claim = NO_CLAIM,
         *,
         first: bool = False,
+        on_wait: Callable[[], object] | None = None,
     ) -> T | NoPlace:
         """Waits for a place and takes it: `start` is called at once, so that no other request gets the same capacity.
 
@@ -122,6 +123,7 @@ class PlacementQueue:
             until: monotonic time at which to stop waiting.
             start: takes the place.
             first: goes before the requests that wait already, and is never refused because of their number.
+            on_wait: called if it has no place at once.
 
         Returns:
             The result of `start`; or NO_WORKERS; or NO_CAPACITY if the time is up.
@@ -135,6 +137,8 @@ class PlacementQueue:
             self.wake()
             if not (first or waiter.called.is_set()) and len(self) > self._max_waiting:
                 self._displace(claim.tenant)
+            if on_wait is not None and not waiter.called.is_set():
+                on_wait()
             async with asyncio.timeout(until - time.monotonic()):
                 while True:
                     if not waiter.called.is_set():

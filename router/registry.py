@@ -19,7 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.worker_pb2 import ClientCall, Load, ModelInfo, RouterHello
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.placement import DecodeCapacity, WorkerRole, WorkerView, complete
-from kvrelay.router.worker_stream import WorkerStream
+from kvrelay.router.worker_stream import OnForeign, WorkerStream
 from kvrelay.rpc.compatibility import rank, unpaired
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
@@ -44,6 +44,8 @@ class _Worker:
     listed: bool = True
     """In the latest membership. A supervisor that has just started doesn't list every member yet."""
     stream: WorkerStream | None = None
+    dialed: bool = False
+    """Whether an attempt to connect has ended."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -89,6 +91,7 @@ class WorkerRegistry:
         health: FleetHealth,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
+        on_foreign: OnForeign = lambda worker, prompt, block_size: None,
     ) -> None:
         """
         Args:
@@ -98,6 +101,7 @@ class WorkerRegistry:
             health: what attempts have shown of the workers; this class forgets those that are gone.
             on_change: called whenever `complete` or `model` may have changed.
             on_load: called whenever `view` may have changed.
+            on_foreign: called with each prompt of another router whose KV a worker has now.
         """
         self._name = name
         self._incarnation = incarnation
@@ -105,8 +109,10 @@ class WorkerRegistry:
         self._health = health
         self._on_change = on_change
         self._on_load = on_load
+        self._on_foreign = on_foreign
         self._unpaired: list[str] = []
         self._workers: dict[WorkerId, _Worker] = {}
+        self._settled = False
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
 
@@ -117,8 +123,10 @@ class WorkerRegistry:
 
     @property
     def complete(self) -> bool:
-        """Whether a request can be placed."""
-        return complete(self.view())
+        """Whether a request can be placed. A router that starts waits until each worker was dialed: the first requests
+        would all go to the first workers reached.
+        """
+        return self._settled and complete(self.view())
 
     def view(self) -> list[WorkerView]:
         """The workers as a placement policy sees them now."""
@@ -217,9 +225,11 @@ class WorkerRegistry:
                 worker_incarnation=worker.id.incarnation,
             )
             worker.stream = stream = WorkerStream(
-                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load
+                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load, self._on_foreign
             )
             await stream.run()
+            worker.dialed = True
+            self._notify()
             failures = 0 if stream.model is not None else failures + 1
             if failures <= 1:
                 logger.warning("worker lost", extra=_log_fields(worker) | {"reason": stream.lost})
@@ -306,7 +316,14 @@ class WorkerRegistry:
             trials=stream.trials,
         )
 
+    def _settles(self) -> bool:
+        """Whether a worker is connected, and no attempt to connect to another one is the first one."""
+        workers = [worker for worker in self._workers.values() if worker.takes_requests]
+        connected = [worker for worker in workers if worker.stream is not None and worker.stream.serving is not None]
+        return bool(connected) and all(worker.dialed or worker in connected for worker in workers)
+
     def _notify(self) -> None:
+        self._settled = self._settled or self._settles()
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.router.life import Life, life
 from kvrelay.router.trace import Outcome, RequestTrace
+from kvrelay.router.validation import WIRE_NAME_CHARACTERS
 
 RECENT = 200
 """Ended requests that are kept."""
@@ -17,8 +18,15 @@ class Ended:
 
     number: int
     """Increases by one with each."""
-    tenant: str
-    life: Life
+    trace: RequestTrace
+    outcome: Outcome
+    at: float
+    """Monotonic time."""
+
+    @property
+    def life(self) -> Life:
+        """Made when somebody asks: that takes longer than all else at a request's end, and mostly nobody does."""
+        return life(self.trace, self.outcome, self.at)
 
 
 @dataclass(slots=True)
@@ -46,7 +54,7 @@ class Requests:
         """A request has ended; one that has not begun here is not kept."""
         if self._running.pop(id(trace), None) is None:
             return
-        self._recent.append(Ended(next(self._numbers), trace.tenant, life(trace, outcome, now)))
+        self._recent.append(Ended(next(self._numbers), trace, outcome, now))
         self._add(self._links, trace)
 
     def find(self, request_id: str) -> RequestTrace | None:
@@ -59,7 +67,23 @@ class Requests:
 
     def recent(self, tenant: str, after: int = 0) -> list[Ended]:
         """A tenant's requests that have ended, the latest last, with a number above `after`."""
-        return [ended for ended in self._recent if ended.tenant == tenant and ended.number > after]
+        return [ended for ended in self._recent if ended.trace.tenant == tenant and ended.number > after]
+
+    def lives(self, tenant: str, request_id: str, now: float) -> list[Life]:
+        """A tenant's running or kept requests of this name, the client's or the router's; one for each completion.
+
+        Args:
+            now: on the monotonic clock.
+        """
+        # The router makes a client's name unique by what it adds behind a slash, after a cut.
+        start = f"{request_id[:WIRE_NAME_CHARACTERS]}/"
+
+        def named(wire_id: str) -> bool:
+            return wire_id == request_id or wire_id.startswith((start, f"{request_id}/"))
+
+        ended = [each.life for each in self.recent(tenant) if named(each.life.id)]
+        running = [trace for trace in self._running.values() if trace.tenant == tenant and named(trace.wire_id)]
+        return ended + [life(trace, None, now) for trace in running]
 
     def latest(self, request_id: str) -> Life:
         """The life of the request that has ended under this name just now.
@@ -68,7 +92,7 @@ class Requests:
             KeyError: it has not.
         """
         for ended in reversed(self._recent):
-            if ended.life.id == request_id:
+            if ended.trace.wire_id == request_id:
                 return ended.life
         raise KeyError(request_id)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Member,
     MemberState,
 )
-from kvrelay.internal.v1.worker_pb2 import Load, Requests
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
 from kvrelay.models import resolve
 from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
@@ -31,7 +31,7 @@ from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
 from kvrelay.router.http.chat import Chats
 from kvrelay.router.http.face import HttpFace
-from kvrelay.router.metrics import PrometheusMetrics
+from kvrelay.router.metrics import RouterMetrics
 from kvrelay.router.pacer import Pacer
 from kvrelay.router.page.page import Page
 from kvrelay.router.placement import Demand, LeastWork, NoPlace, Placement
@@ -39,13 +39,17 @@ from kvrelay.router.prefixes import PrefixIndex
 from kvrelay.router.queue import PlacementQueue
 from kvrelay.router.registry import WorkerRegistry
 from kvrelay.router.sampling import SamplingDefaults
+from kvrelay.router.spans import SpanExport
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.tools.choose import reasons, tool_format
-from kvrelay.router.trace import Observer, RequestRecord
+from kvrelay.router.trace import Observer
 from kvrelay.rpc.address import join
 from kvrelay.rpc.certificates import server_context
 from kvrelay.rpc.credentials import Credentials, bind
+from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
+from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
 from kvrelay.rpc.options import public_server_options
 
 logger = logging.getLogger(__name__)
@@ -66,13 +70,11 @@ class RouterServer:
         self,
         config: RouterConfig,
         observer: Observer | None = None,
-        load_observer: Callable[[Load], None] | None = None,
     ) -> None:
         """Reads the tokenizer and the defaults of sampling.
 
         Args:
             observer: called on the event loop with the record of every request that has ended; must not raise or block.
-            load_observer: called at every heartbeat with the number of waiting and running requests.
 
         Raises:
             ValueError: the model folder, the join token, the API keys or a certificate can't be used.
@@ -80,7 +82,6 @@ class RouterServer:
         self.config = config
         credentials = Credentials.of("router", config.security)
         self.incarnation = uuid.uuid4().hex
-        self._load_observer = load_observer
         template = Path(config.chat_template) if config.chat_template else None
         folder = resolve(config.model, weights=False)
         self._tokenizer = Tokenizer(folder, template)
@@ -95,33 +96,48 @@ class RouterServer:
         """When the queues looked last, on the loop's clock."""
         self._queue = PlacementQueue(decide, config.max_queue)
         self._trials = PlacementQueue(decide, config.max_requests)
+
+        def learn(worker: WorkerId, prompt: ForeignPrompt, block_size: int) -> None:
+            cached = prompt.cached_tokens if prompt.HasField("cached_tokens") else None
+            policy.learn(worker, prompt.chain, cached, block_size)
+
         self.registry = WorkerRegistry(
-            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues
+            config.name, self.incarnation, credentials, fleet, self._on_change, self._wake_queues, learn
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
-        dispatch = Dispatch(config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes)
-        self._metrics = PrometheusMetrics(config.name)
-
-        def observe(record: RequestRecord) -> None:
-            self._metrics(record)
-            if observer is not None:
-                observer(record)
-
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observe, SamplingDefaults.read(folder))
+        metrics = RouterMetrics(config.name, config.classes)
+        dispatch = Dispatch(
+            config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
+        )
+        self._spans = (
+            SpanExport(config.name, config.otlp_endpoint, config.trace_share) if config.otlp_endpoint else None
+        )
+        defaults = SamplingDefaults.read(folder)
+        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, self._spans)
+        metrics.watch(lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view)
+        self.metrics = metrics.metrics
+        """The router's metrics."""
+        self._metrics_port = MetricsPort(self.metrics)
+        self._metrics_address = ""
         self._certificates = public_certificates(config)
         self._http: HttpFace | None = None
         if config.http_port is not None:
             source = self._tokenizer.template_source
             format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
-            self._http = HttpFace(self._front, self._metrics, Chats(self._tokenizer, format_, reasons=splits))
+            self._http = HttpFace(self._front, self.metrics.registry, Chats(self._tokenizer, format_, reasons=splits))
             if config.page:
                 self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self.registry.update, self._fenced.set
+                config.supervisor,
+                credentials,
+                self._describe,
+                self.registry.update,
+                self._fenced.set,
+                tell=partial(asyncio.to_thread, describe, (credentials.certificates, self._certificates)),
             )
         self._state: MemberState = MEMBER_STATE_STARTING
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the type stubs
@@ -147,6 +163,11 @@ class RouterServer:
         """Requests in the queues for capacity on a decode worker, or for workers without another request on trial."""
         return len(self._queue) + len(self._trials)
 
+    @property
+    def running(self) -> int:
+        """Calls that don't wait in the queues."""
+        return max(0, self._front.running - self.waiting)
+
     async def start(self) -> int:
         """Binds, serves and joins the membership; returns the port.
 
@@ -170,6 +191,9 @@ class RouterServer:
                 self.config.host, self.config.http_port, tls, share_port=self.config.share_port
             )
         await server.start()
+        if self.config.metrics_port is not None:
+            port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
+            self._metrics_address = join(self.config.advertised_host or self.config.host, port)
         if self._heartbeat is not None:
             self._heartbeat.start()
         fields = {"address": self.address, "http": self.http_address, "incarnation": self.incarnation}
@@ -187,12 +211,15 @@ class RouterServer:
             await self._server.stop(CALLS_SECONDS)
         if self._http is not None:
             await self._http.stop()
+        await self._metrics_port.stop()
         await self.registry.close()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         if self._setting_health is not None:
             await self._setting_health
         self._tokenizer.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     async def failed(self) -> BaseException:
         """Returns when the router can't continue, with the reason."""
@@ -208,15 +235,11 @@ class RouterServer:
             incarnation=self.incarnation,
             address=self.address,
             http_address=self.http_address or "",
+            metrics_address=self._metrics_address,
             pid=os.getpid(),
             state=self._state,
         )
-        running = max(0, self._front.running - self.waiting)
-        load = Load(requests=Requests(waiting=self.waiting, running=running))
-        self._metrics.observe_load(load)
-        if self._load_observer is not None:
-            self._load_observer(load)
-        return member, load
+        return member, Load(requests=Requests(waiting=self.waiting, running=self.running))
 
     def _wake_queues(self) -> None:
         """Workers report with every step; the queues look at most once in WAKE_SECONDS."""

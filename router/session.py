@@ -54,7 +54,7 @@ from kvrelay.router.health import Trial
 from kvrelay.router.pacer import UNPACED_TOKENS
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import QueueFull
-from kvrelay.router.suspects import Suspicion
+from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
@@ -149,7 +149,7 @@ class Session:
             RequestError: there are no workers, the queue is full, or the time limit has passed.
         """
         queue = self._dispatch.queue
-        asked = time.monotonic()
+        asked = self._trace.asked = time.monotonic()
         limit = min(self._token_limit(), self._deadline)
         workers_by = min(limit, asked + self._dispatch.config.worker_wait_seconds)
         try:
@@ -157,7 +157,7 @@ class Session:
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
             while True:
-                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun)
+                attempt = await queue.place(self._demand(), limit, self._start, claim, first=begun, on_wait=self._waits)
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
         except QueueFull:
@@ -181,6 +181,7 @@ class Session:
     def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
+        self._dispatch.metrics.attempted()
         self._tried |= placement.workers
         streams = [registry.stream(worker) for worker in placement.each]
         attempt = Attempt(
@@ -195,8 +196,7 @@ class Session:
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
-        if trace.submitted is None:
-            trace.submitted = now
+        trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
         attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds)
         return attempt
@@ -214,10 +214,10 @@ class Session:
                 if piece.finish_reason:
                     await self._end(attempt, piece)
                     return piece.finish_reason
+                pacer = self._dispatch.pacer
+                if self._trace.completion_tokens >= UNPACED_TOKENS and (pace := pacer.seconds):
+                    attempt.pause(time.monotonic() + pace, pacer)
                 await self._answer.send(piece)
-                if self._trace.completion_tokens >= UNPACED_TOKENS:
-                    attempt.pause()
-                    self._dispatch.pacer.pause(attempt.resume)
             elif attempt.failure is not None:
                 return FINISH_REASON_UNSPECIFIED
             else:
@@ -301,14 +301,18 @@ class Session:
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
         failed.close()
+        self._trace.failed(failure.reason)
+        self._dispatch.metrics.attempt_failed(failure.reason)
         if failure.cause == Failure.CAUSE_TRIAL:
             return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
+            self._dispatch.metrics.superseded()
             raise Superseded(failure.message)
         moves = failure.cause == Failure.CAUSE_DRAINING
-        reason = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
-        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | reason)
+        why = {"reason": failure.message, "cause": Failure.Cause.Name(failure.cause)}
+        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | why)
+        self._trace.delayed("moved" if moves else "failed", failure.message)
         if failure.code == Failure.CODE_INVALID:
             # The worker's limits differ from those that the router checked.
             raise InvalidArgument(failure.message)
@@ -336,6 +340,7 @@ class Session:
         self._end_trial()
         self._trace.turned_away += 1
         logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        self._trace.delayed("wait", failure.message)
         await asyncio.sleep(BACKOFF_SECONDS)
         self._check_deadline()
         return await self._place_again(failure)
@@ -367,16 +372,7 @@ class Session:
         tried = failed.lost_while_computing()
         if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
-        given = self._request.sampling.ListFields()
-        shape = {
-            "prompt_tokens": self._trace.prompt_tokens,
-            "completion_tokens": self._trace.completion_tokens,
-            # Lists, biases and constraints may tell what the text is about.
-            "sampling": {
-                field.name: value for field, value in given if field.message_type is None and not field.is_repeated
-            },
-            "losses": self._suspicion.losses,
-        }
+        shape = shape_of(self._request.sampling, self._trace) | {"losses": self._suspicion.losses}
         logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
         raise InternalError(
             f"suspected of ending workers: {self._suspicion.losses} were lost while they computed this request. It is "
@@ -395,7 +391,9 @@ class Session:
         while True:
             attempt = await self._place_apart(limit, partial(start, apart=True))
             if attempt is NoPlace.NO_CAPACITY:
-                attempt = await self._dispatch.queue.place(self._demand(), limit, start, first=True)
+                attempt = await self._dispatch.queue.place(
+                    self._demand(), limit, start, first=True, on_wait=self._waits
+                )
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
                 raise self._given_up(failure, "no worker with capacity")
@@ -407,6 +405,7 @@ class Session:
 
     async def _workers_change(self, limit: float) -> bool:
         """Waits for a change of the workers; False if there is none until `limit`."""
+        self._waits()
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 await self._dispatch.registry.changed()
@@ -436,9 +435,13 @@ class Session:
             return Exhausted(f"the cluster is full ({why}): {failure.message}")
         return GivenUp(f"given up ({why}): {failure.message}")
 
+    def _waits(self) -> None:
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
+
     def _log_fields(self) -> dict[str, object]:
         """The fields of every log line about this request."""
         return {
+            "trace_id": self._trace.context.trace_id,
             "request": self._trace.wire_id,
             "attempt": self._trace.attempts,
             "prefill": self._trace.prefill_worker,

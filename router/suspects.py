@@ -15,6 +15,9 @@ suspects are on trial on one worker: a worker that has one refuses the next one,
 
 from dataclasses import dataclass
 
+from kvrelay.internal.v1.worker_pb2 import Sampling
+from kvrelay.router.trace import RequestTrace
+
 TRIAL_TOKENS = 4
 """More than an engine can have computed and not yet sent when its worker was lost."""
 CLEAN_TOKENS = 64
@@ -44,3 +47,14 @@ class Suspicion:
     def needs_trial(self, tokens: int) -> bool:
         """Whether the request has to be kept apart from other suspects now."""
         return self.losses > 0 and tokens < self._tokens + TRIAL_TOKENS
+
+
+def shape_of(sampling: Sampling, trace: RequestTrace) -> dict[str, object]:
+    """What a log may tell of a request: lists, biases and constraints may tell what the text is about."""
+    given = sampling.ListFields()
+    plain = {field.name: value for field, value in given if field.message_type is None and not field.is_repeated}
+    return {
+        "prompt_tokens": trace.prompt_tokens,
+        "completion_tokens": trace.completion_tokens,
+        "sampling": plain,
+    }

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, PrefillReport, RequestEvent, TransferReport
+from kvrelay.rpc.tracing import TraceContext
 from kvrelay.v1.inference_pb2 import Timeline, Usage
 
 Outcome = Literal["stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal"]
@@ -16,6 +17,11 @@ class RequestRecord:
     """One request that has ended. Times are in seconds; None for a stage that the request did not reach."""
 
     outcome: Outcome
+    service: str = ""
+    """The class of service; empty if the request failed before that was known."""
+    tenant: str = ""
+    attempts: int = 0
+    """Placements, the failed ones too."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -37,9 +43,27 @@ class RequestRecord:
     handoff_seconds: float | None = None
     transfer_bytes: int = 0
     decode_queue_seconds: float | None = None
+    prediction_errors: tuple[int, ...] = ()
+    """Of each attempt whose prompt was computed: by how many tokens what was expected in the prefix cache was wrong."""
 
 
 Observer = Callable[[RequestRecord], None]
+
+
+ReportT = TypeVar("ReportT", PrefillReport, TransferReport, DecodeReport)
+
+IncidentKind = Literal["wait", "failed", "moved", "ended"]
+"""It had to wait for workers; an attempt failed; it left workers that were stopped on purpose; it ended by an error."""
+
+
+class Incident(NamedTuple):
+    """Something that delayed a request, or ended it."""
+
+    kind: IncidentKind
+    at: float
+    """On the router's monotonic clock."""
+    why: str
+    """In words, without anything of a prompt."""
 
 
 class Handoff(NamedTuple):
@@ -48,6 +72,36 @@ class Handoff(NamedTuple):
     prefill: str
     decode: str
     nbytes: int
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """What the router knows of one placement of a request. Times are on its monotonic clock."""
+
+    asked: float
+    """When the request began to wait for workers."""
+    placed: float
+    prefill_worker: str
+    decode_worker: str
+    """Empty if the first token is the last."""
+    expected_tokens: int
+    """Tokens of the prompt that the prefill worker was expected to have in its cache."""
+    submitted: float | None = None
+    """When its workers were told."""
+    ended: float | None = None
+    failure: str = ""
+    """Why it failed (`AttemptFailure.reason`)."""
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """As those of `RequestTrace`."""
+    prefill: PrefillReport | None = None
+    prefill_at: float | None = None
+    transfer: TransferReport | None = None
+    transfer_at: float | None = None
+    decode: DecodeReport | None = None
+    decode_at: float | None = None
+    first_sent: float | None = None
+    """When tokens of this attempt were sent to the client first, and last."""
+    last_sent: float | None = None
 
 
 @dataclass(slots=True)
@@ -71,9 +125,9 @@ class RequestTrace:
     last_sent: float | None = None
     attempts: int = 0
     migrations: int = 0
+    """Attempts that ended because a worker drains."""
     turned_away: int = 0
     """Attempts that a worker refused because another request was on trial there."""
-    """Attempts that ended because a worker drains."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
     decode_worker: str = ""
@@ -85,8 +139,14 @@ class RequestTrace:
     """Of all attempts."""
     decode: DecodeReport | None = None
     tenant: str = ""
-    placed: list[float] = field(default_factory=list)
-    """When each attempt began."""
+    service: str = ""
+    """The class of service."""
+    context: TraceContext = field(default_factory=TraceContext.new)
+    """Of the call, for logs and spans."""
+    asked: float | None = None
+    """When the request began to wait for workers: at first, or after the latest failed attempt."""
+    tries: list[AttemptTrace] = field(default_factory=list)
+    """Each attempt."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """When the router heard from the latest attempt how many tokens of the prompt have their KV, and how many."""
     prefill_at: float | None = None
@@ -95,6 +155,10 @@ class RequestTrace:
     decode_at: float | None = None
     handoffs: list[Handoff] = field(default_factory=list)
     """Of all attempts."""
+    incidents: list[Incident] = field(default_factory=list)
+    """What delayed or ended it, the latest last."""
+    longest_gap: tuple[float, float] = (0.0, 0.0)
+    """The longest time between two messages with tokens: seconds, and when it ended."""
 
     @property
     def generated_tokens(self) -> int:
@@ -106,25 +170,49 @@ class RequestTrace:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
 
-    def placed_on(self, prefill: str, decode: str) -> None:
+    @property
+    def placed(self) -> list[float]:
+        """When each attempt began."""
+        return [each.placed for each in self.tries]
+
+    def placed_on(self, prefill: str, decode: str, expected_tokens: int = 0) -> None:
         """Notes that an attempt begins on these workers; `decode` is empty if the first token is the last."""
         self.prefill_worker, self.decode_worker = prefill, decode
-        self.placed.append(time.monotonic())
+        now = time.monotonic()
+        self.tries.append(AttemptTrace(self.asked or now, now, prefill, decode, expected_tokens))
         self.chunks.clear()
         self.transfer_at = self.decode_at = None
 
     def note(self, event: RequestEvent) -> None:
-        """Takes what an event of the latest attempt reports. Most events report nothing."""
-        if event.computed_tokens and self.prefill is None:
-            self.chunks.append((time.monotonic(), event.computed_tokens))
-        if event.HasField("prefill") and self.prefill is None:
-            self.prefill, self.prefill_at = event.prefill, time.monotonic()
+        """Takes what an event of the latest attempt reports. Most report nothing, and cost no look at the clock.
+
+        Reports are copied: a part of a message keeps the whole message in memory.
+        """
+        if event.computed_tokens:
+            self._note_chunk(event.computed_tokens, time.monotonic())
+        if event.HasField("prefill"):
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.prefill, latest.prefill_at = _copy(event.prefill), now
+            if self.prefill is None:
+                self.prefill, self.prefill_at = latest.prefill, now
         if event.HasField("transfer"):
-            self.transfer, self.transfer_at = event.transfer, time.monotonic()
+            now, latest = time.monotonic(), self.tries[-1]
+            latest.transfer, latest.transfer_at = _copy(event.transfer), now
+            self.transfer, self.transfer_at = latest.transfer, now
             self.transfer_bytes += event.transfer.transfer_bytes
             self.handoffs.append(Handoff(self.prefill_worker, self.decode_worker, event.transfer.transfer_bytes))
         if event.HasField("decode"):
-            self.decode, self.decode_at = event.decode, self.decode_at or time.monotonic()
+            latest = self.tries[-1]
+            self.decode_at = latest.decode_at = self.decode_at or time.monotonic()
+            self.decode = latest.decode = _copy(event.decode)
+
+    def _note_chunk(self, tokens: int, now: float) -> None:
+        """So many tokens of the prompt have their KV by now."""
+        latest = self.tries[-1]
+        if latest.prefill is None:
+            latest.chunks.append((now, tokens))
+        if self.prefill is None:
+            self.chunks.append((now, tokens))
 
     def usage(self) -> Usage:
         """What the completion counts. The prompt of several completions counts once, with the first."""
@@ -132,11 +220,27 @@ class RequestTrace:
         cached_tokens = 0 if self.prefill is None else min(self.prefill.cached_tokens, prompt_tokens)
         return Usage(prompt_tokens=prompt_tokens, completion_tokens=self.completion_tokens, cached_tokens=cached_tokens)
 
-    def sent(self, now: float) -> None:
-        """Notes that tokens were sent to the client."""
+    def delayed(self, kind: IncidentKind, why: str) -> None:
+        """Notes an incident."""
+        self.incidents.append(Incident(kind, time.monotonic(), why))
+
+    def failed(self, reason: str) -> None:
+        """Notes that the latest attempt has failed, and that the request waits for workers again."""
+        latest = self.tries[-1]
+        latest.failure, latest.ended = reason, time.monotonic()
+        self.asked = latest.ended
+
+    def sent(self, now: float) -> float | None:
+        """Notes that tokens were sent to the client; returns the seconds since others were, if any."""
+        before, self.last_sent = self.last_sent, now
+        if before is not None:
+            self.longest_gap = max(self.longest_gap, (now - before, now))
         if self.first_sent is None:
             self.first_sent = now
-        self.last_sent = now
+        if self.tries:
+            latest = self.tries[-1]
+            latest.first_sent, latest.last_sent = latest.first_sent or now, now
+        return None if before is None else now - before
 
     def timeline(self, now: float) -> Timeline:
         """The figures for the client; 0 for a stage that the request did not reach."""
@@ -170,6 +274,9 @@ class RequestTrace:
         begun = self.first_sent is not None
         return RequestRecord(
             outcome=outcome,
+            service=self.service,
+            tenant=self.tenant,
+            attempts=self.attempts,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
@@ -186,4 +293,15 @@ class RequestTrace:
             handoff_seconds=None if transfer is None else transfer.handoff_seconds,
             transfer_bytes=self.transfer_bytes,
             decode_queue_seconds=None if self.decode is None else self.decode.queue_seconds,
+            prediction_errors=tuple(
+                abs(each.expected_tokens - each.prefill.cached_tokens)
+                for each in self.tries
+                if each.prefill is not None
+            ),
         )
+
+
+def _copy(report: ReportT) -> ReportT:
+    copy = type(report)()
+    copy.CopyFrom(report)
+    return copy

@@ -127,7 +127,7 @@ async def check(
     params = request.sampling
     _check_count(request)
     for field in ("cache_salt", "session"):
-        _check_name(field, getattr(request, field))
+        check_name(field, getattr(request, field))
     client_call = _client_call(request.resume, params, tenant) if request.HasField("resume") else None
     check_params(params, model)
     tokens = await prompt_tokens(request, tokenizer, model)
@@ -271,8 +271,14 @@ async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_
         raise InvalidRequest("messages: number of messages", count, limit) from error
 
 
-def _check_name(field: str, name: str) -> None:
-    if len(name) > MAX_REQUEST_ID_CHARACTERS or not (name.isascii() and name.isprintable()):
+def is_name(name: str) -> bool:
+    """Whether a request, a session or a tenant may have this name; empty is none."""
+    return len(name) <= MAX_REQUEST_ID_CHARACTERS and name.isascii() and name.isprintable()
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequest unless `is_name`."""
+    if not is_name(name):
         raise InvalidRequest(field, name, f"1 to {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters, or empty")
 
 
@@ -286,7 +292,7 @@ def _names(request_id: str) -> tuple[str, str]:
     unique = uuid.uuid4().hex
     if not request_id:
         return unique, unique
-    _check_name("request_id", request_id)
+    check_name("request_id", request_id)
     return request_id, f"{request_id[:WIRE_NAME_CHARACTERS]}/{unique[:12]}"
 
 
@@ -327,7 +333,7 @@ def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:
         return left
     if params.max_tokens > left:
         limit = f"up to {left}: the prompt has {prompt} tokens and {_context(model)}"
-        raise InvalidRequest("sampling.max_tokens", params.max_tokens, limit)
+        raise PromptTooLong("sampling.max_tokens", params.max_tokens, limit)
     return params.max_tokens
 
 

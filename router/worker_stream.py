@@ -1,8 +1,10 @@
 """The router's end of a relay: one gRPC stream to one incarnation of a worker carries all requests placed there."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -10,6 +12,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
     Cancel,
     ClientCall,
+    ForeignPrompt,
     Load,
     ModelInfo,
     RelayRequest,
@@ -23,9 +26,24 @@ from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
 
-OnEvent = Callable[[RequestEvent], None]
-OnLost = Callable[[], None]
-OnDoubt = Callable[[], None]
+
+class Listener(Protocol):
+    """The part of an attempt that one worker does. Its methods must not raise."""
+
+    def on_token(self, index: int, token: int, now: float) -> None:
+        """A token has come with nothing else; `now` is the monotonic time."""
+
+    def on_event(self, event: RequestEvent) -> None: ...
+
+    def on_lost(self) -> None:
+        """The stream is lost; its `lost` says why."""
+
+    def on_doubt(self) -> None:
+        """The worker has become a suspect."""
+
+
+OnForeign = Callable[[WorkerId, ForeignPrompt, int], None]
+"""Takes a prompt that another router has sent to a worker, and the worker's block size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +63,8 @@ class WorkerStream:
     """One stream, used once: up after the worker's hello, lost for ever when it ends.
 
     Submits, cancels and fences go out in order, through a queue that holds at most one of each for every attempt that
-    the router has in flight. An event goes to the attempt that was submitted under its (request_id, attempt); events of
-    an attempt that was cancelled or forgotten are dropped.
+    the router has in flight. What comes goes to the listener of its (request_id, attempt) or slot; that of an attempt
+    that was cancelled or forgotten is dropped.
     """
 
     def __init__(
@@ -57,11 +75,13 @@ class WorkerStream:
         hello: RouterHello,
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
+        on_foreign: OnForeign = lambda worker, prompt, block_size: None,
     ) -> None:
         """
         Args:
             on_change: called when the stream comes up and when it is lost.
             on_load: called at every load report.
+            on_foreign: called with each prompt of another router whose KV the worker has now.
         """
         self.worker = worker
         self.model: ModelInfo | None = None
@@ -86,7 +106,10 @@ class WorkerStream:
         self._hello = hello
         self._on_change = on_change
         self._on_load = on_load
-        self._listeners: dict[tuple[str, int], tuple[OnEvent, OnLost, OnDoubt]] = {}
+        self._on_foreign = on_foreign
+        self._listeners: dict[tuple[str, int], tuple[int, Listener]] = {}
+        """With its slot, by (request_id, attempt)."""
+        self._by_slot: dict[int, Listener] = {}
         self._outgoing: asyncio.Queue[RelayRequest] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -122,20 +145,18 @@ class WorkerStream:
         """Prompt tokens of each live decode submit that the latest load report doesn't account for."""
         return (unseen.prompt_tokens for unseen in self._unseen.values() if unseen.decode)
 
-    def submit(
-        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
-    ) -> None:
-        """Sends one part of an attempt.
+    def submit(self, submit: Submit, listener: Listener, *, cached_tokens: int = 0) -> None:
+        """Sends one part of an attempt, and gives it a slot.
 
         Args:
+            listener: told of what the worker sends, until `forget` or `cancel`.
             cached_tokens: how many of the tokens the worker is expected to have computed already.
-            on_event: called with each of its events, until `forget` or `cancel`.
-            on_lost: called when the stream is lost before that; `lost` then says why.
-            on_doubt: called whenever the worker becomes a suspect before that.
         """
         key = submit.request_id, submit.attempt
-        self._listeners[key] = on_event, on_lost, on_doubt
         self._submits += 1
+        submit.slot = self._submits
+        self._listeners[key] = self._submits, listener
+        self._by_slot[self._submits] = listener
         decode, tokens = submit.phase == PHASE_DECODE, len(submit.token_ids)
         new = 0 if decode else max(1, tokens - cached_tokens)
         self._unseen[key] = _Unseen(self._submits, decode, tokens, new)
@@ -146,8 +167,8 @@ class WorkerStream:
         news = suspected and not self.suspected
         self.suspected = suspected
         if news:
-            for _, _, on_doubt in list(self._listeners.values()):
-                on_doubt()
+            for _, listener in list(self._listeners.values()):
+                listener.on_doubt()
 
     def end_trial(self) -> None:
         """One attempt less is on trial here: another may begin."""
@@ -155,14 +176,12 @@ class WorkerStream:
         self._on_load()
 
     def forget(self, key: tuple[str, int]) -> None:
-        """Drops the callbacks of (request_id, attempt), which has ended on the worker."""
-        self._listeners.pop(key, None)
-        self._unseen.pop(key, None)
+        """Drops the listener of (request_id, attempt), which has ended on the worker."""
+        self._drop(key)
 
     def cancel(self, key: tuple[str, int]) -> None:
         """Ends (request_id, attempt) on the worker. Safe to call at any time, and more than once."""
-        self._unseen.pop(key, None)
-        if self._listeners.pop(key, None) is not None and self.lost is None:
+        if self._drop(key) and self.lost is None:
             self._outgoing.put_nowait(RelayRequest(cancel=Cancel(request_id=key[0], attempt=key[1])))
 
     def fence(self, call: ClientCall) -> None:
@@ -209,6 +228,8 @@ class WorkerStream:
                         if found != self.worker:
                             return f"{self._address} is {found}"
                         self.model = response.hello.model
+                    if not len(response.slots) == len(response.indices) == len(response.token_ids):
+                        return "the worker sent lists of different lengths"
                     self._deliver(response)
                     if first:
                         self._on_change()
@@ -233,10 +254,25 @@ class WorkerStream:
             while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
                 del self._unseen[next(iter(self._unseen))]
             self._on_load()
+        if response.slots:
+            # One look at the clock for all of them: there may be tens of thousands a second.
+            now, by_slot = time.monotonic(), self._by_slot
+            for slot, index, token in zip(response.slots, response.indices, response.token_ids, strict=True):
+                if (listener := by_slot.get(slot)) is not None:
+                    listener.on_token(index, token, now)
         for event in response.events:
-            listener = self._listeners.get((event.request_id, event.attempt))
-            if listener is not None:
-                listener[0](event)
+            found = self._listeners.get((event.request_id, event.attempt))
+            if found is not None:
+                found[1].on_event(event)
+        for prompt in response.foreign:
+            self._on_foreign(self.worker, prompt, self.block_size)
+
+    def _drop(self, key: tuple[str, int]) -> bool:
+        """Returns whether there was a listener."""
+        self._unseen.pop(key, None)
+        slot, listener = self._listeners.pop(key, (0, None))
+        self._by_slot.pop(slot, None)
+        return listener is not None
 
     def _lose(self, reason: str) -> None:
         if self.lost is not None:
@@ -244,6 +280,7 @@ class WorkerStream:
         self.lost = reason
         listeners = list(self._listeners.values())
         self._listeners.clear()
-        for _, on_lost, _ in listeners:
-            on_lost()
+        self._by_slot.clear()
+        for _, listener in listeners:
+            listener.on_lost()
         self._on_change()

@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import grpc
 
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, AttendRequest, AttendResponse, Member
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceStub
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.rpc.credentials import Credentials
+from kvrelay.rpc.description import describe as describe_process
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class HeartbeatClient:
         on_members: Callable[[Sequence[Member]], None],
         on_fenced: Callable[[], None],
         interval: float = 0.5,
+        tell: Callable[[], Awaitable[Description]] | None = None,
     ) -> None:
         """
         Args:
@@ -42,6 +46,7 @@ class HeartbeatClient:
             on_members: called with every new membership.
             on_fenced: called when the supervisor has declared this incarnation dead.
             interval: seconds between two heartbeats.
+            tell: called when the supervisor asks what this member is; default: what any process can tell.
         """
         self._supervisor = supervisor
         self._credentials = credentials
@@ -49,6 +54,10 @@ class HeartbeatClient:
         self._on_members = on_members
         self._on_fenced = on_fenced
         self._interval = interval
+        self._tell = tell or self._tell_process
+        self._telling: asyncio.Task[None] | None = None
+        self._answer: Description | None = None
+        """To go with the next heartbeat."""
         self._generation = 0
         """Of this member, once the supervisor has issued it."""
         self._members: Sequence[Member] = ()
@@ -66,9 +75,11 @@ class HeartbeatClient:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
-            self._task = None
+            running = [task for task in (self._task, self._telling) if task is not None]
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            self._task = self._telling = None
 
     async def _run(self) -> None:
         failures = 0
@@ -100,7 +111,9 @@ class HeartbeatClient:
         version = -1
         try:
             async for response in call:
-                if response.fenced or response.version > version:
+                if response.ask:
+                    self._take_question(response.ask)
+                elif response.fenced or response.version > version:
                     version = response.version
                     yield response
         finally:
@@ -112,6 +125,10 @@ class HeartbeatClient:
             member, load = self._describe()
             heartbeat = AttendRequest(member=member, load=load)
             heartbeat.member.generation = self._generation
+            if self._answer is not None:
+                heartbeat.description.CopyFrom(self._answer)
+                heartbeat.description.told_unix = time.time()
+                self._answer = None
             self._now.clear()
             self._credentials.check()
             try:
@@ -120,6 +137,23 @@ class HeartbeatClient:
                 return  # the reading side of the same call reports why
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._now.wait(), self._interval)
+
+    def _take_question(self, number: int) -> None:
+        """Answers the latest question; one at a time."""
+        heard = time.time()
+
+        async def answer() -> None:
+            found = await self._tell()
+            found.ask, found.heard_unix = number, heard
+            self._answer = found
+            self.beat()
+
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(answer(), name="description")
+            self._telling.add_done_callback(_log_failure)
+
+    async def _tell_process(self) -> Description:
+        return await asyncio.to_thread(describe_process, (self._credentials.certificates,))
 
     def _apply(self, response: AttendResponse) -> None:
         if response.fenced:

@@ -40,3 +40,10 @@ def configure(**fields: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+def include(library: str) -> None:
+    """Writes a library's warnings as this process's own log lines are written."""
+    logger = logging.getLogger(library)
+    logger.handlers[:] = logging.getLogger("kvrelay").handlers
+    logger.propagate = False

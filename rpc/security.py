@@ -19,6 +19,7 @@ HEALTH = "/grpc.health.v1.Health/"
 CALLERS: Mapping[str, frozenset[Part]] = {
     "/kvrelay.internal.v1.SupervisorService/Attend": frozenset({"router", "worker"}),
     "/kvrelay.internal.v1.SupervisorService/GetStatus": frozenset({"operator"}),
+    "/kvrelay.internal.v1.SupervisorService/Describe": frozenset({"operator"}),
     "/kvrelay.internal.v1.WorkerService/Relay": frozenset({"router"}),
     "/kvrelay.internal.v1.HandoffService/Control": frozenset({"worker"}),
 }

@@ -13,11 +13,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from kvrelay.rpc import log
+from kvrelay.rpc.metrics.metric_set import MetricSet
 
 ConfigT = TypeVar("ConfigT")
 STOP_GRACE_SECONDS = 5.0
@@ -40,6 +41,10 @@ class Server(Protocol):
     def address(self) -> str:
         """host:port, valid after `start`."""
 
+    @property
+    def metrics(self) -> MetricSet:
+        """Its metrics."""
+
     async def start(self) -> Any:
         """Binds and serves.
 
@@ -53,14 +58,30 @@ class Server(Protocol):
         """Returns when the server can't continue, with the reason."""
 
 
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def fast_loop() -> LoopFactory | None:
+    """That of uvloop; None, for asyncio's own loop, where it isn't installed: it has no wheels for some platforms."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return cast("LoopFactory", uvloop.new_event_loop)
+
+
 def main(
-    kind: type[ConfigT], make: Callable[[ConfigT], Server], description: str, stop_seconds: float = STOP_SECONDS
+    kind: type[ConfigT],
+    make: Callable[[ConfigT], Server],
+    description: str,
+    stop_seconds: float = STOP_SECONDS,
+    loop: LoopFactory | None = None,
 ) -> int:
     """Reads the configuration and serves until SIGTERM or SIGINT; returns the exit code, 2 for a user's mistake.
 
     Prints one JSON line, {"address": "host:port"}, to stdout when the server listens. A configuration with
     `drain_seconds` says how long requests may take to finish when the process is to end; `stop_seconds` is the time for
-    the server itself.
+    the server itself. `loop` makes the event loop; None: asyncio's.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", type=Path, required=True, help="JSON file with the process's options")
@@ -81,10 +102,10 @@ def main(
         print(f"{error}", file=sys.stderr)
         return USAGE_CODE
     log.configure(part=kind.__name__.removesuffix("Config").lower(), name=str(getattr(config, "name", "")))
-    return run(server, float(getattr(config, "drain_seconds", STOP_GRACE_SECONDS)), stop_seconds)
+    return run(server, float(getattr(config, "drain_seconds", STOP_GRACE_SECONDS)), stop_seconds, loop)
 
 
-def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS) -> int:
+def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: LoopFactory | None = None) -> int:
     """Serves until SIGTERM or SIGINT and returns the exit code: 0 stopped, 1 failed, 2 a mistake of the user.
 
     The process ends at most `grace` + `stop_seconds` + EXIT_SECONDS after a signal; a server that hasn't started yet
@@ -93,7 +114,8 @@ def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS) -> int
     deadline = ExitDeadline()
     code = FAILED_CODE
     try:
-        code = asyncio.run(_serve(server, grace, stop_seconds, deadline))
+        with asyncio.Runner(loop_factory=loop) as runner:
+            code = runner.run(_serve(server, grace, stop_seconds, deadline))
     except (ValueError, OSError) as error:
         print(f"{error}", file=sys.stderr)
         code = USAGE_CODE

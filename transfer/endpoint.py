@@ -9,6 +9,7 @@ runs on one event loop. Clock, loop, streams and links are injected (`kvrelay.tr
 very code.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,8 @@ class TransferStats:
     """What no computation hid. Sender: end of prefill to acknowledgement. Receiver: news of that end to commit."""
     nbytes: int
     """KV bytes that crossed the link and verified."""
+    grant_seconds: float = 0.0
+    """Sender: offer to the first grant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +110,14 @@ class Endpoint(Generic[TransferT]):
         )
         self.dropped = 0
         """Messages of other attempts or epochs, so far."""
+        self.corrupt = 0
+        """Frames that failed their checksum, so far."""
+        self.expired = 0
+        """Attempts that ended at one of their deadlines, so far."""
+        self.links_ended = 0
+        """Links that broke, could not be made, or were closed, so far."""
+        self.failures: Counter[str] = Counter()
+        """Attempts that failed at this end so far, by the value of their code."""
         self._transfers: dict[Key, TransferT] = {}
         self._pairs: dict[str, Pair] = {}
         # By incarnation, and never forgotten: an incarnation that comes back after a partial membership must not see
@@ -147,6 +158,7 @@ class Endpoint(Generic[TransferT]):
         """Ends attempts whose deadline has passed, and renews the leases of the others at their peers."""
         now = self.runtime.now()
         for transfer in list(self._transfers.values()):
+            self.expired += now >= transfer.machine.deadline
             self._apply(transfer, transfer.machine.poll(now))
         if now - self._renewed >= self.timeouts.lease / 4:
             self._renewed = now
@@ -192,7 +204,9 @@ class Endpoint(Generic[TransferT]):
         return f"{code.value} on {self.local.id.name}"
 
     def _feed(self, transfer: TransferT, event: Any) -> None:
-        self._apply(transfer, transfer.machine.on(event, self.runtime.now()))
+        now = self.runtime.now()
+        self.expired += now >= transfer.machine.deadline
+        self._apply(transfer, transfer.machine.on(event, now))
 
     def _pair_of(self, stream: ControlStream) -> Pair | None:
         """The pair whose current stream this is; None if another stream has taken its place."""

@@ -35,6 +35,9 @@ class WorkerConfig:
     port: int = 0
     """Of the internal gRPC; 0 takes a free one."""
 
+    metrics_port: int | None = None
+    """Port of `/metrics`; 0 takes a free one, None opens none."""
+
     supervisor: str = ""
     """host:port of the supervisor; empty runs without one (no peers, so only a co-located worker can serve)."""
 
@@ -57,6 +60,8 @@ class WorkerConfig:
         require(self.name != "" and self.name.isprintable(), "name", self.name, "a printable name")
         require(self.role in ("prefill", "decode", "colocated"), "role", self.role, "prefill, decode, colocated")
         require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        metrics = self.metrics_port
+        require(metrics is None or 0 <= metrics <= 65535, "metrics_port", metrics, "0 to 65535, or null")
         require(0 <= self.drain_seconds <= 3600, "drain_seconds", self.drain_seconds, "0 to 3600")
         full = self.transfer.encrypt == "full"
         require(not full or self.security.tls == "mutual", "transfer.encrypt", "full", "with security.tls mutual only")

@@ -1,6 +1,6 @@
 """Converts an engine's progress to the events that a router gets."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.progress import Progress
@@ -8,10 +8,27 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, PrefillReport, RequestEvent
 
 
-def event_of(progress: Progress) -> RequestEvent:
-    """The event of one sequence's step: its token, its finish reason or failure, its times, and log-probabilities."""
+class PlainToken(NamedTuple):
+    """A token that comes with nothing else."""
+
+    key: tuple[str, int]
+    """(request_id, attempt)."""
+    token_index: int
+    """In the completion, as `RequestEvent.first_index`."""
+    token: int
+
+
+def event_of(progress: Progress) -> RequestEvent | PlainToken:
+    """What one sequence's step gives: its token, its finish reason or failure, its times, and log-probabilities."""
     sequence = progress.sequence
     request = sequence.request
+    if progress.token is not None and not (
+        progress.finish or progress.error is not None or progress.logprobs or progress.prompt_logprobs
+    ):
+        index = sequence.generated - 1
+        # The first token here, behind the prompt or behind KV from elsewhere, comes with a report.
+        if index > len(request.tokens) - request.prompt_tokens + 1:
+            return PlainToken(request.key, index, progress.token)
     finish_reason = None if progress.finish is None else f"FINISH_REASON_{progress.finish.name}"
     event = RequestEvent(request_id=request.request_id, attempt=request.attempt, finish_reason=finish_reason)
     if progress.error is not None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvrelay.engine.request import Request
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
     MEMBER_STATE_DRAINING,
@@ -18,8 +19,10 @@ from kvrelay.transfer.endpoint_loop import HandoffSetup
 from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
-from kvrelay.transfer.transports.registry import available_transports, entries
-from kvrelay.worker.worker import Key, Role, Worker
+from kvrelay.transfer.ports import NoTransportError
+from kvrelay.transfer.transports.registry import available_transports, choose, entries, reasons
+from kvrelay.worker.role import Key, Role
+from kvrelay.worker.worker import Worker
 
 CAUSES = {
     Code.CLOSED: Failure.CAUSE_PEER_LOST,
@@ -104,6 +107,21 @@ class HandoffRole(Role):
     async def close(self, code: Code) -> None:
         """Ends all hand-offs, for the reason that the peers are told."""
         raise NotImplementedError
+
+    def epoch(self, incarnation: str) -> int:
+        """Epoch of the link to a worker; 0 if there is none now."""
+        raise NotImplementedError
+
+    def tell(self, found: Description) -> None:
+        config, gpu = self.worker.config.transfer, self.worker.pool.tensor.is_cuda
+        for name, missing in reasons(config.transport, gpu, config.encrypt).items():
+            found.transports.add(name=name, missing=missing or "")
+        for peer in self.peers:
+            state = found.pairs.add(peer=peer.name, epoch=self.epoch(peer.incarnation))
+            try:
+                state.transport = choose(config.transport, self.transports, peer.transports)
+            except NoTransportError as error:
+                state.missing = str(error)
 
     async def stop(self, cause: Failure.Cause) -> None:
         await self.close(OWN_CODES[cause])

@@ -1,10 +1,12 @@
 """What a worker knows of a request that it has."""
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.request import Request
-from kvrelay.internal.v1.worker_pb2 import ClientCall, PeerRef
+from kvrelay.internal.v1.worker_pb2 import ClientCall, PeerRef, Submit
 from kvrelay.worker.relay_stream import RelayStream
 
 
@@ -16,8 +18,34 @@ class LiveRequest:
     peer: PeerRef
     """The other worker of its hand-off; without a name if there is none."""
     stream: RelayStream
+    slot: int
+    """The number of the request on the stream."""
     expiry: asyncio.TimerHandle | None
     """Ends the request if it has no token by then."""
     client_call: ClientCall
     trial_tokens: int
     """Tokens until its trial ends (`Submit.trial_tokens`)."""
+    trace_id: str
+    """For log lines."""
+    chain: Sequence[int]
+    """`Submit.chain`, until other routers were told of it."""
+    decode_reported: bool = False
+    """Whether the router was told of its first step after a hand-off."""
+
+    @classmethod
+    def of(
+        cls, submit: Submit, request: Request, stream: RelayStream, expiry: asyncio.TimerHandle | None
+    ) -> "LiveRequest":
+        """The request of a message that has come on `stream`."""
+        # Copies: a part of a message keeps the whole message in memory.
+        call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
+        peer = PeerRef(name=submit.peer.name, incarnation=submit.peer.incarnation)
+        chain = array("Q", submit.chain)
+        return cls(request, peer, stream, submit.slot, expiry, call, submit.trial_tokens, submit.trace_id, chain)
+
+    def sent(self, tokens: int) -> None:
+        """Its router gets so many tokens."""
+        self.trial_tokens = max(0, self.trial_tokens - tokens)
+        if tokens and self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None

@@ -2,20 +2,24 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from kvrelay.internal.v1.worker_pb2 import Load, RelayResponse, RequestEvent
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, RelayResponse, RequestEvent
+from kvrelay.worker.events import PlainToken
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_EVENTS = 65536
+MAX_FOREIGN = 64
+"""Prompts of other routers in one message: that of a long context has 32 KiB. What is too much is left out."""
 
 
 class RelayStream:
     """The worker's half of one relay. Producer: the worker, on the event loop. Consumer: the stream's writer.
 
-    Events that come during a write are merged into one message, so a slow reader costs memory but no messages. Past
-    MAX_PENDING_EVENTS the stream is closed, which cancels its requests.
+    What comes during a write is merged into one message where its order allows it, so a slow reader costs memory but
+    few messages. Past MAX_PENDING_EVENTS the stream is closed, which cancels its requests.
     """
 
     def __init__(self, router: str, load: Callable[[], Load]) -> None:
@@ -26,18 +30,48 @@ class RelayStream:
         self._load = load
         self._told: tuple[Load, int] | None = None
         """The load and `submits_seen` that the router was told last."""
-        self._pending = RelayResponse()
+        self._pending: deque[RelayResponse] = deque((RelayResponse(),))
+        """Messages to be written; what comes goes into the last one."""
+        self._count = 0
+        """Events and tokens in them."""
+        self._with_events: set[tuple[str, int]] = set()
+        """The requests that have events in the last message. Tokens in it would come before these."""
         self._ready = asyncio.Event()
         self._closed = False
 
     def push(self, event: RequestEvent) -> None:
         """Queues an event."""
-        if len(self._pending.events) >= MAX_PENDING_EVENTS:
+        if self._takes_more():
+            self._pending[-1].events.append(event)
+            self._with_events.add((event.request_id, event.attempt))
+
+    def push_token(self, slot: int, token: PlainToken) -> None:
+        """Queues the next token of the request that the router has given this slot."""
+        if not self._takes_more():
+            return
+        if token.key in self._with_events:
+            self._pending.append(RelayResponse())
+            self._with_events.clear()
+        last = self._pending[-1]
+        last.slots.append(slot)
+        last.indices.append(token.token_index)
+        last.token_ids.append(token.token)
+
+    def tell(self, prompt: ForeignPrompt) -> None:
+        """Queues another router's prompt; it may be left out."""
+        if not self._closed and len(self._pending[-1].foreign) < MAX_FOREIGN:
+            self._pending[-1].foreign.append(prompt)
+            self._ready.set()
+
+    def _takes_more(self) -> bool:
+        if not self._closed and self._count >= MAX_PENDING_EVENTS:
             logger.error("router reads too slowly; its stream is closed", extra={"router": self.router})
             self.close()
-        if not self._closed:
-            self._pending.events.append(event)
-            self._ready.set()
+        if self._closed:
+            return False
+        self._count += 1
+        self._ready.set()
+        return True
 
     def report(self) -> None:
         """Sends the load even without an event, unless the router knows it: it may wait for it."""
@@ -55,8 +89,12 @@ class RelayStream:
             await self._ready.wait()
             if self._closed:
                 return
-            self._ready.clear()
-            message, self._pending = self._pending, RelayResponse()
+            message = self._pending.popleft()
+            self._count -= len(message.events) + len(message.slots)
+            if not self._pending:
+                self._pending.append(RelayResponse())
+                self._with_events.clear()
+                self._ready.clear()
             load = self._load()
             message.load.CopyFrom(load)
             message.submits_seen = self.submits_seen

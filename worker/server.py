@@ -20,7 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.runner.base import Runner
+from kvrelay.internal.v1.describe_pb2 import Description
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DRAINING,
     MEMBER_STATE_READY,
@@ -38,9 +40,15 @@ from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
+from kvrelay.rpc.metrics.exposition import MetricsPort
+from kvrelay.rpc.metrics.metric_set import MetricSet
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.description import describe_worker
+from kvrelay.worker.hooks import WorkerHooks
+from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.relay_service import RelayService
-from kvrelay.worker.worker import Role, Worker, WorkerHooks
+from kvrelay.worker.role import Role
+from kvrelay.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +65,9 @@ class WorkerServer:
         self,
         config: WorkerConfig,
         role: Callable[[Worker], Role] = Role,
-        observer: Callable[[Load], None] | None = None,
         build: Build = build_engine,
     ) -> None:
-        """`observer` gets the load at every heartbeat.
-
+        """
         Raises:
             ValueError: there is no join token, or a certificate can't be used.
         """
@@ -69,7 +75,7 @@ class WorkerServer:
         self.credentials = Credentials.of("worker", config.security)
         self.id = WorkerId(config.name, uuid.uuid4().hex)
         self._role = role
-        self._observer = observer
+        self._metrics = WorkerMetrics(config.name, config.role)
         self._build = build
         self._shell: WorkerShell | None = None
 
@@ -81,12 +87,19 @@ class WorkerServer:
             ValueError: the model or an option can't be used; the text says which and why.
         """
         config = self.config
-        shell = self._shell = WorkerShell(config, self.id, self.credentials, self._observer)
+        shell = self._shell = WorkerShell(config, self.id, self.credentials, self.metrics)
+        await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
         await asyncio.to_thread(runner.warm_up)
-        hooks = WorkerHooks(shell.beat, shell.fail)
+        _log_context(runner.spec)
+        hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
+
+    @property
+    def metrics(self) -> MetricSet:
+        """The worker's metrics."""
+        return self._metrics.metrics
 
     @property
     def address(self) -> str:
@@ -126,7 +139,7 @@ class WorkerShell:
         config: WorkerConfig,
         identity: WorkerId,
         credentials: Credentials,
-        observer: Callable[[Load], None] | None,
+        metrics: MetricSet,
     ) -> None:
         """Binds the port and starts the heartbeats.
 
@@ -135,7 +148,8 @@ class WorkerShell:
         """
         self._config = config
         self._id = identity
-        self._observer = observer
+        self._metrics_port = MetricsPort(metrics)
+        self._metrics_address = ""
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         """Set when the worker can't go on."""
@@ -151,9 +165,24 @@ class WorkerShell:
         self._heartbeat: HeartbeatClient | None = None
         if config.supervisor:
             self._heartbeat = HeartbeatClient(
-                config.supervisor, credentials, self._describe, self._on_members, lambda: self.fail(Fenced(identity))
+                config.supervisor,
+                credentials,
+                self._describe,
+                self._on_members,
+                lambda: self.fail(Fenced(identity)),
+                tell=self._tell,
             )
             self._heartbeat.start()
+
+    async def open_metrics(self) -> None:
+        """Serves the metrics where they have a port.
+
+        Raises:
+            OSError: it is in use.
+        """
+        host, port = self._config.host, self._config.metrics_port
+        if port is not None:
+            self._metrics_address = join(host, await self._metrics_port.start(host, port))
 
     def on_loaded(self, share: float) -> None:
         """`share` of the weights is loaded, 0 to 1. Any thread."""
@@ -189,6 +218,7 @@ class WorkerShell:
             await self._enter(MEMBER_STATE_DRAINING)
             await self.worker.drain(0.0 if self.failure.done() else grace)
         await self._server.stop(0.5)
+        await self._metrics_port.stop()
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         if self.worker is not None:
@@ -206,6 +236,13 @@ class WorkerShell:
         if self.worker is not None:
             self.worker.role.members_changed(members)
 
+    async def _tell(self) -> Description:
+        worker = self.worker
+        found = await asyncio.to_thread(describe_worker, self._config, worker)
+        if worker is not None:
+            worker.role.tell(found)
+        return found
+
     def _describe(self) -> tuple[Member, Load]:
         worker = self.worker
         member = Member(
@@ -216,13 +253,19 @@ class WorkerShell:
             pid=os.getpid(),
             state=self._state,
             loaded=self._loaded,
+            metrics_address=self._metrics_address,
         )
         if worker is not None:
             worker.describe(member)
-        load = Load() if worker is None else worker.load()
-        if self._observer is not None:
-            self._observer(load)
-        return member, load
+        return member, Load() if worker is None else worker.load()
+
+
+def _log_context(spec: ModelSpec) -> None:
+    """Says once how long a prompt with its completion may be, and why."""
+    cut = spec.context_limit == "pool"
+    advice = "; set engine.kv_memory_bytes, or serve with more memory, for longer ones" if cut else ""
+    level = logging.WARNING if cut else logging.INFO
+    logger.log(level, "a context has at most %d tokens: %s%s", spec.max_context, spec.context_reason, advice)
 
 
 class Fenced(RuntimeError):

@@ -8,11 +8,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import grpc
 
 from kvrelay.engine.constrain.compiler import ConstraintCompiler
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
@@ -24,13 +22,10 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
-    PHASE_COLOCATED,
     ClientCall,
     Failure,
     Load,
     PeerRef,
-    Phase,
-    Promised,
     RequestEvent,
     Submit,
     WorkerHello,
@@ -38,85 +33,24 @@ from kvrelay.internal.v1.worker_pb2 import (
 from kvrelay.models import resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engine_thread import EngineEndedError, EngineThread
-from kvrelay.worker.events import event_of
+from kvrelay.worker.events import PlainToken, event_of
 from kvrelay.worker.fences import Fences
+from kvrelay.worker.foreign_prompts import ForeignPrompts
+from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import key_of, model_info, request_of
+from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
+from kvrelay.worker.role import Key, Role
 
 logger = logging.getLogger(__name__)
 
 _FENCED = Failure(code=Failure.CODE_FENCED, message="a later call of the client continues this request")
 
-Key = tuple[str, int]
-
 CHECK_SECONDS = 10.0
 """Between two integrity checks of the block pool; a check takes a moment if the pool is large."""
-
-
-class Role:
-    """What a worker does with its requests besides computing them; this one, the co-located role, does nothing more.
-
-    The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
-    `on_step`, which runs on the engine thread.
-    """
-
-    phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
-    """Of the requests that this role takes."""
-    transports: Sequence[str] = ()
-    """How the membership lists this worker's transports, best first."""
-
-    def __init__(self, worker: "Worker") -> None:
-        self.worker = worker
-        self.local = LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, worker.pool.tensor.is_cuda)
-        self.compatibility = self.local.digest(worker.config.transfer)
-        """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
-
-    def add_services(self, server: grpc.aio.Server) -> None:
-        """Adds the role's own gRPC services to `server`, before it starts."""
-
-    def members_changed(self, members: Sequence[Member]) -> None:
-        """The supervisor's membership has changed."""
-
-    def submit(self, request: Request, submit: Submit) -> None:
-        """A request of one of `phases` has come."""
-        self.worker.compute(request)
-
-    def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
-        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed.
-
-        Args:
-            cause: why this worker returns the request, if it does.
-        """
-
-    def promised(self) -> Promised:
-        """Requests of this role that will need blocks and have none yet."""
-        return Promised()
-
-    @property
-    def active(self) -> int:
-        """Hand-offs that may hold blocks."""
-        return 0
-
-    def on_step(self, progress: Sequence[Progress]) -> None:
-        """A step has ended, and its tokens are queued for the routers."""
-
-    async def stop(self, cause: Failure.Cause) -> None:
-        """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHooks:
-    """How a worker reaches the process around it. `failed` may be called on any thread."""
-
-    load_changed: Callable[[], None]
-    """Blocks were freed: send a heartbeat now."""
-    failed: Callable[[BaseException], None]
-    """The worker can't go on."""
 
 
 class Worker:
@@ -136,6 +70,7 @@ class Worker:
         self.config = config
         self.id = identity
         self.credentials = credentials
+        self.metrics = hooks.metrics
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
@@ -150,10 +85,12 @@ class Worker:
         self._submitted = 0
         """Requests that have come so far."""
         self._fences = Fences()
+        self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
         self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         self.role = role(self)
+        self.metrics.watch(engine, self.load, self.role.endpoint)
         self._thread.start()
 
     async def drain(self, grace: float) -> None:
@@ -275,18 +212,24 @@ class Worker:
         if live is None:
             return
         live.stream.push(event)
-        live.trial_tokens = max(0, live.trial_tokens - len(event.token_ids))
-        if event.token_ids and live.expiry is not None:
-            live.expiry.cancel()
-            live.expiry = None
+        self._foreign.note(live, event)
+        live.sent(len(event.token_ids))
+        if event.HasField("prefill"):
+            self.metrics.prefilled(event.prefill)
+        if event.HasField("decode") and not live.decode_reported:
+            live.decode_reported = True
+            self.metrics.decoded(event.decode)
         if last:
             self._forget(key)
 
     def fail(self, key: Key, failure: Failure) -> None:
         """Returns a live request to its router, and frees what it has here."""
-        if key not in self._live:
+        live = self._live.get(key)
+        if live is None:
             return
-        logger.warning("request failed", extra={"request": key[0], "attempt": key[1], "reason": failure.message})
+        self.metrics.returned(failure.code)
+        fields = {"trace_id": live.trace_id, "request": key[0], "attempt": key[1], "worker": self.id.name}
+        logger.warning("request failed", extra=fields | {"reason": failure.message})
         event = RequestEvent(request_id=key[0], attempt=key[1], failure=failure)
         self._release(key, failure.cause)
         self.send(event, last=True)
@@ -301,6 +244,8 @@ class Worker:
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended
+        member.max_context = self.spec.max_context
+        member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""
@@ -313,21 +258,21 @@ class Worker:
     def attach(self, stream: RelayStream) -> None:
         """A router has come; it gets the load whenever that changes."""
         self._loads.attach(stream)
+        self._foreign.attach(stream)
 
     def submit(self, submit: Submit, stream: RelayStream) -> None:
         """Takes a request, or refuses it on the stream that it came on."""
         key = key_of(submit)
         refusal = self._refusal(submit)
         if refusal is not None:
+            self.metrics.returned(refusal.code)
             stream.push(RequestEvent(request_id=key[0], attempt=key[1], failure=refusal))
             return
         request = request_of(submit, self.spec)
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
-        # A copy: a part of a message keeps the whole message in memory.
-        client_call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
-        self._live[key] = LiveRequest(request, submit.peer, stream, expiry, client_call, submit.trial_tokens)
+        self._live[key] = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
         if request.sampling.constraint is None:
@@ -367,6 +312,7 @@ class Worker:
     def abandon(self, stream: RelayStream) -> None:
         """The stream is over: cancels every request that was submitted on it."""
         self._loads.detach(stream)
+        self._foreign.detach(stream)
         for key in [key for key, live in self._live.items() if live.stream is stream]:
             self.cancel(key, stream)
 
@@ -433,10 +379,14 @@ class Worker:
         if self._loads.update(reading, tell=tell):
             self._hooks.load_changed()
 
-    def _deliver(self, events: Sequence[RequestEvent], reading: Reading) -> None:
+    def _deliver(self, events: Sequence[RequestEvent | PlainToken], reading: Reading) -> None:
         self._set_load(reading)
         for event in events:
-            self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            if isinstance(event, RequestEvent):
+                self.send(event, last=bool(event.finish_reason) or event.HasField("failure"))
+            elif (live := self._live.get(event.key)) is not None:
+                live.stream.push_token(live.slot, event)
+                live.sent(1)
 
     # Engine thread.
 

@@ -82,6 +82,8 @@ class BlockPool:
         self.total = num_blocks
         self.on_evict: Callable[[int], None] | None = None
         """Called with each cached block before it is reused; the prefix index sets it."""
+        self.evictions = 0
+        """Cached blocks that were reused so far."""
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -212,6 +214,7 @@ class BlockPool:
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         self._indexed.discard(block)
+        self.evictions += 1
         if self.on_evict is not None:
             self.on_evict(block)
         return block

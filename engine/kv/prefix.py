@@ -36,6 +36,8 @@ class PrefixIndex:
             raise ValueError("the block pool already has a prefix index")
         pool.on_evict = self._drop
         self.pool = pool
+        self.queried_tokens = self.hit_tokens = 0
+        """Tokens for which blocks were allocated so far, and those of them that were found."""
         self._block_size = block_size
         self._enabled = enabled
         self._root = hashlib.sha256(b"kvrelay prefix" + struct.pack("<Q", len(namespace)) + namespace)
@@ -87,6 +89,8 @@ class PrefixIndex:
             raise IntegrityError(f"the pool has no {fresh} blocks beside {len(shared)} shared ones, as it said")
         hold.chain = chain
         hold.published = len(shared)
+        self.queried_tokens += limit
+        self.hit_tokens += len(shared) * self._block_size
         return hold
 
     def publish(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int) -> None:

@@ -1,6 +1,6 @@
 """What the rest of the system knows about a model. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +38,7 @@ class ModelSpec:
 
         Args:
             max_context: the option; 0 is no limit.
-            pool_tokens: tokens that the KV pool holds.
+            pool_tokens: tokens that the KV pool holds; 0 is no limit.
         """
         limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
         context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
@@ -52,6 +52,19 @@ class ModelSpec:
             fingerprint=checkpoint.fingerprint(),
             context_limit=context_limit,
         )
+
+    @property
+    def context_reason(self) -> str:
+        """What `max_context` comes from, in words."""
+        if self.context_limit == "pool":
+            return f"the KV pool (engine.kv_memory_bytes) holds {self.max_context} tokens"
+        return "the option engine.max_context" if self.context_limit == "option" else "the model's own limit"
+
+    def within(self, pool_tokens: int) -> "ModelSpec":
+        """This spec with a KV pool that holds so many tokens."""
+        if pool_tokens >= self.max_context:
+            return self
+        return replace(self, max_context=pool_tokens, context_limit="pool")
 
 
 def _name(folder: Path) -> str:

@@ -3,7 +3,8 @@
 import logging
 import os
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,12 +15,13 @@ from torch import Tensor
 from kvrelay.engine.attention.base import Attention, AttentionInputs
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.config import Dtype, EngineConfig, Quantization
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
-from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import Decoder
+from kvrelay.engine.models.decoder import Decoder, Weights
 from kvrelay.engine.models.loader import OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
@@ -37,6 +39,9 @@ from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
 
 logger = logging.getLogger(__name__)
+
+LayOut = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
+"""As `Ops.linear`, of weights as they are or as codes."""
 
 
 class Model(Protocol):
@@ -119,62 +124,71 @@ class CpuRunner:
             self._thread = threading.get_ident()
 
 
-def build_cpu_runner(folder: Path, dtype: Dtype, options: EngineConfig, on_loaded: OnLoaded | None = None) -> CpuRunner:
+def build_cpu_runner(
+    folder: Path,
+    dtype: Dtype,
+    options: EngineConfig,
+    on_loaded: OnLoaded | None = None,
+    memory: DeviceMemory | None = None,
+) -> CpuRunner:
     """Loads the checkpoint in `folder` and allocates its KV pool.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's, or float32 in place of float16, which is slow on CPU.
         on_loaded: called with the loaded share of the weights, 0 to 1.
+        memory: of the machine; None asks Linux.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
+    options = options.on("cpu")
     layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
-    pool = allocate_pool(layout, options.kv_memory_bytes)
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
+    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    team = _team(config, layout, threads)
+    with torch.inference_mode():
+        weights = _load(checkpoint, config, TORCH_DTYPES[layout.dtype], team, options.quantization, on_loaded)
+    pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
+    spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
-    model, attention = _load(checkpoint, config, pool, windows, replace(options, threads=threads), on_loaded)
-    if isinstance(model, NativeDecoder):
-        # torch has little left to do here. Its threads spin for a while after each call, which would take the cores
-        # from the kernels' own threads.
-        threads = 1
-        torch.set_num_threads(threads)
-    return CpuRunner(spec, model, pool, attention, threads)
+    if team is None:
+        return CpuRunner(spec, Decoder(config, weights, ops), pool, TorchAttention(pool, windows), threads)
+    # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
+    # the kernels' own threads.
+    torch.set_num_threads(1)
+    attention = NativeAttention(pool, windows, config.heads, team)
+    with torch.inference_mode():
+        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1)
 
 
-@torch.inference_mode()
+def _team(config: ModelConfig, layout: KVLayout, threads: int) -> Team | None:
+    """The threads of the native kernels; None if those aren't available, or don't support the model."""
+    kernels = library() if supports(TORCH_DTYPES[layout.dtype]) and fits(config) else None
+    return None if kernels is None else Team(kernels, threads)
+
+
 def _load(
     checkpoint: Checkpoint,
     config: ModelConfig,
-    pool: KVPool,
-    windows: tuple[int, ...],
-    options: EngineConfig,
+    dtype: torch.dtype,
+    team: Team | None,
+    quantization: Quantization,
     on_loaded: OnLoaded | None,
-) -> tuple[Model, Attention]:
-    """The model on the native kernels if they are available and support it, else on torch."""
-    dtype = pool.tensor.dtype
-    kernels = library() if supports(dtype) and fits(config) else None
-    quantize, quantize_head = LAYERS.get(options.quantization), HEAD.get(options.quantization)
-    if kernels is None:
+) -> Weights:
+    """The weights, laid out for `team`'s kernels, or for torch's without a team."""
+    quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
+    if team is None and quantize is not None:
+        logger.warning("without the native kernels, quantized weights take as much memory and time as others")
+    lay_out: LayOut = partial(_dequantized, dtype) if team is None else packer(team)
+    linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
+    return load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
 
-        def dequantized(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
-            return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
 
-        if quantize is not None:
-            logger.warning("without the native kernels, quantized weights take as much memory and time as others")
-        linear, head = quantizing(quantize, dequantized), quantizing(quantize_head, dequantized)
-        weights = load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
-        return Decoder(config, weights, ops), TorchAttention(pool, windows)
-    team = Team(kernels, options.threads)
-    pack = packer(team)
-    linear, head = quantizing(quantize, pack), quantizing(quantize_head, pack)
-    weights = load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
-    attention = NativeAttention(pool, windows, config.heads, team)
-    return NativeDecoder(config, weights, attention, team), attention
+def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+    return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
 
 
 def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:

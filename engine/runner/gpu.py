@@ -25,7 +25,8 @@ from torch import Tensor
 from kvrelay.engine.attention.triton import TritonAttention
 from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool, allocate_pool
+from kvrelay.engine.kv.memory import DeviceMemory, GpuMemory, HostMemory, make_pool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.decoder import Decoder
@@ -49,6 +50,8 @@ class Extras:
 
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
+    graph: bool = False
+    """Whether a captured graph was launched."""
 
 
 class GpuStep:
@@ -75,6 +78,7 @@ class GpuStep:
             tuple(refused.items()),
             None if special is None else special.logprobs(plan.num_rows),
             read_prompts(self._extras.prompts),
+            self._extras.graph,
         )
 
 
@@ -161,7 +165,8 @@ class GpuRunner:
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
-        return Extras(self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled))
+        special = self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled)
+        return Extras(special, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
@@ -230,12 +235,14 @@ def build_gpu_runner(
     options: EngineConfig,
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cuda",
+    memory: DeviceMemory | None = None,
 ) -> GpuRunner:
     """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
 
     Args:
         dtype: of weights and KV; auto takes the checkpoint's.
         on_loaded: called with the loaded share of the weights, 0 to 1.
+        memory: of the device; None asks CUDA.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -243,9 +250,41 @@ def build_gpu_runner(
     require(options.quantization == "none", "quantization", options.quantization, "none on a GPU")
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
+    memory = memory or (GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory())
+    options = options.on("cuda", memory.total())
     layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
-    pool = allocate_pool(layout, options.kv_memory_bytes, device)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, config, pool.tensor.dtype, gpu_ops.linear, on_loaded, device)
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=pool.num_tokens)
-    return GpuRunner(spec, Decoder(config, weights, gpu_ops), pool, options)
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], gpu_ops.linear, on_loaded, device)
+    model = Decoder(config, weights, gpu_ops)
+    unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
+    later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
+    pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
+    return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
+
+
+def _runner_bytes(
+    spec: ModelSpec,
+    model: Decoder,
+    layout: KVLayout,
+    options: EngineConfig,
+    memory: DeviceMemory,
+    device: torch.device | str,
+) -> int:
+    """Bytes that a runner takes beside weights and pool: buffers, a step's intermediate tensors, graphs. It makes a
+    runner with a pool for one step and measures it; compiled kernels stay for the runner to come.
+
+    Raises:
+        ValueError: the device doesn't have that much.
+    """
+    memory.settle()
+    before = memory.used()
+    tokens = min(options.max_batch_tokens, spec.max_context)
+    try:
+        pool = KVPool(layout, layout.blocks_for(tokens), device)
+        GpuRunner(spec, model, pool, options).warm_up()
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"max_batch_tokens is {options.max_batch_tokens} and max_sequences is {options.max_sequences}; the GPU has "
+            f"no memory for such steps beside the weights: {before} of {memory.total()} bytes"
+        ) from error
+    return max(0, memory.used() - before - pool.num_blocks * layout.block_bytes)

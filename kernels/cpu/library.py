@@ -1,6 +1,8 @@
-"""The native kernels (`native/*.cpp`): compiled once for the machine that they run on, cached, called through ctypes.
+"""The native kernels (`native/*.cpp`): called through ctypes, compiled beforehand or for the machine that they run on.
 
-They include only headers of the compiler and libc, so a build takes a few seconds. The library is cached in
+An image without a compiler has them for several instruction sets (`python -m kvrelay.kernels.cpu.prebuild`), of which
+the best that the CPU knows is taken. Elsewhere they are compiled once, when they are first needed. They include only
+headers of the compiler and libc, so a build takes a few seconds. The library is cached in
 `$XDG_CACHE_HOME/kvrelay`; its name is a hash of sources, compiler, flags and CPU features. torch's own extension loader
 isn't used: if a builder is killed, its lock file stays, and every later builder waits forever. The lock here is a
 flock, which the operating system releases when the process ends.
@@ -16,33 +18,94 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["build", "library"]
+__all__ = ["build", "library", "prebuild"]
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-pthread")
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where an image has the kernels for INSTRUCTION_SETS."""
+NATIVE = ("-march=native",)
+FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-pthread")
 """-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma."""
 NEEDED = frozenset({"avx2", "fma"})
 """Features that the CPU must have; without them, torch's own kernels are as fast."""
 BUILD_SECONDS = 120.0
+PREBUILD_SECONDS = 1800.0
+"""For one file. Nobody waits for it but the build of an image, on however slow a machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """Instructions that kernels are compiled for."""
+
+    name: str
+    flags: tuple[str, ...]
+    """The compiler's."""
+    needed: frozenset[str]
+    """What the CPU must have, by Linux's names."""
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+INSTRUCTION_SETS = (
+    InstructionSet("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    InstructionSet("avx512bf16", _BF16_FLAGS, _BF16),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _V4),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
+)
+"""The fastest first: those that the kernels' sources have code for."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason."""
     try:
-        kernels = ctypes.CDLL(str(build()))
+        kernels = ctypes.CDLL(str(prebuilt() or build()))
         kernels.kvrelay_use_tiles(1)
         return kernels
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels; using torch's, which are slower: %s", error)
         return None
+
+
+def prebuilt(folder: Path = PREBUILT) -> Path | None:
+    """The file in `folder` for the best instruction set that this CPU has; None if there is none of these sources."""
+    features = cpu_features()
+    files = (folder / _prebuilt_name(each) for each in INSTRUCTION_SETS if each.needed <= features)
+    return next((file for file in files if file.is_file()), None)
+
+
+def prebuild(folder: Path = PREBUILT, sets: Sequence[InstructionSet] = INSTRUCTION_SETS) -> None:
+    """Compiles the kernels for several instruction sets, whatever this CPU has.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed.
+        OSError: the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in sets:
+        _compile(_compiler(), each.flags, folder / _prebuilt_name(each), PREBUILD_SECONDS)
+
+
+def _prebuilt_name(instructions: InstructionSet) -> str:
+    digest = hashlib.sha256("\0".join((*FLAGS, *instructions.flags)).encode() + _source_bytes())
+    return f"kernels-{instructions.name}-{digest.hexdigest()[:24]}.so"
+
+
+def _source_bytes() -> bytes:
+    """All sources and headers with their names."""
+    files = [*sorted(SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("*.h"))]
+    return b"".join(path.name.encode() + path.read_bytes() for path in files)
 
 
 def build(folder: Path | None = None) -> Path:
@@ -59,11 +122,9 @@ def build(folder: Path | None = None) -> Path:
     if missing := NEEDED - features:
         raise RuntimeError(f"the CPU has no {', '.join(sorted(missing))}")
     compiler = _compiler()
-    sources, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
     version = _run(compiler, "--version")
-    digest = hashlib.sha256("\0".join((compiler, *FLAGS, *sorted(features), version)).encode())
-    for path in sources + headers:
-        digest.update(path.name.encode() + path.read_bytes())
+    digest = hashlib.sha256("\0".join((compiler, *FLAGS, *NATIVE, *sorted(features), version)).encode())
+    digest.update(_source_bytes())
     folder = folder or _cache_folder()
     built = folder / f"kernels-{digest.hexdigest()[:24]}.so"
     if built.exists():
@@ -71,7 +132,7 @@ def build(folder: Path | None = None) -> Path:
     with (folder / "build.lock").open("w") as lock:
         _wait_for(lock)
         if not built.exists():
-            _compile(compiler, sources, built)
+            _compile(compiler, NATIVE, built)
     return built
 
 
@@ -121,24 +182,26 @@ def _cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="kvrelay-kernels-"))
 
 
-def _compile(compiler: str, sources: list[Path], target: Path) -> None:
+def _compile(compiler: str, machine: tuple[str, ...], target: Path, seconds: float = BUILD_SECONDS) -> None:
     """Compiles in a temporary folder beside `target` and renames the result, so that no process loads a part of it."""
+    sources, flags = sorted(SOURCES.glob("*.cpp")), (*FLAGS, *machine)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         # A list, so that the first error is raised here.
-        list(pool.map(lambda source, made: _run(compiler, *FLAGS, "-c", source, "-o", made), sources, objects))
+        run = partial(_run, seconds=seconds)
+        list(pool.map(lambda source, made: run(compiler, *flags, "-c", source, "-o", made), sources, objects))
         linked = Path(folder) / target.name
-        _run(compiler, *FLAGS, "-shared", *objects, "-o", linked)
+        run(compiler, *flags, "-shared", *objects, "-o", linked)
         linked.replace(target)
 
 
-def _run(*command: str | Path) -> str:
+def _run(*command: str | Path, seconds: float = BUILD_SECONDS) -> str:
     """The command's standard output.
 
     Raises:
         RuntimeError: it failed; the text has the beginning of its standard error.
     """
-    result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if result.returncode:
         raise RuntimeError(f"{command[0]} failed: {result.stderr.strip()[:1000]}")
     return result.stdout

@@ -159,7 +159,7 @@ def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], Packed
 
 def _by_block(arena: Arena, x: Tensor, block: int) -> Tensor:
     """`x` [out, groups] as [blocks, groups, outputs of a block], padded with zeros."""
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % block)).unflatten(0, (-1, block)).transpose(1, 2)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % block)).view(-1, block, x.shape[1]).transpose(1, 2)
     return arena.take(padded.numel() * x.itemsize).view(x.dtype).view(padded.shape).copy_(padded)
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, shorten
-from kvrelay.router.http.errors import SlowBody, TooLarge
+from kvrelay.router.http.errors import BadField, SlowBody, TooLarge
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -23,6 +23,20 @@ MAX_VALUES = 65536
 prompt may have."""
 # Fields whose texts no error and no log contains.
 _SECRET = re.compile(r"(body|prompt|messages|stop|bad_words)\b")
+CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "not_served": "unsupported_value",
+    "less_than_equal": "{kind}_above_max_value",
+    "less_than": "{kind}_above_max_value",
+    "greater_than_equal": "{kind}_below_min_value",
+    "greater_than": "{kind}_below_min_value",
+    "string_too_long": "string_above_max_length",
+    "string_too_short": "string_below_min_length",
+    "too_long": "array_above_max_length",
+    "too_short": "array_below_min_length",
+}
+"""OpenAI's names of pydantic's kinds of problems."""
 
 
 def declared_size(request: web.Request, most: int) -> int:
@@ -126,13 +140,17 @@ def _refusal(problems: list[ErrorDetails]) -> InvalidArgument:
     elif kind == "json_invalid":
         return InvalidArgument(f"body: not valid JSON: {problem['ctx']['error']}")
     if kind == "extra_forbidden":
-        error = InvalidArgument(f"{where} is not a field that this server knows")
+        text = f"{where} is not a field that this server knows"
     elif kind == "missing":
-        error = InvalidArgument(f"{where} is missing")
+        text = f"{where} is missing"
     else:
-        error = InvalidArgument(f"{where} is {_shown(where, value)}; allowed: {allowed}")
-    error.field = where
-    return error
+        text = f"{where} is {_shown(where, value)}; allowed: {allowed}"
+    return BadField(text, where, _code(kind, value))
+
+
+def _code(kind: str, value: Any) -> str:
+    fallback = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return CODES.get(kind, fallback).format(kind="decimal" if isinstance(value, float) else "integer")
 
 
 def _place(parts: tuple[int | str, ...]) -> str:

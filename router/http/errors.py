@@ -11,6 +11,8 @@ from kvrelay.router.errors import (
     RETRY_DELAY_KEY,
     GivenUp,
     InvalidArgument,
+    InvalidRequest,
+    NotKept,
     PromptTooLong,
     RequestError,
 )
@@ -22,6 +24,19 @@ class TooLarge(InvalidArgument):
 
 class SlowBody(InvalidArgument):
     """The body did not come in time."""
+
+
+class BadField(InvalidArgument):
+    """A field of the body is not as it should be."""
+
+    def __init__(self, text: str, field: str, code: str | None) -> None:
+        """
+        Args:
+            code: OpenAI's name of what is wrong with it.
+        """
+        super().__init__(text)
+        self.field = field
+        self.name = code
 
 
 SPECIAL: dict[type[RequestError], int] = {TooLarge: 413, SlowBody: 408}
@@ -39,8 +54,9 @@ STATUSES = {
 NAMES = {"sampling.": "", "token_ids.ids": "prompt", "text": "prompt"}
 """Fields of the public contract that have another name here."""
 _FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b)")
-TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+TYPES = {403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+UNKNOWN_URL = "unknown_url"
 
 
 def status_of(error: RequestError) -> int:
@@ -61,8 +77,17 @@ def headers_of(error: RequestError) -> dict[str, str]:
 def body_of(error: RequestError) -> bytes:
     """The JSON of a request's error."""
     status = status_of(error)
-    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else CODES.get(status)
-    return error_json(status, _renamed(str(error)), param=error.field and _renamed(error.field), code=code)
+    return error_json(status, _renamed(str(error)), param=error.field and _renamed(error.field), code=_code(error))
+
+
+def _code(error: RequestError) -> str | None:
+    if isinstance(error, PromptTooLong):
+        return "context_length_exceeded"
+    if isinstance(error, NotKept):
+        return "request_not_found"
+    if isinstance(error, BadField):
+        return error.name
+    return "invalid_value" if isinstance(error, InvalidRequest) else CODES.get(status_of(error))
 
 
 def _renamed(text: str) -> str:

@@ -6,22 +6,22 @@ from kvrelay.router.callers import Identity
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.front import Caller
 from kvrelay.router.writer import Writer
+from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 
 JSON = "application/json"
 GONE = (ConnectionError,)
+HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Events:
     """A stream of server-sent events, which begins with its first write."""
 
-    def __init__(self, request: web.Request, limit: float, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, request: web.Request, limit: float) -> None:
         """
         Args:
             limit: seconds that one write may take.
-            headers: further ones of the answer.
         """
         self._request = request
-        self._headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | (headers or {})
         self._response: web.StreamResponse | None = None
         self._writer: Writer[bytes] = Writer(self._send, limit, GONE)
 
@@ -47,7 +47,7 @@ class Events:
 
     async def _send(self, events: bytes) -> None:
         if self._response is None:
-            response = web.StreamResponse(headers=self._headers)
+            response = web.StreamResponse(headers=HEADERS)
             await response.prepare(self._request)
             self._response = response
         await self._response.write(events)
@@ -58,7 +58,9 @@ def caller_of(request: web.Request) -> Caller:
     transport = request.transport
     shown = transport.get_extra_info("peercert") if transport is not None else None
     names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]
-    return Caller(Identity(request.headers.getall("Authorization", []), names), request.remote or "")
+    identity = Identity(request.headers.getall("Authorization", []), names)
+    context = TraceContext.read(request.headers.get(HEADER), request.headers.get(STATE_HEADER))
+    return Caller(identity, request.remote or "", context)
 
 
 def check_type(request: web.Request) -> None:

@@ -1,6 +1,7 @@
 """The HTTP server of a router: OpenAI's API, health and metrics, in the router's own event loop."""
 
 import asyncio
+import hashlib
 import logging
 import math
 import ssl
@@ -13,25 +14,28 @@ from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.aiohttp import make_aiohttp_handler
 from pydantic_core import to_json
 
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
 from kvrelay.router.front import Call, Front, together
-from kvrelay.router.http import openapi
+from kvrelay.router.http import cors, openapi
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.chat import ChatRequest, Chats
 from kvrelay.router.http.completions import CompletionRequest, TextChoice
-from kvrelay.router.http.errors import body_of, error_json, headers_of, status_of
+from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
-from kvrelay.router.metrics import CONTENT_TYPE, PrometheusMetrics
-from kvrelay.router.validation import TOKENIZE_BYTES
+from kvrelay.router.validation import TOKENIZE_BYTES, check_name, is_name
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
+NAME = web.RequestKey("name", str)
+"""The request's name, which the header of its answer has."""
 SESSION = "X-Session-Id"
 """Header with `GenerateRequest.session`."""
 TIMEOUT = "X-Request-Timeout"
@@ -50,17 +54,19 @@ class Plan:
     stream: bool
     shown: frozenset[int] = frozenset()
     """Special tokens whose names are part of the text."""
+    chat: bool = False
 
 
 class HttpFace:
     """Answers HTTP. A client's mistake becomes an error in OpenAI's form; a closed connection cancels its requests."""
 
-    def __init__(self, front: Front, metrics: PrometheusMetrics, chats: Chats) -> None:
+    def __init__(self, front: Front, metrics: CollectorRegistry, chats: Chats) -> None:
         self._front = front
-        self._metrics = metrics
+        self._metrics = make_aiohttp_handler(metrics)
         self._chats = chats
         self._created = int(time.time())
         self.app = web.Application(client_max_size=front.config.max_message_bytes, middlewares=[self._answer_errors])
+        self.app.on_response_prepare.append(_show_name)
         self.app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -76,6 +82,8 @@ class HttpFace:
                 web.get("/openapi.json", self._openapi),
             ]
         )
+        if front.config.cors_origins:
+            cors.allow(self.app, front.config.cors_origins)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, share_port: bool = False) -> int:
@@ -111,42 +119,40 @@ class HttpFace:
     # Generation.
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def plan(data: bytes, request_id: str) -> Plan:
+        async def plan(data: bytes) -> Plan:
             body = await parse(ChatRequest, data, self._front.model.max_context)
             self._front.check_model(body.model or "")
             chat = self._chats.plan(body)
-            request_id = body.request_id or request_id
-            head = {"id": f"chatcmpl-{request_id}", "model": self._front.served_names[0]}
-            reply = Reply(body, "chat.completion", head, chat.choice)
-            return Plan([chat.request(request_id)], reply, bool(body.stream), chat.shown)
+            name = _name(request, body.request_id)
+            reply = Reply(body, "chat.completion", self._head(f"chatcmpl-{name}"), chat.choice)
+            return Plan([chat.request(name)], reply, bool(body.stream), chat.shown, chat=True)
 
         return await self._generate(request, plan)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        async def plan(data: bytes, request_id: str) -> Plan:
+        async def plan(data: bytes) -> Plan:
             body = await parse(CompletionRequest, data, self._front.model.max_context)
             self._front.check_model(body.model or "")
-            request_id = body.request_id or request_id
-            head = {"id": f"cmpl-{request_id}", "model": self._front.served_names[0]}
-            reply = Reply(body, "text_completion", head, partial(TextChoice, body, self._front.tokenizer))
-            return Plan(body.requests(request_id), reply, bool(body.stream))
+            name, make = _name(request, body.request_id), partial(TextChoice, body, self._front.tokenizer)
+            reply = Reply(body, "text_completion", self._head(f"cmpl-{name}"), make)
+            return Plan(body.requests(name), reply, bool(body.stream))
 
         return await self._generate(request, plan)
 
     async def _generate(
-        self, request: web.Request, make_plan: Callable[[bytes, str], Awaitable["Plan"]]
+        self, request: web.Request, make_plan: Callable[[bytes], Awaitable["Plan"]]
     ) -> web.StreamResponse:
         """Runs the requests of a body, and answers with a stream or with one JSON object."""
-        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
         config = self._front.config
+        check_name(f"header {REQUEST_ID}", request.headers.get(REQUEST_ID, ""))
         deadline = _deadline(request)
         check_type(request)
         size = declared_size(request, config.max_message_bytes)
-        events = Events(request, config.idle_timeout_seconds, {REQUEST_ID: request_id})
+        events = Events(request, config.idle_timeout_seconds)
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
-                plan = await make_plan(await self._read(request, call), request_id)
-                count = len(plan.requests)
+                plan = await make_plan(await self._read(request, call))
+                count, call.chat = len(plan.requests), plan.chat
                 _set_session(request, plan.requests)
 
                 async def run(at: int) -> None:
@@ -162,7 +168,7 @@ class HttpFace:
                 with call.ticket.more_calls(count - 1):
                     await together([run(at) for at in reversed(range(count))])
                 if not plan.stream:
-                    return _json(plan.reply.whole(), {REQUEST_ID: request_id})
+                    return _json(plan.reply.whole())
                 return await events.end(plan.reply.end())
         except SlowReader:
             raise asyncio.CancelledError from None  # nobody reads an error either
@@ -172,6 +178,12 @@ class HttpFace:
             raise
         finally:
             events.close()
+
+    def _head(self, id_: str) -> dict[str, str]:
+        """What each answer begins with."""
+        model = self._front.model.fingerprint
+        digest = hashlib.blake2b(f"{version('kvrelay')} {model}".encode(), digest_size=5).hexdigest()
+        return {"id": id_, "model": self._front.served_names[0], "system_fingerprint": f"fp_{digest}"}
 
     async def _read(self, request: web.Request, call: Call) -> bytes:
         config = self._front.config
@@ -231,9 +243,9 @@ class HttpFace:
     async def _version(self, _: web.Request) -> web.Response:
         return _json(to_json({"version": version("kvrelay")}))
 
-    async def _expose_metrics(self, request: web.Request) -> web.Response:
+    async def _expose_metrics(self, request: web.Request) -> web.StreamResponse:
         self._front.tenant(caller_of(request))
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return await self._metrics(request)
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return _json(openapi.document())
@@ -242,19 +254,41 @@ class HttpFace:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        given = request.headers.get(REQUEST_ID, "")
+        request[NAME] = given if given and is_name(given) else uuid.uuid4().hex
         try:
             return await handler(request)
         except RequestError as error:
             return _json(body_of(error), headers_of(error), status_of(error))
+        except web.HTTPNotFound:
+            text = f"Invalid URL ({request.method} {request.path[:64]}); this server has {openapi.SERVED}"
+            return _json(error_json(404, text, code=UNKNOWN_URL), status=404)
         except web.HTTPException as error:
-            # The path is unknown, or its method is another one.
+            # The path has another method, or a browser's page may not send this.
             allow = error.headers.get("Allow")
-            text = f"{request.method} {request.path[:64]}: {error.reason}" + (f"; allowed: {allow}" if allow else "")
+            reason = f"{error.reason}; allowed: {allow}" if allow else error.text
+            text = f"{request.method} {request.path[:64]}: {reason}"
             return _json(error_json(error.status, text), {"Allow": allow} if allow else {}, error.status)
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type=JSON)
+
+
+async def _show_name(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[REQUEST_ID] = request[NAME]
+
+
+def _name(request: web.Request, given: str | None) -> str:
+    """The request's name; that of the body wins over that of the header.
+
+    Raises:
+        InvalidRequest: the body's is not printable.
+    """
+    if given is not None:
+        check_name("request_id", given)
+        request[NAME] = given
+    return request[NAME]
 
 
 def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> None:

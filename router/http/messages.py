@@ -35,6 +35,10 @@ class FunctionCall(Fields):
     name: str = Field(min_length=1)
     arguments: str = ""
     """The JSON of an object."""
+    parsed_arguments: JsonValue = None
+    """Has no effect here; as the next one, added by client libraries to the messages that they got."""
+    provider_specific_fields: JsonValue = None
+    """Has no effect here."""
 
 
 class MessageToolCall(Fields):
@@ -44,6 +48,8 @@ class MessageToolCall(Fields):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
+    """Has no effect here."""
+    provider_specific_fields: JsonValue = None
     """Has no effect here."""
 
 
@@ -64,6 +70,10 @@ class Message(Fields):
     """Of an assistant: what it thought, if the template uses it."""
     reasoning: str | None = None
     """As reasoning_content."""
+    parsed: JsonValue = None
+    """Has no effect here; as the next one, added by client libraries to the messages that they got."""
+    provider_specific_fields: JsonValue = None
+    """Has no effect here."""
     refusal: Annotated[Any, Neutral("")] = None
     audio: Annotated[Any, Neutral()] = None
     function_call: Annotated[Any, Neutral()] = None

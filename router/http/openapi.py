@@ -28,13 +28,16 @@ PAGES = {
     "/metrics": "Metrics in Prometheus' text format",
     "/openapi.json": "This document",
 }
+SERVED = ", ".join([*(f"POST {path}" for path in BODIES), *(f"GET {path}" for path in PAGES)])
 ERRORS = {
     "400": "A field is not served as it is, or there is no such field",
     "401": "The API key is missing or not known",
+    "403": "The API key may not ask for that class of service",
     "404": "The model has another name",
     "408": "The body did not come in time",
     "413": "The body is too large",
     "429": "The cluster is full; Retry-After says when to retry",
+    "500": "A defect of kvrelay",
     "503": "No worker can take the request now, or the router is stopping",
     "504": "The client's deadline, or the limit on the first token, has passed",
 }

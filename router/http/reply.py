@@ -1,6 +1,7 @@
 """The answer to one HTTP request, from the messages of all of its completions: as chunks, or as a whole."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -45,15 +46,15 @@ class Reply:
         """
         Args:
             kind: `object` of a whole answer.
-            head: further fields at the beginning of each answer: id and model.
+            head: further fields at the beginning of each answer: id, model and system_fingerprint.
             make: the choice for a completion of a prompt.
         """
         self._body = body
         self._make = make
-        self._head = {"id": head["id"], "object": kind, "created": int(time.time()), "model": head["model"]}
+        self._head = {"id": head.pop("id"), "object": kind, "created": int(time.time()), **head}
         self._chunk_head = self._head | {"object": kind if kind == "text_completion" else f"{kind}.chunk"}
         self._prompts: dict[int, CheckedRequest] = {}
-        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._prompt_logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
         self._choices: dict[int, Choice] = {}
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._total = Total()
@@ -69,9 +70,9 @@ class Reply:
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = self._make(self._prompts[prompt])
-        logprobs = self._prompt_logprobs.setdefault(prompt, [])
-        logprobs.extend(message.prompt_logprobs)
-        part = await choice.add(message, logprobs)
+        if message.prompt_logprobs:
+            self._prompt_logprobs[prompt].extend(message.prompt_logprobs)
+        part = await choice.add(message, self._prompt_logprobs[prompt])
         if message.finish_reason:
             self._total.end(message.usage)
         if part is None:

@@ -3,6 +3,7 @@
     GET  /              the page; GET /page/NAME its scripts and styles: the same for everybody, so nobody is asked
     GET  /page/about    the router and its model
     GET  /page/events   `recent`, then `fleet` whenever something has changed, and `ended` for each request that ends
+    GET  /page/requests/ID  what a running or recent request went through
     POST /page/generate runs one request: `life` as it goes on, `text`, and `end` or `error`
 
 Whoever asks for more than the page itself needs the API key or certificate that any other call needs, and sees the
@@ -21,7 +22,7 @@ from aiohttp import web
 from pydantic import Field
 from pydantic_core import to_json
 
-from kvrelay.router.errors import Exhausted, RequestError, SlowReader
+from kvrelay.router.errors import Exhausted, NotKept, RequestError, SlowReader, shorten
 from kvrelay.router.front import Front
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.errors import body_of
@@ -31,6 +32,7 @@ from kvrelay.router.http.usage import finish_name
 from kvrelay.router.life import Life, life
 from kvrelay.router.page.view import about, fleet
 from kvrelay.router.registry import WorkerRegistry
+from kvrelay.router.requests import RECENT
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
@@ -113,6 +115,7 @@ class Page:
             *(web.get(f"/page/{name}", partial(self._asset, name)) for name in self._assets),
             web.get("/page/about", self._about),
             web.get("/page/events", self._events),
+            web.get("/page/requests/{id:.+}", self._request),
             web.post("/page/generate", self._generate),
         ]
 
@@ -124,6 +127,17 @@ class Page:
         self._front.tenant(caller_of(request))
         shown = about(self._front, self._router, self._registry)
         return web.Response(body=to_json(shown), content_type="application/json", headers=SECURITY)
+
+    async def _request(self, request: web.Request) -> web.Response:
+        tenant = self._front.tenant(caller_of(request))
+        name = request.match_info["id"]
+        found = self._front.requests.lives(tenant, name, time.monotonic())
+        if not found:
+            raise NotKept(
+                f"request {shorten(name)} is not known to {self._router}, which keeps the running requests of a caller "
+                f"and the latest {RECENT} that have ended since it started"
+            )
+        return web.Response(body=to_json(found), content_type="application/json", headers=SECURITY)
 
     # The viewer's stream.
 

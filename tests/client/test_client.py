@@ -60,6 +60,36 @@ def test_the_chunks_of_a_stream_are_its_completion(background: Background) -> No
         assert client.model_info().max_context == 64
 
 
+def test_several_completions(background: Background) -> None:
+    with Client(background.cluster.router.address, timeout=20) as client:
+        chunks = list(client.generate("hello", max_tokens=6, n=3, seed=7))
+        assert {chunk.index for chunk in chunks} == {0, 1, 2}
+        ended = [chunk.index for chunk in chunks if chunk.finish_reason]
+        assert sorted(ended) == [0, 1, 2]
+        done = client.completions("hello", max_tokens=6, n=3, seed=7)
+        for index, completion in enumerate(done):
+            mine = [chunk for chunk in chunks if chunk.index == index]
+            assert completion.text == "".join(chunk.text for chunk in mine)
+            assert completion.token_ids == tuple(map(token_at, range(6)))
+            assert completion.seed == mine[0].seed
+        assert len({completion.seed for completion in done}) == 3
+        assert [completion.usage.prompt_tokens for completion in done] == [4, 0, 0]
+        # Each is what a request of its own with its seed gives.
+        assert client.complete("hello", max_tokens=6, seed=done[2].seed).text == done[2].text
+        assert len(client.completions("hello", max_tokens=2)) == 1
+        with pytest.raises(InvalidRequest, match="n is 3; allowed: 1 here; `completions` returns several"):
+            client.complete("hello", n=3)
+
+    async def test() -> None:
+        async with AsyncClient(background.cluster.router.address, timeout=20) as client:
+            again = await client.completions("hello", max_tokens=6, n=3, seed=7)
+            assert [each.seed for each in again] == [each.seed for each in done]
+            with pytest.raises(InvalidRequest, match="allowed: 1 here"):
+                await client.complete("hello", n=2)
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("how", ["close", "break", "del", "with"])
 def test_leaving_a_stream_cancels_it_on_the_workers(background: Background, how: str) -> None:
     cluster = background.cluster
@@ -203,6 +233,7 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
         "tenant": "t",
         "request_id": "r",
         "model": "m",
+        "n": 2,
         "priority": -1,
         "slo_class": "batch",
         "cache_salt": "salt",
@@ -212,7 +243,7 @@ def test_requests_say_what_was_asked_and_nothing_else() -> None:
     other_constraints = {"json_schema", "json_object", "choice", "grammar"}
     assert full.keys() == GenerateOptions.__annotations__.keys() - other_constraints
     request = generate_request([], full)
-    named = {"tenant", "request_id", "model", "priority", "slo_class", "cache_salt", "session"}
+    named = {"tenant", "request_id", "model", "n", "priority", "slo_class", "cache_salt", "session"}
     assert {name: getattr(request, name) for name in named} == {name: full[name] for name in named}  # type: ignore[literal-required]
     assert request.WhichOneof("input") == "token_ids"
     assert list(request.sampling.stop) == ["end"]

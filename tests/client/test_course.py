@@ -97,6 +97,19 @@ def test_all_calls_ask_for_the_same() -> None:
     assert not asked.HasField("resume"), "the caller's message is left alone"
 
 
+def test_several_completions_are_begun_again_and_not_continued() -> None:
+    clock = Clock()
+    request = Course(GenerateRequest(text="x", n=2), Routers("a:1,b:1", clock), None, 30.0, clock)
+    first = GenerateRequest.FromString(request.call().SerializeToString())
+    assert not first.HasField("resume")
+    request.failed(LOST)
+    assert request.call() == first
+    request.received(GenerateResponse(token_ids=[5], index=1))
+    with pytest.raises(Unavailable) as over:
+        request.failed(LOST)
+    assert over.value is LOST
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import click
 import grpc
 import pytest
 import yaml
@@ -26,6 +27,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.state import ClusterState, owned, save
 from kvrelay.cluster.supervisor import Progress, Startup
+from kvrelay.engine.config import Dtype
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -76,6 +78,27 @@ def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
         options = ClusterConfig().model_dump()
         for part in key.split("."):
             options = options[part]
+    (dtype,) = [parameter for parameter in up.params if parameter.name == "dtype"]
+    assert isinstance(dtype.type, click.Choice)
+    assert tuple(dtype.type.choices) == get_args(Dtype)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "colocated: {replicas: 1}\nprefill: {replicas: 1}",  # nobody takes the prefill worker's KV
+        "model: {dtype: int8}",
+        "prefill: {gpus: 2}",
+        "engine: {device: cuda}\nprefill: {gpus: 0}",
+        "transfer: {encrypt: full}",
+    ],
+)
+def test_what_cannot_serve_is_refused_by_validate_and_up_alike(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text(text)
+    validated, started = call("config", "validate", "--config", path), call("up", "--config", path)
+    assert validated.exit_code == started.exit_code == 2
+    assert validated.stderr == started.stderr != ""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +174,15 @@ def test_nothing_is_running() -> None:
     status = call("status", "--json")
     assert (status.exit_code, json.loads(status.stdout)) == (
         1,
-        {"supervised": False, "ready": False, "router": None, "routers": [], "workers": [], "incompatible": []},
+        {
+            "supervised": False,
+            "ready": False,
+            "metrics": None,
+            "router": None,
+            "routers": [],
+            "workers": [],
+            "incompatible": [],
+        },
     )
     down = call("down")
     assert (down.exit_code, down.stdout) == (0, "no cluster is running\n")
@@ -203,6 +234,9 @@ class FakeRouter(InferenceServiceServicer):
         if request.text == "full":
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 requests are in flight")
         try:
+            for index in reversed(range(1, request.n)):
+                yield GenerateResponse(text=f"{request.text} {index}", index=index)
+                yield GenerateResponse(index=index, finish_reason=FINISH_REASON_LENGTH, timeline=Timeline())
             for character in request.text:
                 yield GenerateResponse(text=character.upper(), token_ids=[ord(character)])
             if request.text == "wait":
@@ -284,6 +318,15 @@ def test_generate_as_json(target: str) -> None:
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
     assert answer["timeline"]["queue_seconds"] == 0.001
     assert answer["timeline"]["transfer_bytes"] == 4_000_000
+
+
+def test_generate_prints_several_completions_in_their_order(router: FakeRouter, target: str) -> None:
+    result = call("generate", "abc", "--target", target, "--n", "3")
+    assert result.stdout == "ABC\n--- 2 of 3\nabc 1\n--- 3 of 3\nabc 2\n"
+    assert router.requests[0].n == 3
+    answer = json.loads(call("generate", "abc", "--target", target, "--n", "3", "--json").stdout)
+    assert [each["text"] for each in answer["completions"]] == ["ABC", "abc 1", "abc 2"]
+    assert call("generate", "abc", "--target", target, "--n", "2", "--timeline").stdout.count("hand-off") == 2
 
 
 def test_generate_shows_where_the_time_went(target: str) -> None:

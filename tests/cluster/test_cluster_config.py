@@ -35,8 +35,36 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
             "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",
         ),
-        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: a power of two from 8 to 128"),
-        ("decode: {engine: {block_size: 9}}", "decode.engine.block_size is 9; allowed: a power of two from 8 to 128"),
+        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
+        (
+            "decode: {engine: {block_size: 9}}",
+            "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
+        ),
+        (
+            "engine: {kv_memory_bytes: 8 EiBs}",
+            "engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
+        ),
+        (
+            "engine: {max_batch_tokens: 64, block_size: 128}",
+            "engine.max_batch_tokens is 64; allowed: at least block_size (128)",
+        ),
+        (
+            "prefill: {gpus: 8}",
+            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU, and more replicas use more",
+        ),
+        (
+            "ray: {gpus: 3}",
+            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
+        ),
+        (
+            "decode: {gpus: 0, engine: {device: cuda}}",
+            "decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
+        ),
+        (
+            "colocated: {replicas: 1}\nprefill: {replicas: 1}",
+            "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "
+            "workers; or prefill.replicas 0",
+        ),
         ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
         ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 16777216"),
         ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
@@ -135,6 +163,67 @@ def test_workers_get_the_options_of_their_role() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 2**33), ("1.5 MiB", 3 * 2**19), ("8GB", 8 * 10**9), ("4096", 4096), ("auto", 0)]
+)
+def test_memory_is_given_in_bytes_or_as_text_or_left_to_the_worker(tmp_path: Path, text: str, size: int) -> None:
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text(f"engine: {{kv_memory_bytes: {text}}}\ndecode: {{engine: {{kv_memory_bytes: {text}}}}}\n")
+    config = load(path)
+    assert [worker.engine.kv_memory_bytes for worker in config.worker_configs()] == [size, size]
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("present", "given", "gpus"),
+    [
+        (0, {}, {"prefill": 0, "decode": 0}),
+        (1, {}, {"prefill": 0.5, "decode": 0.5}),
+        (8, {}, {"prefill": 1, "decode": 1}),
+        (8, {"prefill": {"replicas": 2}, "decode": {"replicas": 8}}, {"prefill": 0.5, "decode": 0.5}),
+        (1, {"decode": {"replicas": 2}}, {"prefill": 0.3333, "decode": 0.3333}),
+        (2, {"ray": {"gpus": 1}}, {"prefill": 0.5, "decode": 0.5}),
+        (2, {"ray": {"gpus": 0}}, {"prefill": 0, "decode": 0}),
+        (1, {"prefill": {"gpus": 1}}, {"prefill": 1, "decode": 0}),
+        (1, {"prefill": {"engine": {"device": "cpu"}}}, {"prefill": 0, "decode": 1}),
+    ],
+)
+def test_gpus_that_are_there_are_shared_out(present: float, given: dict[str, Any], gpus: dict[str, float]) -> None:
+    """Each worker reserves its part, and one without computes on the CPU: Ray hides no GPU from it."""
+    config = ClusterConfig.model_validate(given).with_gpus(present)
+    assert {role: config.role(role).gpus for role in gpus} == gpus
+    assert config.total_resources().get("GPU", 0.0) <= present
+    for worker in config.worker_configs():
+        assert (worker.engine.device == "cpu") == (gpus[worker.role] == 0)
+
+
+@pytest.mark.parametrize("given", [{"prefill": {"gpus": 1}}, {"ray": {"gpus": 1}}, {"decode": {"gpus": 0.5}}])
+def test_gpus_that_are_not_there_are_refused_on_this_machine_only(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"gpus of all workers together are (1|0\.5); allowed: at most 0"):
+        ClusterConfig.model_validate(given).with_gpus(0)
+    joined = ClusterConfig.model_validate({**given, "ray": {**given.get("ray", {}), "address": "auto"}})
+    assert joined.with_gpus(0).total_resources()["GPU"] > 0
+
+
+@pytest.mark.parametrize(
+    ("present", "given", "parts"),
+    [
+        (0, {}, [0.5, 0.5]),
+        (0, {"decode": {"replicas": 3}}, [0.25] * 4),
+        (2, {}, [1.0, 1.0]),
+        (1, {}, [0.5, 0.5]),
+        (1, {"prefill": {"gpus": 1}, "decode": {"replicas": 2}}, [1.0, 0.5, 0.5]),
+        (0, {"engine": {"memory_part": 0.2}}, [0.2, 0.2]),
+        (2, {"prefill": {"gpus": 1, "engine": {"device": "cpu"}}, "decode": {"gpus": 1}}, [1.0, 1.0]),
+        (0, {"ray": {"address": "auto"}}, [0, 0]),  # each by the CPUs that it gets of its node
+    ],
+)
+def test_workers_of_one_machine_divide_its_memory(present: float, given: dict[str, Any], parts: list[float]) -> None:
+    config = ClusterConfig.model_validate(given).with_gpus(present)
+    assert [worker.engine.memory_part for worker in config.worker_configs()] == parts
+
+
+@pytest.mark.parametrize(
     ("section", "ports"),
     [
         ({}, [50051]),
@@ -212,7 +301,8 @@ def test_a_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
 
 def test_the_router_section_has_the_routers_options_and_its_resources() -> None:
     options = {field.name for field in fields(RouterConfig)} - {field.name for field in fields(RouterOptions)}
-    assert options == {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port"}
+    own = {"name", "model", "supervisor", "advertised_host", "drain_seconds", "security", "share_port", "metrics_port"}
+    assert options == own
     shared = {field.name for field in fields(RouterOptions)}
     assert {field.name for field in fields(RouterSection)} == shared | {"replicas", "port_step", "cpus", "resources"}
 

@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -25,6 +26,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,20 @@ def member(name: str, role: Role, compatibility: str = "") -> Member:
     return Member(name=name, role=role, state=MEMBER_STATE_READY, incarnation="i", compatibility=compatibility)
 
 
+@contextmanager
+def supervised(members: list[Member]) -> Iterator[None]:
+    """A cluster whose supervisor tells of these members."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_SupervisorServiceServicer_to_server(FakeSupervisor(members), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        save(ClusterState(pid=None, namespace="kvrelay", supervisor=f"127.0.0.1:{port}"))
+        yield
+    finally:
+        server.stop(None).wait()
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
     members = [
@@ -114,17 +130,29 @@ def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
         member("decode-0", ROLE_DECODE, "a"),
         member("decode-1", ROLE_DECODE, "b" if mixed else "a"),
     ]
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_SupervisorServiceServicer_to_server(FakeSupervisor(members), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        save(ClusterState(pid=None, namespace="kvrelay", supervisor=f"127.0.0.1:{port}"))
+    with supervised(members):
         status, shown = call("status"), json.loads(call("status", "--json").stdout)
-    finally:
-        server.stop(None).wait()
     assert status.exit_code == 0
     told = " ".join(status.stdout.split())
     assert ("decode-1 (digest b) can't be paired with decode-0, prefill-0 (digest a)" in told) is mixed
     assert shown["incompatible"] == ([["decode-0", "prefill-0"], ["decode-1"]] if mixed else [])
     assert [worker["compatibility"] for worker in shown["workers"]] == ["a", "a", "b" if mixed else "a"]
+
+
+def test_the_longest_context_is_shown_with_its_reason() -> None:
+    members = [member("prefill-0", ROLE_PREFILL), member("decode-0", ROLE_DECODE), member("decode-1", ROLE_DECODE)]
+    members[0].max_context = 4096
+    members[1].max_context, members[1].context_limit = 2336, CONTEXT_LIMIT_POOL
+    with supervised(members):
+        told, shown = " ".join(call("status").stdout.split()), json.loads(call("status", "--json").stdout)
+    assert "4096 (model)" in told
+    assert "2336 (pool)" in told
+    assert "decode-0: prompt plus completion are at most 2336 tokens: the KV pool holds 2336 tokens" in told
+    contexts = [worker["context"] for worker in shown["workers"]]
+    assert [(context["tokens"], context["limit"]) for context in contexts] == [
+        (4096, "model"),
+        (2336, "pool"),
+        (0, "model"),
+    ]
+    assert "engine.kv_memory_bytes" in contexts[1]["reason"]
+    assert contexts[2]["reason"] == "the model isn't loaded yet"

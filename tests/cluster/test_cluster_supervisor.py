@@ -143,12 +143,14 @@ def test_status_shows_what_the_members_reported() -> None:
             assert {
                 "name": "prefill-0",
                 "role": "prefill",
+                "metrics": None,
                 "pid": 7,
                 "incarnation": "prefill-0#1",
                 "state": "ready",
                 "compatibility": "",
                 "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
                 "requests": {"waiting": 1, "running": 2},
+                "context": {"tokens": 0, "limit": "model", "reason": "the model isn't loaded yet"},
             } in shown["workers"]
             assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
 

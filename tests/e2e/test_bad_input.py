@@ -72,7 +72,7 @@ def refused_start(tmp_path: Path, module: str, config: dict[str, Any]) -> Iterat
     """A server that must end with status 2; yields its log, whose last line has the reason."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    process = Process(module, ["--config", str(path)], tmp_path / "log")
+    process = Process(module, ["--config", str(path)], tmp_path / "log", forked=True)
     try:
         assert process.popen.wait(60) == 2, process.log.read_text()
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kvrelay.client import Client
@@ -19,6 +20,7 @@ from support.processes import ProcessCluster, free_port, process_cluster, wait_u
 ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 4 * 2**20, "threads": 1, "block_size": 16}
 PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
 OUT = 24
+CLOSE = 1e-4
 GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -97,6 +99,50 @@ def test_several_completions_compute_and_ship_their_prompt_once(served: tuple[Pr
     )
     # A completion alone with its seed has the same tokens.
     assert tuple(post(port, "/v1/completions", {**body, "n": 1})["choices"][0]["token_ids"]) == tokens[0]
+    cluster.wait_idle()
+
+
+def test_log_probabilities_are_those_of_transformers(served: tuple[ProcessCluster, int], checkpoint: Path) -> None:
+    """Of the completion and, with `echo`, of the prompt, as loglikelihood tasks of lm-eval ask for them."""
+    _, port = served
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
+        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "temperature": 0, "logprobs": 2, "echo": True}
+        options = {"return_token_ids": True, "ignore_eos": True}
+        choice = client.completions.create(**asked, max_tokens=6, extra_body=options).choices[0]
+        alone = client.completions.create(**asked, max_tokens=0).choices[0]
+    tokens = [*PROMPT, *choice.token_ids]  # type: ignore[attr-defined]  # not a field of OpenAI's
+    oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        rows = oracle(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = [float(rows[at, token]) for at, token in enumerate(tokens[1:])]
+    assert choice.logprobs is not None
+    assert alone.logprobs is not None
+    for found in (choice.logprobs, alone.logprobs):
+        assert found.token_logprobs is not None
+        assert found.token_logprobs[0] is None
+        known = found.token_logprobs[1:]
+        assert known == pytest.approx(expected[: len(known)], abs=CLOSE)
+        assert found.top_logprobs is not None
+        for at, top in enumerate(found.top_logprobs[1:]):
+            # The token itself is among them, and two tokens may have one name.
+            likeliest = float(rows[at].max())
+            assert max(top.values()) == pytest.approx(likeliest, abs=CLOSE)
+    assert len(choice.logprobs.token_logprobs or ()) == len(tokens)
+    assert len(alone.logprobs.token_logprobs or ()) == len(PROMPT)
+
+
+def test_completions_streamed_together_are_those_of_grpc(served: tuple[ProcessCluster, int]) -> None:
+    cluster, port = served
+    with Client(cluster.router, timeout=60) as ours:
+        expected = [each.text for each in ours.completions(PROMPT, n=3, max_tokens=OUT, seed=9, ignore_eos=True)]
+    texts = [""] * 3
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60) as client:
+        asked: dict[str, Any] = {"model": "llama", "prompt": PROMPT, "max_tokens": OUT, "n": 3, "seed": 9}
+        for chunk in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    assert texts == expected
+    assert len(set(texts)) == 3
     cluster.wait_idle()
 
 

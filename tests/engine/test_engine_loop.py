@@ -257,7 +257,7 @@ def test_nothing_grows_with_requests_served() -> None:
     scheduler = worker.scheduler
     kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._reserved)
     assert [len(container) for container in kept] == [0] * 5
-    assert len(scheduler._prefix) <= worker.blocks.total
+    assert len(scheduler.prefix) <= worker.blocks.total
 
 
 # The hash model itself.

@@ -23,7 +23,7 @@ from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.paged import GREEDY, PagedSequences, make_plan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
-OPTIONS = EngineConfig(kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
+OPTIONS = EngineConfig(block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def serve_scored(
 @interpreted
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
-    """Chunked prompts, mixed steps, decode a step ahead, windows, more sequences than rows; greedy and drawn."""
+    """Chunked prompts, mixed steps, decode a step ahead, windows; greedy and drawn; once, more sequences than rows."""
     folder = make_checkpoint(tmp_path / "tiny", architecture, num_hidden_layers=2)
     likely = serve(build_cpu_runner(folder, "float32", OPTIONS), [(7, SamplingParams(max_tokens=3, temperature=0.0))])[
         0
@@ -94,6 +94,7 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
         (16, SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=stop)),
         (17, SamplingParams(max_tokens=3, temperature=0.7, top_k=20, min_p=0.01, seed=2**63)),
     ]
+    asked = asked if architecture == "llama" else asked[:2]
     assert serve(gpu_runner(folder), asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
 
 

@@ -154,4 +154,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)

@@ -17,7 +17,7 @@ STOPPED_SECONDS = 8.0
 def test_a_drained_worker_moves_its_streams(tmp_path: Path, role: str) -> None:
     options = {"worker": {"drain_seconds": 0.5}, "engine": {"kv_memory_bytes": 16 * 2**20}}
     with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}, **options) as it:
-        running = [it.begin(f"stream {number}", count=300) for number in range(STREAMS)]
+        running = [it.begin(f"stream {number}", count=160) for number in range(STREAMS)]
         until(lambda: all(stream.tokens >= 3 for stream in running), "all streams decode", 20)
         leaving = f"{role}-0"
         it.signal(leaving, signal.SIGTERM)

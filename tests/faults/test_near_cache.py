@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.client import Completion
+from kvrelay.client import Client, Completion
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from support.faults import Scene, oracle, prompt_of, scene
 from support.processes import wait_until
@@ -23,8 +23,10 @@ def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield it
 
 
-def ask(it: Scene, prompt: list[int], **options: str) -> Completion:
-    completion = it.client.complete(prompt, max_tokens=OUT, temperature=0.0, ignore_eos=True, timeout=60, **options)
+def ask(it: Scene, prompt: list[int], client: Client | None = None, **options: str) -> Completion:
+    completion = (client or it.client).complete(
+        prompt, max_tokens=OUT, temperature=0.0, ignore_eos=True, timeout=60, **options
+    )
     assert list(completion.token_ids) == oracle(prompt, OUT)
     return completion
 
@@ -41,6 +43,18 @@ def test_from_the_second_time_on_a_long_prompt_hits(it: Scene) -> None:
         longer = ask(it, [*prompt, *answers[0].token_ids, *prompt_of("next turn", 50)])
         assert longer.usage.cached_tokens > LONG - 64
     it.cluster.wait_idle(5)
+
+
+def test_a_router_knows_the_prompts_that_others_have_placed(it: Scene) -> None:
+    """Nothing in the second request but the prompt itself leads to the worker that has it: its session differs."""
+    here, there = (Client(address) for address in it.cluster.router.split(","))
+    with here, there:
+        prompts = [prompt_of(f"told {number}", LONG) for number in range(5)]
+        for number, prompt in enumerate(prompts):
+            assert ask(it, prompt, here, session=f"first {number}").usage.cached_tokens == 0
+        it.cluster.wait_idle(5)
+        for number, prompt in enumerate(prompts):
+            assert ask(it, prompt, there, session=f"second {number}").usage.cached_tokens > LONG - 64
 
 
 def test_decode_computes_prompts_itself_when_no_prefill_worker_is_left(it: Scene) -> None:

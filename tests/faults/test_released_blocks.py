@@ -89,7 +89,7 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.mark.parametrize(
     ("transport", "share", "requests"),
     [
-        ("tcp", 0.02, 300),
+        ("tcp", 0.02, 120),
         *(pytest.param(name, share, 1000, marks=SLOW) for share in (0.02, 1.0) for name in ("tcp", "shm", "gloo")),
     ],
 )

@@ -15,7 +15,6 @@ from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_R
 from support.faults import Scene, scene
 from support.processes import START_SECONDS, wait_until
 
-KILLS = 10
 CLIENTS = 4
 
 
@@ -56,13 +55,14 @@ def load(it: Scene) -> Iterator[None]:
         assert all(client.result() > 0 for client in clients)
 
 
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recorded", [True, False], ids=["with a record", "without a record"])
-def test_ten_kills_of_the_supervisor_under_load_cost_nobody_anything(tmp_path: Path, recorded: bool) -> None:
+def test_kills_of_the_supervisor_under_load_cost_nobody_anything(tmp_path: Path, recorded: bool, kills: int) -> None:
     with scene(tmp_path) as it:
         record = tmp_path / "record.json" if recorded else None
         wait_until(lambda: it.ask("first"), "serves")
         with load(it):
-            for number in range(KILLS):
+            for number in range(kills):
                 restart(it, record)
                 # Every second one is killed before it has heard of all.
                 enough = 5 if number % 2 else 1

@@ -13,7 +13,8 @@ from kvrelay.cluster.configfile import load
 
 HELM = Path(__file__).parents[2] / "helm"
 CHART = HELM / "kvrelay"
-EXAMPLES = sorted((HELM / "examples").glob("*.yaml"))
+PROFILES = sorted(CHART.glob("values-*.yaml"))
+EXAMPLES = [*sorted((HELM / "examples").glob("*.yaml")), *PROFILES]
 
 Object = dict[str, Any]
 
@@ -81,7 +82,7 @@ class Rendered:
     def config(self, folder: Path) -> ClusterConfig:
         """The configuration in the ConfigMap, read the way `kvrelay up` reads it."""
         path = folder / "config.yaml"
-        path.write_text(self.one("ConfigMap")["data"]["config.yaml"])
+        path.write_text(self.named("ConfigMap", self.name)["data"]["config.yaml"])
         return load(path)
 
 
@@ -95,12 +96,17 @@ def containers(rendered: Rendered) -> list[tuple[Object, Object]]:
     """Every (pod spec, container), the test pod's among them."""
     specs = [template["spec"] for template in rendered.templates.values()]
     specs += [pod["spec"] for pod in rendered.all("Pod")]
-    return [(spec, item) for spec in specs for item in spec["containers"]]
+    return [(spec, item) for spec in specs for item in [*spec.get("initContainers", []), *spec["containers"]]]
 
 
 def environment(item: Object) -> dict[str, Object]:
     """A container's environment by name."""
     return {entry["name"]: entry for entry in item.get("env", [])}
+
+
+def ray_containers(template: Object) -> list[Object]:
+    """The containers of a pod template in which processes of Ray run."""
+    return [item for item in template["spec"]["containers"] if item["name"] != "logs"]
 
 
 def custom_resources(group: Object) -> dict[str, float]:

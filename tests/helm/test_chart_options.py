@@ -1,9 +1,19 @@
 """The effect of single values of the chart."""
 
+import re
 from pathlib import Path
 
 import pytest
-from chart_rendering import CHART, EXAMPLES, Rendered, container, containers, environment
+from chart_rendering import (
+    CHART,
+    EXAMPLES,
+    Rendered,
+    container,
+    containers,
+    custom_resources,
+    environment,
+    ray_containers,
+)
 
 EXAMPLE = {path.stem: path for path in EXAMPLES}
 
@@ -45,10 +55,86 @@ def test_engine_options_of_a_role_win_over_everyones(pair, tmp_path):
     assert all(item.block_size == 32 and item.threads == 8 for item in options.values())
 
 
+def test_a_pod_of_several_gpus_has_a_worker_for_each(render, tmp_path):
+    rendered = render(prefill={"replicas": 2, "gpus": 4, "resources": {"cpu": "16"}}, decode={"gpus": 8})
+    config = rendered.config(tmp_path)
+    assert (config.prefill.replicas, config.prefill.gpus, config.prefill.cpus) == (8, 1, 4)
+    assert (config.decode.replicas, config.decode.gpus) == (8, 1)
+    assert custom_resources(rendered.groups["prefill"]) == {"kvrelay_prefill": 4}
+    assert worker(rendered, "prefill")["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert {item.engine.threads for item in config.worker_configs() if item.role == "prefill"} == {4}
+
+
+def test_several_workers_share_a_pods_gpu_or_cpus(render, tmp_path):
+    config = render(prefill={"gpus": 1, "workersPerPod": 3}, decode={"workersPerPod": 2}).config(tmp_path)
+    assert (config.prefill.replicas, config.prefill.gpus) == (3, 0.3333)
+    assert (config.decode.replicas, config.decode.gpus, config.decode.cpus) == (2, 0, 1)
+
+
+def test_a_model_of_the_hub_is_downloaded_once_into_the_cache(render):
+    claim = {"persistentVolumeClaim": {"claimName": "cache"}}
+    rendered = render(model={"path": "hf:org/name@v1", "hub": {"tokenSecret": "hub", "source": claim}})
+    for group, template in rendered.templates.items():
+        spec = template["spec"]
+        if group == "headgroup":
+            assert "initContainers" not in spec
+            continue
+        (fetch,) = spec["initContainers"]
+        wanted = ["python", "-m", "kvrelay.models", "hf:org/name@v1"]
+        assert fetch["command"] == wanted + (["--no-weights"] if group == "router" else [])
+        for item in (fetch, spec["containers"][0]):
+            variables = environment(item)
+            assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+            assert variables["HF_HOME"]["value"] in [mount["mountPath"] for mount in item["volumeMounts"]]
+        assert {"name": "hub", **claim} in spec["volumes"]
+    later = render(model={"path": "hf:org/name", "hub": {"prefetch": False}})
+    assert "initContainers" not in later.templates["decode"]["spec"]
+    assert {"name": "hub", "emptyDir": {}} in later.templates["decode"]["spec"]["volumes"]
+
+
+def test_rays_state_can_be_kept_in_redis(render):
+    rendered = render(gcsFaultTolerance={"enabled": True, "redisAddress": "redis:6380", "redisPasswordSecret": "redis"})
+    assert rendered.cluster["spec"]["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis:6380",
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}},
+    }
+    assert "gcsFaultToleranceOptions" not in render().cluster["spec"]
+
+
+def test_outgoing_traffic_can_be_denied_but_for_what_is_needed(render):
+    mine = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}
+    rendered = render(
+        networkPolicy={"defaultDeny": True, "egressTo": [mine]},
+        gcsFaultTolerance={"enabled": True, "redisAddress": "redis:6380"},
+        model={"path": "hf:org/name"},
+    )
+    spec = rendered.named("NetworkPolicy", f"{rendered.name}-egress")["spec"]
+    ports = {port["port"] for rule in spec["egress"] for port in rule.get("ports", [])}
+    assert ports == {53, 443, 6380}
+    assert mine in spec["egress"]
+    (term,) = spec["podSelector"]["matchExpressions"]
+    for labels in [*map(rendered.pod_labels, rendered.templates), rendered.one("Pod")["metadata"]["labels"]]:
+        assert labels[term["key"]] in term["values"]
+
+
+def test_the_test_pod_has_a_key_and_knows_the_authority(render):
+    router = {"tlsSecret": "public", "apiKeysSecret": "keys"}
+    assert not render(router=router).all("Pod")
+    pod = render(router=router, helmTest={"apiKeySecret": "key", "tlsHost": "llm.example.com"}).one("Pod")
+    item = pod["spec"]["containers"][0]
+    assert environment(item)["KVRELAY_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": "key", "key": "api_key"}
+    assert item["command"][item["command"].index("--target") + 1] == "llm.example.com:50051"
+    assert item["command"][item["command"].index("--ca") + 1].startswith(item["volumeMounts"][0]["mountPath"])
+
+
 def test_a_pod_monitor_finds_every_pod(pair):
     spec = pair.one("PodMonitor")["spec"]
     assert pair.selected(spec["selector"]["matchLabels"]) == set(pair.templates)
     (endpoint,) = spec["podMetricsEndpoints"]
+    (rename,) = endpoint["metricRelabelings"]
+    pattern = re.compile(rename["regex"])
+    assert pattern.fullmatch("ray_kvrelay_router_requests_total").expand(r"\1") == "kvrelay_router_requests_total"
+    assert pattern.fullmatch("ray_tasks") is None
     for template in pair.templates.values():
         ports = template["spec"]["containers"][0]["ports"]
         assert [port["containerPort"] for port in ports if port["name"] == endpoint["port"]] == [8080]
@@ -163,7 +249,7 @@ def test_an_existing_secret_is_used_by_everyone(render):
     rendered = render(auth={"existingSecret": "mine"})
     assert rendered.cluster["spec"]["authOptions"] == {"mode": "token", "secretName": "mine"}
     for template in rendered.templates.values():
-        for item in template["spec"]["containers"]:
+        for item in ray_containers(template):
             assert environment(item)["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "mine"
 
 

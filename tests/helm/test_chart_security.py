@@ -4,7 +4,7 @@ import base64
 from typing import Any
 
 import pytest
-from chart_rendering import Rendered, container
+from chart_rendering import Rendered, container, ray_containers
 
 JOIN = "/etc/kvrelay-secrets/join"
 SECRETS = {part: f"cert-{part}" for part in ("supervisor", "router", "worker", "operator")}
@@ -39,14 +39,14 @@ def test_the_chart_makes_a_join_token_that_every_pod_reads(render, tmp_path):
     assert config.security.join_token_path == f"{JOIN}/join_token"
     assert config.security.tls == "off"
     for template in rendered.templates.values():
-        for item in template["spec"]["containers"]:
+        for item in ray_containers(template):
             assert mounted(template, item)[JOIN]["secret"]["secretName"] == secret["metadata"]["name"]
 
 
 def test_a_named_secret_takes_its_place(secured):
     assert not secured.all("Secret")
     for template in secured.templates.values():
-        for item in template["spec"]["containers"]:
+        for item in ray_containers(template):
             assert mounted(template, item)[JOIN]["secret"]["secretName"] == "mine"
 
 
@@ -54,7 +54,7 @@ def test_each_pod_gets_the_certificates_of_its_own_roles_only(secured, tmp_path)
     config = secured.config(tmp_path)
     assert (config.security.tls, config.transfer.encrypt) == ("mutual", "full")
     for group, template in secured.templates.items():
-        for item in template["spec"]["containers"]:
+        for item in ray_containers(template):
             sources = mounted(template, item)[config.security.certificates]["projected"]["sources"]
             files = {file["path"] for source in sources for file in source["secret"]["items"]}
             wanted = {f"{part}.{kind}" for part in PARTS[group] for kind in ("crt", "key")}
@@ -65,7 +65,7 @@ def test_each_pod_gets_the_certificates_of_its_own_roles_only(secured, tmp_path)
 def test_only_the_router_has_the_public_certificate_and_the_api_keys(secured, tmp_path):
     router = secured.config(tmp_path).router
     for group, template in secured.templates.items():
-        for item in template["spec"]["containers"]:
+        for item in ray_containers(template):
             secrets = {path: volume.get("secret", {}) for path, volume in mounted(template, item).items()}
             names = {path.rpartition("/")[2]: found.get("secretName") for path, found in secrets.items()}
             assert ("public" in names, "api-keys" in names) == (group == "router",) * 2

@@ -188,3 +188,57 @@ def test_a_run_lets_other_python_threads_go_on(tmp_path: Path) -> None:
 
 def threads_of_this_process() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def cpu_with(monkeypatch: pytest.MonkeyPatch, *sets: str) -> None:
+    """Makes this CPU one that has these instruction sets."""
+    had = [each.needed for each in module.INSTRUCTION_SETS if each.name in sets]
+    monkeypatch.setattr(module, "cpu_features", lambda: frozenset().union(*had))
+
+
+def test_the_best_prebuilt_kernels_that_the_cpu_can_run_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {each.name: tmp_path / module._prebuilt_name(each) for each in module.INSTRUCTION_SETS}
+    for name in ("avx2", "avx512", "avx512bf16", "amx"):
+        cpu_with(monkeypatch, name)
+        assert module.prebuilt(tmp_path) in (None, *files.values())
+        files[name].touch()
+        assert module.prebuilt(tmp_path) == files[name]
+    cpu_with(monkeypatch, "avx512")
+    assert module.prebuilt(tmp_path) == files["avx512"]
+    cpu_with(monkeypatch)
+    assert module.prebuilt(tmp_path) is None
+
+
+def test_prebuilt_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with(monkeypatch, "avx2")
+    (tmp_path / module._prebuilt_name(module.INSTRUCTION_SETS[-1])).touch()
+    assert module.prebuilt(tmp_path) is not None
+    monkeypatch.setattr(module, "_source_bytes", lambda: b"changed")
+    assert module.prebuilt(tmp_path) is None
+
+
+@needs_kernels
+def test_prebuilt_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process compiles them; another, which finds no compiler and has no cache, uses them."""
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    module.prebuild(tmp_path, module.INSTRUCTION_SETS[-1:])
+    user = """
+import pathlib, sys
+from kvrelay.kernels.cpu import library
+library.FLAGS += ("-O0",)
+found = library.prebuilt(pathlib.Path(sys.argv[1]))
+library.prebuilt = lambda: found
+assert found is not None and library.library() is not None
+"""
+    environment = os.environ | {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", user, tmp_path], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_every_instruction_set_compiles(tmp_path: Path) -> None:
+    module.prebuild(tmp_path)
+    assert len(list(tmp_path.glob("*.so"))) == len(module.INSTRUCTION_SETS)

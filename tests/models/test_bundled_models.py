@@ -143,10 +143,12 @@ def test_the_card_quotes_the_training_record(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recorded_bits_per_byte_hold_for_the_weights(name: str) -> None:
-    """Measured on every eighth window of the held-out files of this Python, whose version has slightly other files."""
+    """Measured on every 16th window of the held-out files of this Python, whose version has slightly other files."""
     texts = [text for path, text in train.library_files().items() if train.is_held_out(path)]
     stream = train.token_stream(TOKENIZER, texts)
-    sample = np.concatenate([stream[start : start + train.LENGTH] for start in range(0, len(stream), 8 * train.LENGTH)])
+    sample = np.concatenate(
+        [stream[start : start + train.LENGTH] for start in range(0, len(stream), 16 * train.LENGTH)]
+    )
     sample_bytes = sum(len(text.encode()) for text in texts) * len(sample) / len(stream)
     model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
     measured = train.bits_per_byte(model, sample, train.LENGTH, round(sample_bytes))

@@ -1,4 +1,4 @@
-"""A minute of the nemesis; `make soak` runs an hour. `KVRELAY_SEED`, which a failure names, replays it."""
+"""Half a minute of the nemesis, or two; `make soak` runs an hour. `KVRELAY_SEED`, which a failure names, replays it."""
 
 import os
 import random
@@ -8,17 +8,17 @@ import pytest
 
 from nemesis.run import run
 
-SECONDS = 60.0
 COMPLETE = 0.95
-"""Some 120 requests are too few for the share that an hour has to reach."""
+"""The requests of a minute are too few for the share that an hour has to reach."""
 SEED = int(os.environ.get("KVRELAY_SEED", random.randrange(2**31)))
 
 
-@pytest.mark.timeout(300)
-def test_a_minute_of_faults_breaks_no_promise(tmp_path: Path) -> None:
-    report = run(tmp_path, SECONDS, SEED)
-    assert report.requests["complete"] > 50, report.requests
-    assert report.summary["faults"] >= 3
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seconds", [30, pytest.param(120, marks=pytest.mark.slow)])
+def test_faults_break_no_promise(tmp_path: Path, seconds: int) -> None:
+    report = run(tmp_path, seconds, SEED)
+    assert report.requests["complete"] > seconds // 2, report.requests
+    assert report.summary["faults"] >= seconds // 15
     print(report.summary)
     assert report.broken() == [], f"seed {SEED}"
     assert report.late == [], f"seed {SEED}"

@@ -10,7 +10,7 @@ from kvrelay.router.attempt import Attempt
 from kvrelay.router.prompt import Prompt
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
-from kvrelay.router.worker_stream import OnDoubt, OnEvent, OnLost, WorkerStream
+from kvrelay.router.worker_stream import Listener, WorkerStream
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, TokenLogprobs
 from support.access import credentials
@@ -22,17 +22,17 @@ PROMPT = Prompt((5, 6, 7))
 class ScriptedStream(WorkerStream):
     """A stream without a connection: keeps what was cancelled, and delivers the events that a test makes."""
 
-    on_event: OnEvent
-    on_lost: OnLost
+    listener: Listener
 
     def __init__(self, name: str) -> None:
         super().__init__(WorkerId(name, "i"), "", credentials("router"), RouterHello(), lambda: None)
         self.cancelled: list[tuple[str, int]] = []
 
-    def submit(
-        self, submit: Submit, on_event: OnEvent, on_lost: OnLost, on_doubt: OnDoubt, *, cached_tokens: int = 0
-    ) -> None:
-        self.on_event, self.on_lost = on_event, on_lost
+    def submit(self, submit: Submit, listener: Listener, *, cached_tokens: int = 0) -> None:
+        self.listener = listener
+
+    def on_event(self, event: RequestEvent) -> None:
+        self.listener.on_event(event)
 
     def cancel(self, key: tuple[str, int]) -> None:
         self.cancelled.append(key)
@@ -67,40 +67,48 @@ def interleavings(draw: st.DrawFn) -> tuple[int, int, list[tuple[str, int, int]]
 
 
 @settings(max_examples=400, deadline=None)
-@given(interleavings(), st.data())
+@given(interleavings(), st.booleans(), st.data())
 def test_every_index_comes_once_and_in_order(
-    case: tuple[int, int, list[tuple[str, int, int]]], data: st.DataObject
+    case: tuple[int, int, list[tuple[str, int, int]]], scored: bool, data: st.DataObject
 ) -> None:
+    """Whether its tokens come in events or by themselves."""
     total, generated, events = case
 
     async def test() -> None:
-        attempt, prefill, decode = attempt_of(total, generated, logprobs=0)
+        attempt, prefill, decode = attempt_of(total, generated, logprobs=0 if scored else None)
         taken: list[int] = []
         scores: list[TokenLogprobs] = []
         prompt_scores: list[TokenLogprobs] = []
         finish = FINISH_REASON_UNSPECIFIED
-        if not generated:
+        if scored and not generated:
             for place in range(1, len(PROMPT)):
-                scored = [TokenLogprobs(rank=place)]
-                prefill.on_event(RequestEvent(prompt_logprobs=scored, prompt_logprobs_first=place))
+                score = TokenLogprobs(rank=place)
+                prefill.on_event(RequestEvent(prompt_logprobs=[score], prompt_logprobs_first=place))
         for worker, first, end in events:
             last = worker == "decode" and end == total
-            event = RequestEvent(
-                first_index=first,
-                token_ids=[100 + index for index in range(first, end)],
-                logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end)],
-                finish_reason=length_if(last),
-            )
-            (prefill if worker == "prefill" else decode).on_event(event)
+            listener = (prefill if worker == "prefill" else decode).listener
+            if not (scored or last) and data.draw(st.booleans()):
+                for index in range(first, end):
+                    listener.on_token(index, 100 + index, 0.0)
+            else:
+                event = RequestEvent(
+                    first_index=first,
+                    token_ids=[100 + index for index in range(first, end)],
+                    logprobs=[TokenLogprobs(rank=1 + index) for index in range(first, end) if scored],
+                    finish_reason=length_if(last),
+                )
+                listener.on_event(event)
             if data.draw(st.booleans()):
                 tokens, finish, logprobs, prompt_logprobs = attempt.take()
                 taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
                 assert not finish or len(taken) == total - generated
         tokens, ended, logprobs, prompt_logprobs = attempt.take()
         taken, scores, prompt_scores = taken + tokens, scores + logprobs, prompt_scores + prompt_logprobs
-        assert [score.rank for score in scores] == [1 + index for index in range(generated, total)]
+        assert [score.rank for score in scores] == [1 + index for index in range(generated, total) if scored]
         # A client that has tokens has the prompt's log-probabilities.
-        assert [score.rank for score in prompt_scores] == ([] if generated else list(range(1, len(PROMPT))))
+        assert [score.rank for score in prompt_scores] == (
+            [] if generated or not scored else list(range(1, len(PROMPT)))
+        )
         assert taken == [100 + index for index in range(generated, total)]
         assert FINISH_REASON_LENGTH in (finish, ended)
         assert attempt.failure is None
@@ -136,7 +144,7 @@ def test_an_unfinished_attempt_is_cancelled_on_its_workers_and_claims_no_tokens(
                 streams[worker].on_event(RequestEvent(failure=Failure(code=Failure.CODE_RETRY)))
             else:
                 streams[worker].lost = "killed"
-                streams[worker].on_lost()
+                streams[worker].listener.on_lost()
             over.add(worker)
         attempt.close()
         attempt.close()

@@ -1,14 +1,21 @@
 """The text that comes token by token equals the text of all tokens; stop strings."""
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from kvrelay.internal.v1.worker_pb2 import Sampling
+from kvrelay.router.completion import Completion
 from kvrelay.router.detokenizer import Detokenizer, TokenBytes
+from kvrelay.router.prompt import Prompt
 from kvrelay.router.stops import StopStrings
+from kvrelay.router.validation import CheckedRequest
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
 from support.router_fakes import byte_level_tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -39,7 +46,7 @@ UNICODE = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 
 def incremental(table: TokenBytes, ids: list[int]) -> list[str]:
     detokenizer = Detokenizer(table)
-    return [detokenizer.push(token) for token in ids] + [detokenizer.flush()]
+    return [detokenizer.push([token]) for token in ids] + [detokenizer.flush()]
 
 
 @settings(max_examples=300, deadline=None)
@@ -57,6 +64,28 @@ def test_any_text_comes_back_in_whole_characters(text: str) -> None:
         pieces = incremental(table, tokenizer.encode(text).ids)
         assert "".join(pieces) == expected
         assert REPLACEMENT in text or not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(UNICODE, st.sampled_from(["", "ab", "é", "a b"]), st.integers(0, 6), st.data())
+def test_tokens_that_come_together_give_what_they_give_one_by_one(
+    text: str, stop: str, min_tokens: int, data: st.DataObject
+) -> None:
+    ids = BYTE_LEVEL.encode(text).ids
+    sampling = Sampling(max_tokens=100, min_tokens=min_tokens)
+    request = CheckedRequest("r", "r/1", Prompt((5,)), sampling, (stop,) if stop else (), "")
+
+    def pieces(sizes: Iterator[int]) -> tuple[str, list[int], int]:
+        completion, shown, taken, reason = Completion(request, BYTE_LEVEL_BYTES), "", list[int](), 0
+        left = ids
+        while left and not reason:
+            part, left = left[: (size := next(sizes))], left[size:]
+            piece = completion.add(part, FINISH_REASON_UNSPECIFIED if left else FINISH_REASON_LENGTH)
+            shown, taken, reason = shown + piece.text, [*taken, *piece.token_ids], piece.finish_reason
+        return shown, taken, reason
+
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
+    assert pieces(iter(cuts)) == pieces(itertools.repeat(1))
 
 
 @settings(max_examples=200, deadline=None)

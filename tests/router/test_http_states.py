@@ -170,9 +170,8 @@ def test_limits_and_states_have_their_status(tmp_path: Path) -> None:
             for path in ("/health", "/ready", "/v1/models"):
                 assert (await http.get(path))[0] == 200
             async with http.session.get(http.base + "/metrics") as response:
-                assert (
-                    'kvrelay_router_requests_total{outcome="exhausted",router="router-0"} 1.0' in await response.text()
-                )
+                refused = 'kvrelay_router_requests_total{class="none",outcome="exhausted",router="router-0"} 1.0'
+                assert refused in await response.text()
             await colocated_of(token_at)(job)
             assert (await running)[0] == 200
             status, _ = await http.post("/v1/completions", {**HELLO, "prompt": "x" * 2000})

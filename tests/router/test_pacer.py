@@ -8,7 +8,8 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.worker_pb2 import Failure
-from kvrelay.router.pacer import STREAM_SECONDS, UNPACED_TOKENS, Pacer
+from kvrelay.router.attempt_tokens import AttemptTokens
+from kvrelay.router.pacer import AT_ONCE, STREAM_SECONDS, UNPACED_TOKENS, Pacer
 from support.router_fakes import FakeCluster, Job, fake_cluster, length_if, pair, run, until
 
 PROMPT = [5, 6, 7]
@@ -110,16 +111,71 @@ def test_what_has_gathered_is_sent_before_another_attempt(tmp_path: Path) -> Non
     run(test)
 
 
-def test_pauses_end_in_time_and_grow_with_the_streams() -> None:
+def test_the_pace_grows_with_the_streams_and_no_token_waits_longer_than_allowed() -> None:
     async def test() -> None:
-        pacer, ends = Pacer(0.02), []
+        pacer = Pacer(0.02)
         for streams in (1, 10, 100, 10_000):
             pacer.streams = streams
             assert pacer.seconds == min(0.02, STREAM_SECONDS * streams)
-        began = time.monotonic()
-        for _ in range(200):
-            pacer.pause(lambda: ends.append(time.monotonic()))
-        await until(lambda: len(ends) == 200, "all pauses have ended")
-        assert min(ends) >= began + 0.02 - 0.001
+        began, released = time.monotonic(), dict[int, float]()
+        for number in range(200):
+            pacer.hold(lambda pause: released.setdefault(pause, time.monotonic()), number)
+        await until(lambda: len(released) == 200, "all were released")
+        assert list(released) == list(range(200)), "in order"
+        assert min(released.values()) >= began + 0.02 - 0.001
+
+    run(test)
+
+
+def test_gathered_tokens_go_out_with_the_first_one_after_the_pace_or_by_their_timer() -> None:
+    async def test() -> None:
+        tokens, pacer = AttemptTokens(0, 100, scored=False), Pacer(60.0)
+
+        async def released() -> int:
+            """Tokens that go out in the next turns of the event loop."""
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return len(tokens.take().token_ids)
+
+        assert tokens.append(0, 7, 1.0)
+        assert await released() == 1
+        tokens.pause(2.0, pacer)
+        for index in (1, 2):
+            assert tokens.append(index, 7, 1.5)
+        assert await released() == 0
+        assert tokens.append(3, 7, 2.0), "the pace is over"
+        assert tokens.append(4, 7, 2.5), "before it is its turn"
+        assert await released() == 4
+
+        tokens.pause(3.0, pacer)
+        assert tokens.append(5, 7, 2.5)
+        assert await released() == 0, "it has not waited for a minute"
+        tokens.flush()
+        assert await released() == 1, "nothing gathers after the attempt's failure"
+
+        pacer = Pacer(0.001)
+        tokens.pause(time.monotonic() + 60, pacer)
+        assert tokens.append(6, 7, time.monotonic())
+        await until(lambda: tokens.take().token_ids == [7], "its timer lets it go")
+
+    run(test)
+
+
+def test_a_router_reads_between_the_writes_of_many_streams() -> None:
+    async def test() -> None:
+        pacer, released, turns = Pacer(0.01), 0, 0
+
+        def release(_: int) -> None:
+            nonlocal released
+            released += 1
+
+        for _ in range(10 * AT_ONCE):
+            pacer.due(release, 1)
+        while released < 10 * AT_ONCE:
+            before = released
+            await asyncio.sleep(0)
+            assert released - before <= AT_ONCE
+            turns += 1
+        assert turns <= 12
 
     run(test)

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RouterHello, Sampling, Submit
+from kvrelay.internal.v1.worker_pb2 import PHASE_DECODE, PHASE_PREFILL, RequestEvent, RouterHello, Sampling, Submit
 from kvrelay.router.budget import AT_LEAST, SHARE, WINDOW_SECONDS, RetryBudget
 from kvrelay.router.placement import (
     TRANSFER_SHARE,
@@ -168,11 +168,36 @@ def test_a_single_token_needs_no_capacity_on_decode() -> None:
     assert LeastWork(PrefixIndex(0)).place(Demand(5, 0), workers[1:]) is NoPlace.NO_CAPACITY, "decode computes it"
 
 
+def test_what_another_router_has_placed_counts_as_if_this_one_had() -> None:
+    workers = [WorkerView(WorkerId(f"p{number}", "i"), "prefill", ready=True, kv_tokens=10**6) for number in range(3)]
+    chain = list(range(1, 21))
+    policy = LeastWork(PrefixIndex(10**6))
+    for worker in workers:
+        policy.place(Demand(1, 0), workers)
+        policy.learn(worker.id, chain, 0, 16)
+        chosen = policy.place(Demand(700, 0, chain=chain), workers)
+        assert isinstance(chosen, Placement)
+        assert chosen.prefill == worker.id
+        chain = [unit + 100 for unit in chain]
+
+
+class Deaf:
+    """Listens to a stream on which nothing comes."""
+
+    def on_token(self, index: int, token: int, now: float) -> None: ...
+
+    def on_event(self, event: RequestEvent) -> None: ...
+
+    def on_lost(self) -> None: ...
+
+    def on_doubt(self) -> None: ...
+
+
 def test_load_is_what_runs_and_what_is_to_compute_not_what_may_be_generated() -> None:
     def load(*submits: Submit) -> int:
         stream = WorkerStream(WorkerId("w", "i"), "", credentials("router"), RouterHello(), lambda: None)
         for submit in submits:
-            stream.submit(submit, lambda event: None, lambda: None, lambda: None, cached_tokens=30)
+            stream.submit(submit, Deaf(), cached_tokens=30)
         view = WorkerView(
             stream.worker, "decode", True, stream.outstanding_tokens, stream.pending_tokens, stream.running
         )

@@ -16,8 +16,8 @@ from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY, Member
 from kvrelay.router.placement import WorkerView
 from kvrelay.router.server import RouterServer
 from kvrelay.worker.config import WorkerConfig, WorkerRole
+from kvrelay.worker.role import Role
 from kvrelay.worker.server import WorkerServer
-from kvrelay.worker.worker import Role
 from support.checkpoints import make_checkpoint
 from support.router_fakes import ROLES, FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
 

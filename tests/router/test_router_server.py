@@ -5,7 +5,9 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,9 +18,23 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 
 from kvrelay.client import AsyncClient, Exhausted, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_READY, MEMBER_STATE_STARTING, ROLE_ROUTER
+from kvrelay.internal.v1.worker_pb2 import RelayRequest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
-from support.router_fakes import FakeWorker, colocated_of, fake_cluster, model_folder, pair, run, silent, until
+from support.processes import Process
+from support.router_fakes import (
+    FakeWorker,
+    Script,
+    colocated_of,
+    decode_of,
+    fake_cluster,
+    model_folder,
+    pair,
+    prefill_of,
+    run,
+    silent,
+    until,
+)
 
 SERVICE = "kvrelay.v1.InferenceService"
 TIMEOUT = 30
@@ -56,6 +72,44 @@ def test_health_says_whether_a_request_can_be_placed(tmp_path: Path) -> None:
                 assert (await client.complete("hello", max_tokens=3)).token_ids == (40, 41, 42)
             await worker.stop()
             await wait_for(HealthCheckResponse.NOT_SERVING)
+
+    run(test)
+
+
+class SlowToAnswer(FakeWorker):
+    """Takes connections, and says hello when `ready` is set."""
+
+    def __init__(self, name: str, role: str, script: Script) -> None:
+        super().__init__(name, role, script)
+        self.dialed, self.ready = asyncio.Event(), asyncio.Event()
+
+    async def Relay(self, request_iterator: AsyncIterator[RelayRequest], context: Any) -> None:
+        self.dialed.set()
+        await self.ready.wait()
+        await super().Relay(request_iterator, context)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_router_that_starts_is_ready_when_it_has_dialed_each_worker(tmp_path: Path, answers: bool) -> None:
+    """A decode worker would compute the first prompts itself."""
+
+    async def test() -> None:
+        prefill = SlowToAnswer("prefill-0", "prefill", prefill_of(token_at))
+        decode = FakeWorker("decode-0", "decode", decode_of(token_at))
+        async with fake_cluster(tmp_path) as cluster:
+            for worker in (prefill, decode):
+                await worker.start()
+            cluster.supervisor.announce(prefill.member(), decode.member())
+            await prefill.dialed.wait()
+            await until(lambda: [view.id.name for view in cluster.router.registry.view() if view.ready], "a worker")
+            assert not cluster.router.registry.complete
+            if answers:
+                prefill.ready.set()
+            else:
+                await prefill.stop()
+            await until(lambda: cluster.router.registry.complete, "the router is ready")
+            for worker in (prefill, decode):
+                await worker.stop()
 
     run(test)
 
@@ -218,26 +272,28 @@ def test_a_drain_lets_running_streams_end(tmp_path: Path) -> None:
     run(test)
 
 
-def test_foreground_process(tmp_path: Path) -> None:
-    model = model_folder(tmp_path / "model")
-    config = tmp_path / "router.json"
-
-    def start(**options: object) -> "subprocess.Popen[str]":
-        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
-        command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
+def test_a_router_that_can_not_start_says_why_in_a_line(tmp_path: Path) -> None:
+    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
     for options, problem in (
         ({"grpc_prt": 1}, "grpc_prt"),
         ({"max_attempts": 0}, "max_attempts is 0; allowed: 1 to 100"),
         ({"model": str(tmp_path / "nowhere")}, "nowhere"),
     ):
-        process = start(**options)
-        out, err = process.communicate(timeout=TIMEOUT)
-        assert (process.returncode, out) == (2, "")
-        assert problem in err
-        assert len(err.strip().splitlines()) == 1
-    process = start()
+        config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None, **options}))
+        process = Process("kvrelay.router", ["--config", str(config)], tmp_path / "log", forked=True)
+        assert process.popen.wait(TIMEOUT) == 2
+        (line,) = process.log.read_text().strip().splitlines()
+        assert problem in line
+        assert process.popen.stdout is not None
+        assert process.popen.stdout.read() == b""
+        process.stop()
+
+
+def test_foreground_process(tmp_path: Path) -> None:
+    model, config = model_folder(tmp_path / "model"), tmp_path / "router.json"
+    config.write_text(json.dumps({"model": str(model), "grpc_port": 0, "http_port": None}))
+    command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address = json.loads(process.stdout.readline())["address"]
     with grpc.insecure_channel(address) as channel:

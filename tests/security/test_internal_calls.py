@@ -93,7 +93,7 @@ def supervisor(folder: Path, tls: str, **options: Any) -> Iterator[Supervisor]:
     secrets = secrets_in(folder, tls)
     path = folder / "supervisor.json"
     path.write_text(json.dumps({"security": secrets.options, "suspect_seconds": 60, "dead_seconds": 120, **options}))
-    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], folder / "supervisor.log")
+    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], folder / "supervisor.log", forked=True)
     try:
         found = Supervisor(process.address(), secrets)
         worker = secrets.credentials("worker")
@@ -252,7 +252,7 @@ def test_no_token_at_all_is_a_users_mistake(tmp_path: Path) -> None:
     path = tmp_path / "supervisor.json"
     path.write_text("{}")
     variables = {"KVRELAY_JOIN_TOKEN": ""}
-    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log", variables)
+    process = Process("kvrelay.cluster.supervisor", ["--config", str(path)], tmp_path / "log", variables, forked=True)
     assert process.popen.wait(30) == 2
     process.stop()
     assert "KVRELAY_JOIN_TOKEN" in (tmp_path / "log").read_text()

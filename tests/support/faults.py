@@ -255,9 +255,9 @@ def scene(
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
         variables: seconds by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
-            place; `worker`, other options of every worker; `router`, options of every router.
+            place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own.
     """
-    if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router"}:
+    if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
     times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
     environment = {name: str(value) for name, value in times.items()}
@@ -288,6 +288,7 @@ def scene(
                 roles=roles,
                 modules={"prefill": MODULE, "decode": MODULE},
                 variables=environment,
+                supervisor=options.get("supervisor"),
             )
         )
         yield Scene(cluster, stack.enter_context(Client(cluster.router)), proxies, losses)

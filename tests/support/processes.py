@@ -251,6 +251,7 @@ def process_cluster(
     modules: Mapping[str, str] = MODULES,
     variables: Mapping[str, str] | None = None,
     secrets: Secrets | None = None,
+    supervisor: Mapping[str, Any] | None = None,
 ) -> Iterator[ProcessCluster]:
     """A ready cluster on free ports, stopped in the end.
 
@@ -261,12 +262,15 @@ def process_cluster(
         routers: how many of them.
         variables: further environment of the workers.
         secrets: what all processes prove themselves with; by default the tests' join token.
+        supervisor: further options of the supervisor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cluster = ProcessCluster(folder, credentials() if secrets is None else secrets.credentials("operator"))
     security = {} if secrets is None else {"security": secrets.options}
     try:
-        cluster.supervisor = cluster.start("supervisor", "kvrelay.cluster.supervisor", security).address()
+        cluster.supervisor = cluster.start(
+            "supervisor", "kvrelay.cluster.supervisor", security | dict(supervisor or {})
+        ).address()
         common = {"model": str(model), "supervisor": cluster.supervisor, **security}
         for role, count in {"prefill": prefill, "decode": decode, "colocated": colocated}.items():
             for index in range(count):

@@ -42,7 +42,10 @@ class Supervised:
         path.write_text(json.dumps(self.config))
         self.lives += 1
         self.process = Process(
-            "kvrelay.cluster.supervisor", ["--config", str(path)], self.folder / f"supervisor-{self.lives}.log"
+            "kvrelay.cluster.supervisor",
+            ["--config", str(path)],
+            self.folder / f"supervisor-{self.lives}.log",
+            forked=True,
         )
         self.address = self.process.address()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.simulation import Explored, World, explore, trace
 from support.specification import Transition, specified
 
-SEEDS, MANY_SEEDS = 8000, 100_000
+SEEDS, MANY_SEEDS = 4000, 100_000
 SLICE = 500
 SEED = os.environ.get("KVRELAY_SEED")
 

@@ -43,14 +43,23 @@ class Router:
     def __init__(self, call: Any) -> None:
         self.call = call
         self._events: list[RequestEvent] = []
+        self._slots: dict[int, Submit] = {}
 
     async def send(self, **message: Any) -> None:
-        await self.call.write(RelayRequest(**message))
+        request = RelayRequest(**message)
+        if request.HasField("submit"):
+            request.submit.slot = len(self._slots) + 1
+            self._slots[request.submit.slot] = request.submit
+        await self.call.write(request)
 
     async def event(self) -> RequestEvent:
+        """The next event, or the next token that comes by itself as one."""
         while not self._events:
             response: RelayResponse = await asyncio.wait_for(self.call.read(), SECONDS)
             assert response is not grpc.aio.EOF
+            for slot, index, token in zip(response.slots, response.indices, response.token_ids, strict=True):
+                key = {"request_id": self._slots[slot].request_id, "attempt": self._slots[slot].attempt}
+                self._events.append(RequestEvent(**key, first_index=index, token_ids=[token]))
             self._events += response.events
         return self._events.pop(0)
 

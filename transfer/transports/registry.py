@@ -31,6 +31,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 """Why this process can't use a transport; None if it can."""
 
 _NO_MAC = "it moves GPU memory past the CPU, which would have to authenticate it"
+_NOT_ON_GPU = "the KV pool is not on a GPU"
 _NO_TLS = "it can't encrypt; allowed: shm and tcp"
 
 
@@ -45,6 +46,19 @@ def _unprotected(name: str, encrypt: Encrypt, gpu: bool) -> str | None:
     if encrypt == "integrity" and (name == "nccl" or (name == "nixl" and gpu)):
         return _NO_MAC
     return None
+
+
+def reasons(wanted: str, gpu: bool, encrypt: Encrypt) -> dict[str, str | None]:
+    """Why this worker doesn't use a transport, for each one, best first; None if it does. As `available_transports`."""
+    order = ON_GPU if gpu else ON_CPU
+    others = [name for name in ON_GPU if name not in order]
+    return {
+        name: (None if wanted in ("auto", name) else f"transfer.transport is {wanted!r}")
+        or _MISSING[name]()
+        or (None if name in order else _NOT_ON_GPU)
+        or _unprotected(name, encrypt, gpu)
+        for name in (*order, *others)
+    }
 
 
 def available_transports(
@@ -67,14 +81,13 @@ def available_transports(
         ValueError: this worker can't use the wanted one, or has no certificates for encrypt full.
         OSError: `host` can't be bound.
     """
-    order = ON_GPU if gpu else ON_CPU
-    names = order if wanted == "auto" else (wanted,)
-    not_here = "the KV pool is not on a GPU"
     if encrypt == "full" and certificates is None:
         raise ValueError(
             "transfer.encrypt is 'full'; allowed with security.tls mutual only, whose certificates it uses"
         )
-    missing = {name: _MISSING[name]() or (None if name in order else not_here) for name in names}
+    order = ON_GPU if gpu else ON_CPU
+    names = order if wanted == "auto" else (wanted,)
+    missing = {name: _MISSING[name]() or (None if name in order else _NOT_ON_GPU) for name in names}
     unprotected = {name: _unprotected(name, encrypt, gpu) for name in names}
     if wanted != "auto" and unprotected[wanted] is not None:
         raise ValueError(f"transfer.transport is {wanted!r} with transfer.encrypt {encrypt}: {unprotected[wanted]}")

@@ -74,6 +74,17 @@ ray.io/group: {{ .group }}
 {{- end -}}
 {{- end -}}
 
+{{/* Workers in each pod of a role. Argument: the role's values. */}}
+{{- define "kvrelay.workersPerPod" -}}
+{{- default (max 1 (int .gpus)) (int .workersPerPod) -}}
+{{- end -}}
+
+{{/* Part of an amount for each worker of a pod, with four decimals, as Ray counts. Argument: {amount, values}. */}}
+{{- define "kvrelay.perWorker" -}}
+{{- $part := floor (divf (mulf (float64 .amount) 10000) (include "kvrelay.workersPerPod" .values | float64)) -}}
+{{- divf $part 10000 -}}
+{{- end -}}
+
 {{/* Roles whose workers this release runs, as a JSON list. */}}
 {{- define "kvrelay.roles" -}}
 {{- $roles := list -}}
@@ -112,6 +123,25 @@ ray.io/group: {{ .group }}
 {{- if gt (int $bounds.min) (int $values.replicas) -}}
 {{- fail (printf "%s.minReplicas is %d; allowed: at most %s.replicas (%d)" $role (int $bounds.min) $role (int $values.replicas)) -}}
 {{- end -}}
+{{- end -}}
+{{- range $role := fromJsonArray (include "kvrelay.roles" .) -}}
+{{- $values := index $.Values $role -}}
+{{- $workers := include "kvrelay.workersPerPod" $values | int -}}
+{{- if lt $workers (int $values.gpus) -}}
+{{- fail (printf "%s.workersPerPod is %d; allowed: 0, or at least %s.gpus (%d): a worker computes on one GPU" $role $workers $role (int $values.gpus)) -}}
+{{- end -}}
+{{- end -}}
+{{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf .Values.drainSeconds 15) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %v; allowed: at least drainSeconds (%v) and 15 more, which members and Ray need to stop" .Values.terminationGracePeriodSeconds .Values.drainSeconds) -}}
+{{- end -}}
+{{- if and .Values.gcsFaultTolerance.enabled (not .Values.gcsFaultTolerance.redisAddress) -}}
+{{- fail "gcsFaultTolerance.redisAddress is empty; allowed: host:port, as gcsFaultTolerance.enabled is true" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
+{{- fail "gateway.parentRefs is empty; allowed: a Gateway, as gateway.enabled is true" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) (not .Values.ingress.grpcHosts) -}}
+{{- fail "ingress.hosts is empty; allowed: a host name there or in ingress.grpcHosts, as ingress.enabled is true" -}}
 {{- end -}}
 {{- if .Values.security.tls.enabled -}}
 {{- range $part, $secret := .Values.security.tls.secrets -}}

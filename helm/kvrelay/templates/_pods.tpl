@@ -32,10 +32,69 @@ terminationGracePeriodSeconds: {{ .root.Values.terminationGracePeriodSeconds }}
 {{ $field }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
-{{- with .values.extraInitContainers }}
+{{- if or .values.extraInitContainers (and .model (include "kvrelay.prefetches" .root)) }}
 initContainers:
+  {{- with .values.extraInitContainers }}
   {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if and .model (include "kvrelay.prefetches" .root) }}
+  - name: model
+    image: {{ include "kvrelay.image" (dict "root" .root "image" .values.image) }}
+    imagePullPolicy: {{ default .root.Values.image.pullPolicy .values.image.pullPolicy }}
+    command: [python, -m, kvrelay.models, {{ .root.Values.model.path | quote }}{{ if eq .group "router" }}, --no-weights{{ end }}]
+    env:
+      {{- include "kvrelay.hubEnv" .root | nindent 6 }}
+    resources:
+      {{- include "kvrelay.resources" (dict "root" .root "values" (dict "resources" (dict "cpu" "1" "memory" "2Gi"))) | nindent 6 }}
+    securityContext:
+      {{- toYaml .root.Values.securityContext | nindent 6 }}
+    volumeMounts:
+      - name: hub
+        mountPath: {{ .root.Values.model.hub.mountPath }}
+  {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Not empty if the model is one of the Hugging Face hub. */}}
+{{- define "kvrelay.onHub" -}}
+{{- if hasPrefix "hf:" .Values.model.path }}true{{ end -}}
+{{- end -}}
+
+{{/* Not empty if an init container downloads the model. */}}
+{{- define "kvrelay.prefetches" -}}
+{{- if and (include "kvrelay.onHub" .) .Values.model.hub.prefetch }}true{{ end -}}
+{{- end -}}
+
+{{/* Environment of a container that reads a model of the hub. */}}
+{{- define "kvrelay.hubEnv" -}}
+- name: HF_HOME
+  value: {{ .Values.model.hub.mountPath }}
+{{- with .Values.model.hub.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- end -}}
+
+{{/*
+What prints the actors' logs. It reads the files that Ray writes them to, from the volume of /tmp/ray.
+Argument: {root, values}.
+*/}}
+{{- define "kvrelay.logsContainer" -}}
+- name: logs
+  image: {{ include "kvrelay.image" (dict "root" .root "image" .values.image) }}
+  imagePullPolicy: {{ default .root.Values.image.pullPolicy .values.image.pullPolicy }}
+  command: [python, -m, kvrelay.cluster.follow, /tmp/ray]
+  resources:
+    {{- include "kvrelay.resources" (dict "root" .root "values" .root.Values.actorLogs) | nindent 4 }}
+  securityContext:
+    {{- toYaml .root.Values.securityContext | nindent 4 }}
+  volumeMounts:
+    - name: ray-logs
+      mountPath: /tmp/ray
+      readOnly: true
 {{- end -}}
 
 {{/*
@@ -110,6 +169,13 @@ annotations:
 - name: model
   {{- toYaml .root.Values.model.volume.source | nindent 2 }}
 {{- end }}
+{{- if and .model (include "kvrelay.onHub" .root) }}
+- name: hub
+  {{- toYaml (default (dict "emptyDir" (dict)) .root.Values.model.hub.source) | nindent 2 }}
+{{- end }}
+# Ray's sockets and logs. KubeRay gives the autoscaler the volume of this name.
+- name: ray-logs
+  emptyDir: {}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -144,6 +210,12 @@ annotations:
   mountPath: {{ .root.Values.model.volume.mountPath }}
   readOnly: {{ .root.Values.model.volume.readOnly }}
 {{- end }}
+{{- if and .model (include "kvrelay.onHub" .root) }}
+- name: hub
+  mountPath: {{ .root.Values.model.hub.mountPath }}
+{{- end }}
+- name: ray-logs
+  mountPath: /tmp/ray
 {{- with .values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -199,6 +271,11 @@ limits:
 {{/* Argument: {root, values, handsOff}. */}}
 {{- define "kvrelay.workerEnv" -}}
 {{ include "kvrelay.authEnv" .root }}
+- name: KVRELAY_DRAIN_DIR
+  value: /tmp/kvrelay-drain
+{{- if include "kvrelay.onHub" .root }}
+{{ include "kvrelay.hubEnv" .root }}
+{{- end }}
 {{- if .handsOff }}
 {{- range $name, $value := .root.Values.nccl }}
 - name: {{ $name }}
@@ -213,8 +290,8 @@ limits:
 {{/*
 One worker group. Argument: {root, group, parts, values, replicas, bounds, handsOff, readinessProbe, ports, model}.
 
-`resources` offers one unit of kvrelay_<group> per pod; the configuration makes each actor take one, so every actor
-lands on a pod of its group, and no two on the same. The value is JSON in single quotes, because KubeRay pastes it into
+`resources` offers one unit of kvrelay_<group> for each worker of a pod; the configuration makes each actor take one, so
+every actor lands on a pod of its group, and no more there than it is for. The value is JSON in single quotes, because KubeRay pastes it into
 a shell command and also parses it itself: with the escaped double quotes of many examples that parse fails, and then
 KubeRay leaves out num-gpus. (num-gpus is given here anyway.)
 */}}
@@ -226,7 +303,7 @@ maxReplicas: {{ .bounds.max }}
 rayStartParams:
   num-cpus: {{ include "kvrelay.wholeCpus" .values.resources.cpu | quote }}
   num-gpus: {{ int .values.gpus | quote }}
-  resources: {{ printf "'%s'" (dict (printf "kvrelay_%s" .group) 1 | toJson) | quote }}
+  resources: {{ printf "'%s'" (dict (printf "kvrelay_%s" .group) (include "kvrelay.workersPerPod" .values | int) | toJson) | quote }}
   object-store-memory: {{ int64 .root.Values.ray.objectStoreMemoryBytes | quote }}
 template:
   metadata:
@@ -255,12 +332,20 @@ template:
         readinessProbe:
           {{- .readinessProbe | nindent 10 }}
         {{- include "kvrelay.livenessProbe" . | nindent 8 }}
+        # The members of the pod finish their requests before Ray is told to stop.
+        lifecycle:
+          preStop:
+            exec:
+              command: [python, -m, kvrelay.cluster.node_drain, {{ addf .root.Values.drainSeconds 5 | quote }}]
         resources:
           {{- include "kvrelay.resources" . | nindent 10 }}
         securityContext:
           {{- include "kvrelay.securityContext" . | nindent 10 }}
         volumeMounts:
           {{- include "kvrelay.volumeMounts" . | nindent 10 }}
+      {{- if .root.Values.actorLogs.enabled }}
+      {{- include "kvrelay.logsContainer" . | nindent 6 }}
+      {{- end }}
     volumes:
       {{- include "kvrelay.volumes" . | nindent 6 }}
 {{- end -}}

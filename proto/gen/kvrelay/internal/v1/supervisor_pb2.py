@@ -22,38 +22,45 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvrelay.internal.v1 import describe_pb2 as kvrelay_dot_internal_dot_v1_dot_describe__pb2
 from kvrelay.internal.v1 import worker_pb2 as kvrelay_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvrelay/internal/v1/supervisor.proto\x12\x13kvrelay.internal.v1\x1a kvrelay/internal/v1/worker.proto\"\xcd\x02\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x04role\x18\x02 \x01(\x0e\x32\x19.kvrelay.internal.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12/\n\x05state\x18\x06 \x01(\x0e\x32 .kvrelay.internal.v1.MemberState\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0e\n\x06loaded\x18\x08 \x01(\x02\x12\x15\n\rcompatibility\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\x04\x12\x18\n\x10step_age_seconds\x18\x0b \x01(\x02\x12\x19\n\x11slow_step_seconds\x18\x0c \x01(\x02\x12\x0e\n\x06\x66\x61iled\x18\r \x01(\x08\x12\x14\n\x0chttp_address\x18\x0e \x01(\t\"e\n\rAttendRequest\x12+\n\x06member\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\"\x85\x01\n\x0e\x41ttendResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\"\x12\n\x10GetStatusRequest\"\x95\x01\n\x0cMemberStatus\x12+\n\x06member\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x10\n\x08restored\x18\x04 \x01(\x08\"V\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x32\n\x07members\x18\x02 \x03(\x0b\x32!.kvrelay.internal.v1.MemberStatus\"\x81\x01\n\nNameRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12+\n\x06member\x18\x03 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\x14\n\x0c\x61\x63knowledged\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x65nced\x18\x05 \x03(\t\"V\n\x10MembershipRecord\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x05names\x18\x02 \x03(\x0b\x32\x1f.kvrelay.internal.v1.NameRecord\"^\n\x10SupervisorRecord\x12\x39\n\nmembership\x18\x01 \x01(\x0b\x32%.kvrelay.internal.v1.MembershipRecord\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03\x12\x0f\n\x0bROLE_ROUTER\x10\x04*\xaa\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMBER_STATE_STARTING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x18\n\x14MEMBER_STATE_SUSPECT\x10\x04\x12\x15\n\x11MEMBER_STATE_DEAD\x10\x05\x32\xc6\x01\n\x11SupervisorService\x12U\n\x06\x41ttend\x12\".kvrelay.internal.v1.AttendRequest\x1a#.kvrelay.internal.v1.AttendResponse(\x01\x30\x01\x12Z\n\tGetStatus\x12%.kvrelay.internal.v1.GetStatusRequest\x1a&.kvrelay.internal.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvrelay/internal/v1/supervisor.proto\x12\x13kvrelay.internal.v1\x1a\"kvrelay/internal/v1/describe.proto\x1a kvrelay/internal/v1/worker.proto\"\xb5\x03\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x04role\x18\x02 \x01(\x0e\x32\x19.kvrelay.internal.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12/\n\x05state\x18\x06 \x01(\x0e\x32 .kvrelay.internal.v1.MemberState\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0e\n\x06loaded\x18\x08 \x01(\x02\x12\x15\n\rcompatibility\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\x04\x12\x18\n\x10step_age_seconds\x18\x0b \x01(\x02\x12\x19\n\x11slow_step_seconds\x18\x0c \x01(\x02\x12\x0e\n\x06\x66\x61iled\x18\r \x01(\x08\x12\x14\n\x0chttp_address\x18\x0e \x01(\t\x12\x13\n\x0bmax_context\x18\x0f \x01(\r\x12\x38\n\rcontext_limit\x18\x10 \x01(\x0e\x32!.kvrelay.internal.v1.ContextLimit\x12\x17\n\x0fmetrics_address\x18\x14 \x01(\t\"\x9c\x01\n\rAttendRequest\x12+\n\x06member\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\x12\x35\n\x0b\x64\x65scription\x18\x14 \x01(\x0b\x32 .kvrelay.internal.v1.Description\"\x92\x01\n\x0e\x41ttendResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x05 \x01(\x08\x12\x0b\n\x03\x61sk\x18\x14 \x01(\x04\"\x11\n\x0f\x44\x65scribeRequest\"\x83\x01\n\x11MemberDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x35\n\x0b\x64\x65scription\x18\x02 \x01(\x0b\x32 .kvrelay.internal.v1.Description\x12\x12\n\nasked_unix\x18\x03 \x01(\x01\x12\x15\n\ranswered_unix\x18\x04 \x01(\x01\"\x81\x01\n\x10\x44\x65scribeResponse\x12\x37\n\x07members\x18\x01 \x03(\x0b\x32&.kvrelay.internal.v1.MemberDescription\x12\x34\n\nsupervisor\x18\x02 \x01(\x0b\x32 .kvrelay.internal.v1.Description\"\x12\n\x10GetStatusRequest\"\x95\x01\n\x0cMemberStatus\x12+\n\x06member\x18\x01 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x19.kvrelay.internal.v1.Load\x12\x1d\n\x15heartbeat_age_seconds\x18\x03 \x01(\x01\x12\x10\n\x08restored\x18\x04 \x01(\x08\"o\n\x11GetStatusResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x32\n\x07members\x18\x02 \x03(\x0b\x32!.kvrelay.internal.v1.MemberStatus\x12\x17\n\x0fmetrics_address\x18\x14 \x01(\t\"\x81\x01\n\nNameRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12+\n\x06member\x18\x03 \x01(\x0b\x32\x1b.kvrelay.internal.v1.Member\x12\x14\n\x0c\x61\x63knowledged\x18\x04 \x01(\x08\x12\x0e\n\x06\x66\x65nced\x18\x05 \x03(\t\"V\n\x10MembershipRecord\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12.\n\x05names\x18\x02 \x03(\x0b\x32\x1f.kvrelay.internal.v1.NameRecord\"^\n\x10SupervisorRecord\x12\x39\n\nmembership\x18\x01 \x01(\x0b\x32%.kvrelay.internal.v1.MembershipRecord\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03\x12\x0f\n\x0bROLE_ROUTER\x10\x04*\xaa\x01\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15MEMBER_STATE_STARTING\x10\x01\x12\x16\n\x12MEMBER_STATE_READY\x10\x02\x12\x19\n\x15MEMBER_STATE_DRAINING\x10\x03\x12\x18\n\x14MEMBER_STATE_SUSPECT\x10\x04\x12\x15\n\x11MEMBER_STATE_DEAD\x10\x05\x32\x9f\x02\n\x11SupervisorService\x12U\n\x06\x41ttend\x12\".kvrelay.internal.v1.AttendRequest\x1a#.kvrelay.internal.v1.AttendResponse(\x01\x30\x01\x12Z\n\tGetStatus\x12%.kvrelay.internal.v1.GetStatusRequest\x1a&.kvrelay.internal.v1.GetStatusResponse\x12W\n\x08\x44\x65scribe\x12$.kvrelay.internal.v1.DescribeRequest\x1a%.kvrelay.internal.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.internal.v1.supervisor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1246
-  _globals['_ROLE']._serialized_end=1346
-  _globals['_MEMBERSTATE']._serialized_start=1349
-  _globals['_MEMBERSTATE']._serialized_end=1519
-  _globals['_MEMBER']._serialized_start=96
-  _globals['_MEMBER']._serialized_end=429
-  _globals['_ATTENDREQUEST']._serialized_start=431
-  _globals['_ATTENDREQUEST']._serialized_end=532
-  _globals['_ATTENDRESPONSE']._serialized_start=535
-  _globals['_ATTENDRESPONSE']._serialized_end=668
-  _globals['_GETSTATUSREQUEST']._serialized_start=670
-  _globals['_GETSTATUSREQUEST']._serialized_end=688
-  _globals['_MEMBERSTATUS']._serialized_start=691
-  _globals['_MEMBERSTATUS']._serialized_end=840
-  _globals['_GETSTATUSRESPONSE']._serialized_start=842
-  _globals['_GETSTATUSRESPONSE']._serialized_end=928
-  _globals['_NAMERECORD']._serialized_start=931
-  _globals['_NAMERECORD']._serialized_end=1060
-  _globals['_MEMBERSHIPRECORD']._serialized_start=1062
-  _globals['_MEMBERSHIPRECORD']._serialized_end=1148
-  _globals['_SUPERVISORRECORD']._serialized_start=1150
-  _globals['_SUPERVISORRECORD']._serialized_end=1244
-  _globals['_SUPERVISORSERVICE']._serialized_start=1522
-  _globals['_SUPERVISORSERVICE']._serialized_end=1720
+  _globals['_ROLE']._serialized_start=1765
+  _globals['_ROLE']._serialized_end=1865
+  _globals['_MEMBERSTATE']._serialized_start=1868
+  _globals['_MEMBERSTATE']._serialized_end=2038
+  _globals['_MEMBER']._serialized_start=132
+  _globals['_MEMBER']._serialized_end=569
+  _globals['_ATTENDREQUEST']._serialized_start=572
+  _globals['_ATTENDREQUEST']._serialized_end=728
+  _globals['_ATTENDRESPONSE']._serialized_start=731
+  _globals['_ATTENDRESPONSE']._serialized_end=877
+  _globals['_DESCRIBEREQUEST']._serialized_start=879
+  _globals['_DESCRIBEREQUEST']._serialized_end=896
+  _globals['_MEMBERDESCRIPTION']._serialized_start=899
+  _globals['_MEMBERDESCRIPTION']._serialized_end=1030
+  _globals['_DESCRIBERESPONSE']._serialized_start=1033
+  _globals['_DESCRIBERESPONSE']._serialized_end=1162
+  _globals['_GETSTATUSREQUEST']._serialized_start=1164
+  _globals['_GETSTATUSREQUEST']._serialized_end=1182
+  _globals['_MEMBERSTATUS']._serialized_start=1185
+  _globals['_MEMBERSTATUS']._serialized_end=1334
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1336
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1447
+  _globals['_NAMERECORD']._serialized_start=1450
+  _globals['_NAMERECORD']._serialized_end=1579
+  _globals['_MEMBERSHIPRECORD']._serialized_start=1581
+  _globals['_MEMBERSHIPRECORD']._serialized_end=1667
+  _globals['_SUPERVISORRECORD']._serialized_start=1669
+  _globals['_SUPERVISORRECORD']._serialized_end=1763
+  _globals['_SUPERVISORSERVICE']._serialized_start=2041
+  _globals['_SUPERVISORSERVICE']._serialized_end=2328
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,11 @@ class SupervisorServiceStub:
                 request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/kvrelay.internal.v1.SupervisorService/Describe',
+                request_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeResponse.FromString,
+                _registered_method=True)
 
 
 class SupervisorServiceServicer:
@@ -64,6 +69,14 @@ class SupervisorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Asks every member what it is and what its machine has, for `kvrelay doctor`. Answers when all have, or after some
+        seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_SupervisorServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.FromString,
                     response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeRequest.FromString,
+                    response_serializer=kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class SupervisorService:
             '/kvrelay.internal.v1.SupervisorService/GetStatus',
             kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusRequest.SerializeToString,
             kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.internal.v1.SupervisorService/Describe',
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeRequest.SerializeToString,
+            kvrelay_dot_internal_dot_v1_dot_supervisor__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,75 @@
+"""A router process that also notes how long tokens stay in it; `router_throughput.py` starts it.
+
+    python benchmarks/router_process.py --config FILE --held FILE
+
+From the router's receipt of the message with a token to the end of its write towards the client, for one request in
+SAMPLED: what the others cost is not changed by it.
+"""
+
+import json
+import sys
+import time
+import zlib
+from array import array
+from pathlib import Path
+
+from kvrelay.internal.v1.worker_pb2 import RelayResponse
+from kvrelay.router import __main__ as router
+from kvrelay.router.answer import Answer
+from kvrelay.router.attempt import Attempt
+from kvrelay.router.completion import Piece
+from kvrelay.router.worker_stream import WorkerStream
+
+SAMPLED = 8
+
+
+class Held:
+    """Follows the tokens of some requests through the router."""
+
+    def __init__(self) -> None:
+        self.milliseconds = array("d")
+        self._attempts: dict[str, tuple[Attempt, list[float]]] = {}
+        """By the request's name: its attempt, and when each of its tokens arrived that are there in order."""
+
+    def install(self) -> None:
+        """Observes from now on."""
+        submit, deliver, send = Attempt.submit, WorkerStream._deliver, Answer.send
+
+        def submitting(attempt: Attempt, *args: float) -> None:
+            name = attempt._key[0]
+            if not zlib.crc32(name.encode()) % SAMPLED:
+                self._attempts[name] = attempt, []
+            submit(attempt, *args)
+
+        def delivering(stream: WorkerStream, response: RelayResponse) -> None:
+            now = time.monotonic()
+            deliver(stream, response)
+            for attempt, times in self._attempts.values():
+                times.extend([now] * (len(attempt.tokens) - len(times)))
+
+        async def sending(answer: Answer, piece: Piece) -> None:
+            await send(answer, piece)
+            name = answer._request.wire_id
+            if name in self._attempts:
+                now, (_, times) = time.monotonic(), self._attempts[name]
+                end = answer._trace.completion_tokens
+                self.milliseconds.extend((now - at) * 1e3 for at in times[end - len(piece.token_ids) : end])
+
+        async def finishing(answer: Answer, piece: Piece) -> None:
+            await finish(answer, piece)
+            self._attempts.pop(answer._request.wire_id, None)
+
+        finish = Answer.finish
+        Attempt.submit, WorkerStream._deliver = submitting, delivering  # type: ignore[method-assign]
+        Answer.send, Answer.finish = sending, finishing  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--held")
+    path = Path(sys.argv[at + 1])
+    del sys.argv[at : at + 2]
+    held = Held()
+    held.install()
+    code = router.run()
+    path.write_text(json.dumps(held.milliseconds.tolist()))
+    sys.exit(code)

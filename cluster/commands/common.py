@@ -1,0 +1,41 @@
+"""What several commands have in common: options of a connection, the running cluster, and the console."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE_WIDTH = 160
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+_CONNECTION = (
+    click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for."),
+    click.option("--ca", type=click.Path(path_type=Path), help="Its authorities, in PEM; default: the usual ones."),
+    click.option(
+        "--api-key",
+        metavar="KEY",
+        envvar="KVRELAY_API_KEY",
+        show_envvar=True,
+        help="For a router with router.api_keys.",
+    ),
+)
+
+
+def connection(command: CommandT) -> CommandT:
+    """Adds --tls, --ca and --api-key to a command."""
+    for option in reversed(_CONNECTION):
+        command = option(command)
+    return command
+
+
+def console() -> "Console":
+    """The console of stdout; a file or a pipe gets a fixed width."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)

@@ -1,0 +1,1 @@
+"""`kvrelay doctor`: what is wrong with the cluster, and why a request was slow."""

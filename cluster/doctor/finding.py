@@ -1,0 +1,84 @@
+"""What a check finds, and what all checks look at."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvrelay.cluster.state import ClusterState
+from kvrelay.internal.v1.describe_pb2 import Description
+from kvrelay.internal.v1.supervisor_pb2 import DescribeResponse, GetStatusResponse, Member
+
+Severity = Literal["ok", "note", "warning", "error"]
+"""An error keeps requests from being served, or makes answers doubtful; a warning may soon, or costs speed; a note is
+good to know."""
+
+WRONG: tuple[Severity, ...] = ("warning", "error")
+"""With one of these, a cluster is not well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact about the cluster."""
+
+    severity: Severity
+    subject: str
+    """A member, a pair, or what else it is about."""
+    found: str
+    advice: str = ""
+    """What to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Whether something answered."""
+
+    name: str
+    """What it is, and its address."""
+    error: str
+    """Empty if it answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A cluster, as the checks see it."""
+
+    state: ClusterState
+    status: GetStatusResponse | None
+    """None if the supervisor doesn't answer."""
+    described: DescribeResponse | None = None
+    """None if the supervisor doesn't answer."""
+    reached: tuple[Reached, ...] = ()
+    """Routers and dashboards."""
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """All members by name."""
+        return {} if self.status is None else {entry.member.name: entry.member for entry in self.status.members}
+
+    @property
+    def descriptions(self) -> Mapping[str, Description]:
+        """Those of the members that have answered, by name, and the supervisor's as `supervisor`."""
+        if self.described is None:
+            return {}
+        found = {each.name: each.description for each in self.described.members if each.HasField("description")}
+        if self.described.HasField("supervisor"):
+            found["supervisor"] = self.described.supervisor
+        return found
+
+
+class Check:
+    """Looks at one side of a cluster. A check that has nothing to look at finds nothing."""
+
+    name: ClassVar[str]
+
+    def run(self, cluster: Examined) -> Iterator[Finding]:
+        """What it finds; what is well, too."""
+        raise NotImplementedError
+
+
+def size(nbytes: float) -> str:
+    """Bytes in words."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes:.0f} bytes"

@@ -1,0 +1,350 @@
+"""The dashboards: overview, router, workers, hand-off. `python docs/generate.py` writes them to the Helm chart."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.grafana.panels import Panel, Panels, Query
+from kvrelay.rpc.metrics import families as table
+from kvrelay.rpc.metrics.family import COMMON, Part
+
+RAY_PREFIX = "ray_"
+COLUMNS, HEIGHT = 24, 8
+STAT_HEIGHT = 4
+BAD = ((None, "green"), (1.0, "red"))
+GOOD = ((None, "red"), (1.0, "green"))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under a title, side by side."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One dashboard. Its name is its file's, and a part of its uid."""
+
+    name: str
+    title: str
+    parts: Sequence[Part]
+    """Whose processes can be selected."""
+    rows: Sequence[Row]
+
+    def json(self, prefix: str) -> dict[str, Any]:
+        """As Grafana reads it."""
+        return {
+            "uid": f"kvrelay-{self.name}",
+            "title": f"kvrelay / {self.title}",
+            "tags": ["kvrelay"],
+            "editable": True,
+            "graphTooltip": 1,
+            "refresh": "10s",
+            "schemaVersion": 39,
+            "time": {"from": "now-30m", "to": "now"},
+            "timezone": "",
+            "annotations": {"list": []},
+            "links": [{"type": "dashboards", "title": "kvrelay", "tags": ["kvrelay"], "asDropdown": True}],
+            "templating": {"list": [_source(), *_variables(self.parts, prefix)]},
+            "panels": _laid_out(self.rows),
+        }
+
+
+def dashboards(prefix: str = "") -> list[Dashboard]:
+    """All of them.
+
+    Args:
+        prefix: of the metrics' names; RAY_PREFIX where Prometheus scrapes Ray's agents and keeps their names.
+    """
+    make = Panels(prefix)
+    return [_overview(make), _router(make), _workers(make), _handoff(make)]
+
+
+def write(folder: Path, prefix: str = "") -> None:
+    """Writes each to a file of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for dashboard in dashboards(prefix):
+        text = json.dumps(dashboard.json(prefix), indent=1)
+        (folder / f"kvrelay-{dashboard.name}.json").write_text(text + "\n")
+
+
+def _overview(make: Panels) -> Dashboard:
+    failed = "|".join(("unavailable", "deadline", "internal"))
+    requests = make.increase(table.REQUESTS)
+    bad = requests.replace("}[", f', outcome=~"{failed}"}}[')
+    return Dashboard(
+        "overview",
+        "Overview",
+        ("router", "worker"),
+        [
+            Row(
+                "Now",
+                [
+                    Panel(
+                        "Ready", [Query(make.value(table.READY))], "short", table.READY.help, "stat", thresholds=GOOD
+                    ),
+                    Panel("Requests per second", [Query(f"sum({requests})")], "reqps", table.REQUESTS.help, "stat"),
+                    Panel(
+                        "Failed share",
+                        [Query(f"sum({bad}) / (sum({requests}) > 0) or vector(0)")],
+                        "percentunit",
+                        "Requests that ended as unavailable, deadline or internal.",
+                        "stat",
+                        thresholds=((None, "green"), (0.01, "orange"), (0.05, "red")),
+                    ),
+                    Panel(
+                        "Tokens per second",
+                        [Query(f"sum({make.increase(table.COMPLETION_TOKENS)})")],
+                        "short",
+                        table.COMPLETION_TOKENS.help,
+                        "stat",
+                    ),
+                    Panel(
+                        "Waiting requests",
+                        [Query(f"sum({make.value(table.QUEUE_REQUESTS)})")],
+                        "short",
+                        table.QUEUE_REQUESTS.help,
+                        "stat",
+                    ),
+                    Panel(
+                        "Members lost, 1 h",
+                        [Query(f"sum(increase({make.value(table.DEATHS)}[1h]))")],
+                        "short",
+                        table.DEATHS.help,
+                        "stat",
+                        thresholds=BAD,
+                    ),
+                ],
+            ),
+            Row(
+                "Service",
+                [
+                    make.rate(table.REQUESTS, "Requests by outcome", "outcome", stacked=True),
+                    make.quantiles(table.TTFT, "Time to first token"),
+                    make.quantiles(table.TPOT, "Time per output token"),
+                    make.quantiles(table.E2E, "End to end"),
+                ],
+            ),
+            Row(
+                "Load",
+                [
+                    make.gauge(table.RUNNING_REQUESTS, "Running requests", "router", stacked=True),
+                    make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", stacked=True),
+                    make.rate(table.COMPUTED_TOKENS, "Tokens computed", "role", "worker", stacked=True),
+                    make.gauge(table.KV_BLOCKS, "KV blocks", "state", stacked=True),
+                ],
+            ),
+            Row(
+                "Members",
+                [
+                    make.gauge(table.MEMBERS, "Members by state", "state", stacked=True),
+                    make.rate(table.DEATHS, "Lost", "role"),
+                    make.rate(table.REPLACEMENTS, "Replaced", "role"),
+                    make.rate(table.DRAINS, "Drains", "role"),
+                    make.rate(table.ROLE_CHANGES, "Role changes", "role"),
+                    make.gauge(table.HEARTBEAT_AGE, "Heartbeat age", "member"),
+                    make.rate(table.INCARNATION_FENCES, "Fenced heartbeats"),
+                ],
+            ),
+        ],
+    )
+
+
+def _router(make: Panels) -> Dashboard:
+    return Dashboard(
+        "router",
+        "Router",
+        ("router",),
+        [
+            Row(
+                "Requests",
+                [
+                    make.rate(table.REQUESTS, "By outcome", "outcome", stacked=True),
+                    make.rate(table.REQUESTS, "By class", "class", stacked=True),
+                    make.rate(table.TENANT_REQUESTS, "By tenant", "tenant", stacked=True),
+                    make.rate(table.TENANT_TOKENS, "Tokens by tenant", "tenant", "kind", stacked=True),
+                ],
+            ),
+            Row(
+                "Latency",
+                [
+                    make.quantiles(table.TTFT, "Time to first token", "class"),
+                    make.quantiles(table.TPOT, "Time per output token", "class"),
+                    make.quantiles(table.ITL, "Time between messages with tokens"),
+                    make.quantiles(table.E2E, "End to end", "class"),
+                    make.quantiles(table.QUEUE, "Wait for workers", "class"),
+                    make.gauge(table.QUEUE_REQUESTS, "Waiting requests", "queue", "router"),
+                ],
+            ),
+            Row(
+                "Placement",
+                [
+                    make.rate(table.ATTEMPTS, "Attempts", "router"),
+                    make.rate(table.ATTEMPT_FAILURES, "Failed attempts", "reason", stacked=True),
+                    make.rate(table.RETRIES, "Retries", "router"),
+                    make.rate(table.MIGRATIONS, "Migrations", "router"),
+                    make.rate(table.RESUMES, "Resumed calls", "router"),
+                    make.rate(table.FENCES, "Superseded calls", "router"),
+                    make.gauge(table.READY_WORKERS, "Workers that take requests", "role", "router"),
+                    make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
+                ],
+            ),
+            Row(
+                "Tokens",
+                [
+                    make.rate(table.PROMPT_TOKENS, "Prompt tokens", "router"),
+                    make.rate(table.COMPLETION_TOKENS, "Completion tokens", "router"),
+                    make.share(
+                        "Cached share of prompts",
+                        make.increase(table.CACHED_TOKENS),
+                        make.increase(table.PROMPT_TOKENS),
+                        table.CACHED_TOKENS.help,
+                    ),
+                    make.quantiles(table.REQUEST_PROMPT, "Prompt length"),
+                    make.quantiles(table.REQUEST_COMPLETION, "Completion length"),
+                    make.gauge(table.RUNNING_REQUESTS, "Running requests", "router"),
+                ],
+            ),
+        ],
+    )
+
+
+def _workers(make: Panels) -> Dashboard:
+    return Dashboard(
+        "workers",
+        "Workers",
+        ("worker",),
+        [
+            Row(
+                "Steps",
+                [
+                    make.quantiles(table.STEP_SECONDS, "Step time", "kind"),
+                    make.rate(table.LAUNCHES, "Launches", "mode", "worker"),
+                    make.quantiles(table.BATCH_SEQUENCES, "Sequences per step", "role"),
+                    make.quantiles(table.BATCH_TOKENS, "Tokens per step", "role"),
+                    make.rate(table.COMPUTED_TOKENS, "Tokens computed", "worker", stacked=True),
+                    make.gauge(table.PENDING_TOKENS, "Tokens to compute", "worker"),
+                ],
+            ),
+            Row(
+                "Requests",
+                [
+                    make.gauge(table.WORKER_REQUESTS, "Requests", "worker", "state"),
+                    make.quantiles(table.PREFILL_QUEUE, "Wait for prefill"),
+                    make.quantiles(table.PREFILL, "Prefill"),
+                    make.quantiles(table.DECODE_QUEUE, "Wait for decode"),
+                    make.rate(table.REQUEST_FAILURES, "Requests given back", "code", "worker"),
+                    make.rate(table.WORKER_FENCES, "Fenced requests", "worker"),
+                ],
+            ),
+            Row(
+                "KV memory",
+                [
+                    make.gauge(table.KV_BLOCKS, "Blocks", "worker", "state", stacked=True),
+                    make.share(
+                        "Prefix cache hits",
+                        make.increase(table.PREFIX_HITS),
+                        make.increase(table.PREFIX_QUERIES),
+                        table.PREFIX_HITS.help,
+                    ),
+                    make.rate(table.EVICTIONS, "Evictions", "worker"),
+                    make.rate(table.PREEMPTIONS, "Preemptions", "worker"),
+                ],
+            ),
+        ],
+    )
+
+
+def _handoff(make: Panels) -> Dashboard:
+    return Dashboard(
+        "handoff",
+        "KV hand-off",
+        ("worker",),
+        [
+            Row(
+                "Transfers",
+                [
+                    make.rate(table.SENT_BYTES, "Sent", "worker", stacked=True),
+                    make.rate(table.RECEIVED_BYTES, "Received", "worker", stacked=True),
+                    make.quantiles(table.TRANSFER, "Time of a hand-off", role="prefill"),
+                    make.quantiles(table.EXPOSED, "Exposed time", role="prefill"),
+                    make.share(
+                        "Hidden behind prefill",
+                        f"{make.increase(table.TRANSFER, '_sum', role='prefill')} - "
+                        f"{make.increase(table.EXPOSED, '_sum', role='prefill')}",
+                        make.increase(table.TRANSFER, "_sum", role="prefill"),
+                        "Share of the hand-offs' time in which the prefill worker still computed.",
+                    ),
+                    make.gauge(table.LEASES, "Leases outstanding", "worker"),
+                ],
+            ),
+            Row(
+                "Trust",
+                [
+                    make.rate(table.HANDOFF_FAILURES, "Failures", "reason", "worker"),
+                    make.rate(table.CHECKSUM_FAILURES, "Checksum failures", "worker"),
+                    make.rate(table.LEASES_EXPIRED, "Leases and deadlines that passed", "worker"),
+                    make.rate(table.FENCED_MESSAGES, "Fenced messages", "worker"),
+                    make.rate(table.LINKS_ENDED, "Links ended", "worker"),
+                    make.gauge(table.WORKER_REQUESTS, "Hand-offs expected", "worker", state="promised"),
+                ],
+            ),
+        ],
+    )
+
+
+def _source() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _variables(parts: Sequence[Part], prefix: str) -> list[dict[str, Any]]:
+    """A variable for each label of the parts' processes, by which they can be selected."""
+    sources = {"router": table.RUNNING_REQUESTS, "worker": table.KV_BLOCKS}
+    return [
+        {
+            "name": label,
+            "label": label,
+            "type": "query",
+            "datasource": {"type": "prometheus", "uid": "${datasource}"},
+            "query": f"label_values({prefix}{sources[part].name}, {label})",
+            "refresh": 2,
+            "sort": 1,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "current": {"text": "All", "value": "$__all"},
+        }
+        for part in parts
+        for label in COMMON[part]
+    ]
+
+
+def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Four graphs side by side at most; all stats of a row in one line."""
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row.title,
+                "gridPos": place,
+                "collapsed": False,
+                "panels": [],
+            }
+        )
+        top += 1
+        stats = row.panels[0].kind == "stat"
+        count = len(row.panels) if stats else min(4, -(-len(row.panels) // -(-len(row.panels) // 4)))
+        width, height = COLUMNS // count, STAT_HEIGHT if stats else HEIGHT
+        for index, panel in enumerate(row.panels):
+            x, y = index % count * width, top + index // count * height
+            panels.append(panel.json(len(panels) + 1, {"x": x, "y": y, "w": width, "h": height}))
+        top += -(-len(row.panels) // count) * height
+    return panels

@@ -1,0 +1,1 @@
+"""`kvrelay logs`: what the members of a cluster have written."""

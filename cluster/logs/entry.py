@@ -1,0 +1,133 @@
+"""One line of a log, and which lines are wanted."""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.text import Text
+
+from kvrelay.cluster.errors import UsageError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+STYLES = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
+SHOWN_APART = ("time", "level", "logger", "part", "name", "message", "exception")
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Beginnings of lines that Ray writes into the files for itself."""
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line."""
+
+    time: str
+    """UTC in ISO's form; of a line that isn't kvrelay's, that of the line before it."""
+    name: str
+    """The member that wrote it; empty if it isn't known."""
+    level: str
+    fields: Mapping[str, Any]
+    """All of a JSON line; of another one, its text as `message`."""
+
+    @property
+    def request(self) -> str:
+        """The request that it is about, or empty."""
+        return str(self.fields.get("request", ""))
+
+    def as_json(self) -> str:
+        """The line as it was written; one that was no JSON, as JSON."""
+        return json.dumps(self.fields)
+
+    def as_text(self) -> Text:
+        """For people, with the time of this machine's zone."""
+        clock = self.time
+        if self.time:
+            clock = datetime.fromisoformat(self.time).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
+        text = Text(f"{clock} ", style="dim")
+        text.append(f"{self.level or '-':<8}", style=STYLES.get(self.level, ""))
+        text.append(f"{self.name or '-':<12} ", style="bold")
+        text.append(str(self.fields.get("message", "")))
+        for key, value in self.fields.items():
+            if key not in SHOWN_APART and value not in ("", None):
+                text.append(f"  {key}=", style="dim")
+                text.append(value if isinstance(value, str) else json.dumps(value))
+        for line in str(self.fields.get("exception", "")).splitlines():
+            text.append(f"\n    {line}", style="red")
+        return text
+
+
+@dataclass(slots=True)
+class Parser:
+    """Makes entries of the lines of one file, which one process has written."""
+
+    name: str = ""
+    """Of the process; learned from its lines."""
+    _time: str = ""
+    _rest: str = field(default="", repr=False)
+
+    def take(self, text: str) -> Iterator[Entry]:
+        """The entries of the whole lines in what follows in the file."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if line.strip() and not line.startswith(RAY_MARKS):
+                yield self._entry(line.rstrip("\r"))
+
+    def end(self) -> Iterator[Entry]:
+        """The entry of a last line without an end."""
+        return self.take("\n")
+
+    def _entry(self, line: str) -> Entry:
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict) or "message" not in fields or "time" not in fields:
+            # A traceback, or a line of a library in C++: it belongs to what was said last.
+            return Entry(self._time, self.name, "", {"time": self._time, "name": self.name, "message": line})
+        self._time = str(fields["time"])
+        self.name = str(fields.get("name") or self.name)
+        return Entry(self._time, self.name, str(fields.get("level", "")), fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which entries to show."""
+
+    member: str = ""
+    """Only of the member of this name; empty: of all."""
+    level: str = ""
+    """Only of this level or a higher one; empty: of any."""
+    request: str = ""
+    """Only of the request of this name, the client's or the router's; empty: any."""
+    since: str = ""
+    """Only from this time on, UTC in ISO's form."""
+
+    def __call__(self, entry: Entry) -> bool:
+        if self.member and entry.name != self.member:
+            return False
+        if self.level and LEVELS.index(self.level) > (LEVELS.index(entry.level) if entry.level in LEVELS else 99):
+            return False
+        if self.request and entry.request != self.request and not entry.request.startswith(f"{self.request}/"):
+            return False
+        return not (self.since and entry.time < self.since)
+
+
+def parse_since(text: str) -> str:
+    """The time that `10m`, `2h`, `1d`, `30s`, or a time in ISO's form means, as UTC in ISO's form.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        moment = datetime.fromtimestamp(time.time() - float(match[1]) * UNITS[match[2]], UTC)
+    else:
+        try:
+            moment = datetime.fromisoformat(text).astimezone(UTC)
+        except ValueError:
+            raise UsageError(
+                f"--since is {text!r}; allowed: a number with s, m, h or d, or a time such as 2026-01-31T12:00"
+            ) from None
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"

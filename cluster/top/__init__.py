@@ -1,0 +1,1 @@
+"""`kvrelay top`: the cluster, live on a terminal."""

@@ -1,0 +1,205 @@
+"""How large a KV pool becomes whose `kv_memory_bytes` is `auto`.
+
+    left  = min(memory_part * the device's memory - what this process uses of it, what is free)
+    pool  = memory_share * left, at most DeviceDefaults.pool_contexts contexts of the greatest length
+
+It is computed when all else that stays in the device's memory is there: the weights, and on a GPU the workspaces and
+the graphs. Workers of one machine compute it and take the memory in turn, so none counts what another is about to take.
+"""
+
+import fcntl
+import gc
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool, allocate_pool
+
+logger = logging.getLogger(__name__)
+
+TURN_SECONDS = 60.0
+"""For another worker to size and zero its pool."""
+GIB = 2**30
+UNLIMITED = 2**60
+"""Control groups without a limit have none, the word max, or a number above this one."""
+
+
+class DeviceMemory(Protocol):
+    """Memory of the device that an engine computes on, in bytes. Tests have their own."""
+
+    def total(self) -> int:
+        """All of it that processes may use."""
+        ...
+
+    def free(self) -> int:
+        """What nobody uses."""
+        ...
+
+    def used(self) -> int:
+        """What this process uses."""
+        ...
+
+    def settle(self) -> None:
+        """Returns what this process has given free to the device."""
+        ...
+
+
+class HostMemory:
+    """The machine's memory, as far as this process's control groups let it be used (v1 and v2)."""
+
+    def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._folders = list(_group_folders(proc, groups))
+
+    def total(self) -> int:
+        return min([self._of_machine("MemTotal"), *(limit for limit, _ in self._limits())])
+
+    def free(self) -> int:
+        return min([self._of_machine("MemAvailable"), *(max(0, limit - used) for limit, used in self._limits())])
+
+    def used(self) -> int:
+        pages = int((self._proc / "self" / "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def settle(self) -> None:
+        """Python and torch's allocator keep little of it."""
+
+    def _of_machine(self, name: str) -> int:
+        for line in (self._proc / "meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == name:
+                return int(value.split()[0]) * 1024
+        raise ValueError(f"{self._proc / 'meminfo'} has no {name}")
+
+    def _limits(self) -> Iterator[tuple[int, int]]:
+        """Limit and use of each control group around this process that has a limit; file pages can be given back."""
+        for folder in self._folders:
+            for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+                limit, used = (folder / name for name in names)
+                if limit.is_file() and used.is_file():
+                    text = limit.read_text().strip()
+                    if text != "max" and int(text) < UNLIMITED:
+                        yield int(text), int(used.read_text()) - _file_pages(folder)
+
+
+class GpuMemory:
+    """The memory of one GPU."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def used(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def settle(self) -> None:
+        gc.collect()  # a runner and its graphs refer to each other
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+def make_pool(
+    layout: KVLayout,
+    options: EngineConfig,
+    max_context: int,
+    memory: DeviceMemory,
+    device: torch.device | str = "cpu",
+    later_bytes: int = 0,
+) -> KVPool:
+    """The worker's KV pool, of `kv_memory_bytes` or sized as the module says.
+
+    Args:
+        options: without `auto`, but that of `kv_memory_bytes`.
+        max_context: tokens of the longest sequence, whatever the pool holds.
+        memory: of `device`.
+        later_bytes: what this process will take beside the pool, and doesn't use yet.
+
+    Raises:
+        ValueError: there isn't enough memory; the text says how much there is.
+    """
+    if options.kv_memory_bytes:
+        return allocate_pool(layout, options.kv_memory_bytes, device)
+    with _turn():
+        memory.settle()
+        size = pool_bytes(layout, options, max_context, memory, later_bytes)
+        return allocate_pool(layout, size, device)
+
+
+def pool_bytes(
+    layout: KVLayout, options: EngineConfig, max_context: int, memory: DeviceMemory, later_bytes: int = 0
+) -> int:
+    """Bytes of a pool whose `kv_memory_bytes` is `auto`; the arguments are those of `make_pool`.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    total, free, used = memory.total(), memory.free(), memory.used()
+    own = int(options.memory_part * total)
+    left = min(own - used, free) - later_bytes
+    size = int(options.memory_share * left)
+    facts = (
+        f"{own / GIB:.2f} GiB are this worker's of {total / GIB:.2f} GiB, {free / GIB:.2f} GiB are free, and it uses "
+        f"{(used + later_bytes) / GIB:.2f} GiB without a KV pool"
+    )
+    if size < layout.block_bytes:
+        raise ValueError(f"kv_memory_bytes is auto; no memory is left for a KV pool: {facts}")
+    contexts = (GPU_DEFAULTS if options.device == "cuda" else CPU_DEFAULTS).pool_contexts
+    most = contexts * layout.blocks_for(max_context) * layout.block_bytes
+    logger.info("the KV pool takes %.2f GiB: %s", min(size, most) / GIB, facts)
+    return min(size, most)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Held by one of this user's workers on this machine at a time. A worker that waited for too long goes on anyway:
+    a frozen one must not keep others from starting.
+    """
+    path = Path(tempfile.gettempdir()) / f"kvrelay-memory-{os.getuid()}.lock"
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
+        deadline = time.monotonic() + TURN_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    logger.warning("another process has held %s for %.0f s; not waiting for it", path, TURN_SECONDS)
+                    break
+                time.sleep(0.05)
+        yield
+
+
+def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
+    """The folders of this process's control group for memory and of those above it, as far as they can be seen.
+
+    In a container the path may be the machine's, while only the container's own group is there, as the root.
+    """
+    table = proc / "self" / "cgroup"
+    for line in table.read_text().splitlines() if table.is_file() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            root = groups if number == "0" else groups / "memory"
+            below = root / path.lstrip("/")
+            yield from (folder for folder in (below, *below.parents) if folder.is_relative_to(root))
+
+
+def _file_pages(folder: Path) -> int:
+    """Bytes of a control group that are copies of files and were not used lately."""
+    entries = (line.partition(" ") for line in (folder / "memory.stat").read_text().splitlines())
+    pages = {name: int(value) for name, _, value in entries if name in ("inactive_file", "total_inactive_file")}
+    # Version 1 counts the groups below under the longer name only.
+    return pages.get("total_inactive_file", pages.get("inactive_file", 0))

@@ -1,0 +1,71 @@
+"""What any process of a cluster says about itself and its machine when the supervisor asks (`describe.proto`)."""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvrelay.internal.v1.describe_pb2 import Amount, CertificateEnd, Description
+from kvrelay.rpc.certificates import CertificateFiles
+
+PACKAGES = ("kvrelay", "torch", "ray", "grpcio", "protobuf", "triton", "numpy", "aiohttp")
+UNLIMITED = -1.0
+UNKNOWN = -1.0
+GROUP = Path("/sys/fs/cgroup")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def describe(certificates: Iterable[CertificateFiles | None] = ()) -> Description:
+    """This process and its machine. Blocks for some milliseconds."""
+    found = Description(host=socket.gethostname(), versions={"python": platform.python_version()})
+    for name in PACKAGES:
+        try:
+            found.versions[name] = version(name)
+        except PackageNotFoundError:
+            continue  # an optional one
+    found.amounts.extend(amounts())
+    for files in certificates:
+        if files is not None:
+            expires = files.current().expires.timestamp()
+            found.certificates.append(CertificateEnd(file=str(files.paths[0]), expires_unix=expires))
+    return found
+
+
+def amounts() -> list[Amount]:
+    """What this process may use, and what is used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = len(os.listdir("/proc/self/fd"))
+    found = [Amount(name="open files", used=files, limit=_limit(soft), hard_limit=_limit(hard))]
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found.append(Amount(name="locked memory", used=UNKNOWN, limit=_limit(soft), hard_limit=_limit(hard)))
+    memory = _number(GROUP / "memory.max")
+    if memory is not None:
+        used = _number(GROUP / "memory.current")
+        found.append(Amount(name="memory", used=UNKNOWN if used is None else used, limit=memory, hard_limit=memory))
+    places = {"shared memory": SHARED_MEMORY, "disk /": Path("/")}
+    places[f"disk {tempfile.gettempdir()}"] = Path(tempfile.gettempdir())
+    for name, path in places.items():
+        try:
+            space = shutil.disk_usage(path)
+        except OSError:
+            continue  # a machine may have no /dev/shm
+        found.append(Amount(name=name, used=space.total - space.free, limit=space.total, hard_limit=space.total))
+    return found
+
+
+def _limit(value: int) -> float:
+    return UNLIMITED if value == resource.RLIM_INFINITY else float(value)
+
+
+def _number(path: Path) -> float | None:
+    """The number in a file of the control group; UNLIMITED for max, None without the file."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return UNLIMITED if text == "max" else float(text)

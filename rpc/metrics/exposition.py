@@ -1,0 +1,57 @@
+"""The HTTP port at which a process serves its metrics as Prometheus text."""
+
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from kvrelay.rpc.metrics.metric_set import MetricSet
+
+PATH = "/metrics"
+CLOSE_SECONDS = 0.5
+"""For answers to end when the process is to end."""
+
+
+class MetricsPort:
+    """Serves GET /metrics, and what else a process has to say to Prometheus."""
+
+    def __init__(self, metrics: MetricSet, targets: Callable[[], list[dict[str, Any]]] | None = None) -> None:
+        """
+        Args:
+            targets: what GET /targets answers, for Prometheus' HTTP service discovery.
+        """
+        app = web.Application()
+        app.add_routes([web.get(PATH, make_aiohttp_handler(metrics.registry))])
+        if targets is not None:
+
+            async def answer(_: web.Request) -> web.Response:
+                return web.json_response(targets())
+
+            app.add_routes([web.get("/targets", answer)])
+        self._app = app
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """Binds and serves; returns the port.
+
+        Args:
+            port: 0 for a free one.
+
+        Raises:
+            OSError: the port can't be bound; the text names the option.
+        """
+        runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        await runner.setup()
+        self._runner = runner
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        except OSError as error:
+            raise OSError(f"metrics_port {port}: already in use, or not to be bound, on {host}") from error
+        return int(runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Closes all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()

@@ -1,0 +1,414 @@
+"""The table of all metrics. docs/metrics.md, the dashboards and the tests of the rules are made from it."""
+
+from kvrelay.rpc.metrics.family import ROWS, SECONDS, SHORT_SECONDS, TOKENS, Family, Kind, Label, Part
+
+OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
+OUTCOME = Label("outcome", OUTCOMES)
+CLASS = Label("class", bound="the classes of router.classes, `default`, and `none` for requests that failed before")
+TENANT = Label("tenant", bound="the first 50 tenants that come, `anonymous`, and `other` for all later ones")
+ATTEMPT_REASON = Label(
+    "reason", ("lost", "silent", "peer_lost", "draining", "link", "refused", "trial", "full", "internal", "other")
+)
+HANDOFF_REASON = Label(
+    "reason",
+    (
+        "cancelled",
+        "closed",
+        "corrupt",
+        "draining",
+        "incompatible",
+        "internal",
+        "link",
+        "manifest",
+        "no_capacity",
+        "protocol",
+        "timeout",
+        "unknown_peer",
+    ),
+)
+STEP = Label("kind", ("prefill", "decode", "mixed"))
+ROLES = ("prefill", "decode", "colocated")
+STATES = ("starting", "ready", "draining", "suspect", "dead")
+MEMBER_ROLE = Label("role", (*ROLES, "router"))
+
+FAMILIES: list[Family] = []
+"""All of them, in the order of the page."""
+
+
+def _family(
+    part: Part, name: str, kind: Kind, unit: str, help: str, *labels: Label, **more: tuple[float, ...]
+) -> Family:
+    family = Family(part, f"kvrelay_{name}", kind, help, unit, labels, **more)
+    FAMILIES.append(family)
+    return family
+
+
+# Routers.
+
+REQUESTS = _family(
+    "router", "router_requests_total", "counter", "requests", "Completions that have ended.", OUTCOME, CLASS
+)
+TENANT_REQUESTS = _family(
+    "router", "router_tenant_requests_total", "counter", "requests", "Completions that have ended, by tenant.", TENANT
+)
+TENANT_TOKENS = _family(
+    "router",
+    "router_tenant_tokens_total",
+    "counter",
+    "tokens",
+    "Tokens of prompts and of completions, by tenant.",
+    TENANT,
+    Label("kind", ("prompt", "completion")),
+)
+TTFT = _family(
+    "router",
+    "router_ttft_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its first token (TTFT).",
+    CLASS,
+    buckets=SECONDS,
+)
+TPOT = _family(
+    "router",
+    "router_tpot_seconds",
+    "histogram",
+    "seconds",
+    "Mean time between two tokens of a completion after its first (TPOT).",
+    CLASS,
+    buckets=SHORT_SECONDS,
+)
+ITL = _family(
+    "router",
+    "router_itl_seconds",
+    "histogram",
+    "seconds",
+    "Time between two messages with tokens of one completion (ITL). While the router has many streams, a message may "
+    "have several tokens.",
+    buckets=SHORT_SECONDS,
+)
+E2E = _family(
+    "router",
+    "router_e2e_seconds",
+    "histogram",
+    "seconds",
+    "From a request's arrival to its last message, of requests that were not refused.",
+    CLASS,
+    buckets=SECONDS,
+)
+QUEUE = _family(
+    "router",
+    "router_queue_seconds",
+    "histogram",
+    "seconds",
+    "Waited in the router for workers with capacity, of requests that were placed.",
+    CLASS,
+    buckets=SECONDS,
+)
+QUEUE_REQUESTS = _family(
+    "router",
+    "router_queue_requests",
+    "gauge",
+    "requests",
+    "Requests that wait in the router: for workers with capacity, or for workers without another request on trial.",
+    Label("queue", ("capacity", "trial")),
+)
+RUNNING_REQUESTS = _family(
+    "router", "router_running_requests", "gauge", "requests", "Calls in the router that don't wait in its queues."
+)
+PROMPT_TOKENS = _family("router", "router_prompt_tokens_total", "counter", "tokens", "Tokens of prompts.")
+CACHED_TOKENS = _family(
+    "router", "router_cached_tokens_total", "counter", "tokens", "Tokens of prompts that were found in prefix caches."
+)
+COMPLETION_TOKENS = _family(
+    "router", "router_completion_tokens_total", "counter", "tokens", "Tokens of completions, sent by this router."
+)
+REQUEST_PROMPT = _family(
+    "router",
+    "router_request_prompt_tokens",
+    "histogram",
+    "tokens",
+    "Tokens of the prompt of a completion that was placed.",
+    buckets=TOKENS,
+)
+REQUEST_COMPLETION = _family(
+    "router",
+    "router_request_completion_tokens",
+    "histogram",
+    "tokens",
+    "Tokens of a completion that was placed.",
+    buckets=TOKENS,
+)
+ATTEMPTS = _family("router", "router_attempts_total", "counter", "attempts", "Placements of requests on workers.")
+ATTEMPT_FAILURES = _family(
+    "router",
+    "router_attempt_failures_total",
+    "counter",
+    "attempts",
+    "Placements that failed, by what the router or the worker says of it.",
+    ATTEMPT_REASON,
+)
+RETRIES = _family("router", "router_retries_total", "counter", "attempts", "Placements after a failed one.")
+MIGRATIONS = _family(
+    "router", "router_migrations_total", "counter", "attempts", "Placements of requests whose worker drains."
+)
+RESUMES = _family(
+    "router",
+    "router_resumes_total",
+    "counter",
+    "requests",
+    "Calls that continue a request whose earlier call was lost.",
+)
+FENCES = _family(
+    "router",
+    "router_fences_total",
+    "counter",
+    "requests",
+    "Calls that ended because their client continues the request by a later one.",
+)
+PREDICTION_ERROR = _family(
+    "router",
+    "router_prediction_error_tokens",
+    "histogram",
+    "tokens",
+    "Difference between the prompt tokens that placement expected in the worker's prefix cache and those that were "
+    "there.",
+    buckets=(0.0, *TOKENS),
+)
+READY_WORKERS = _family(
+    "router",
+    "router_ready_workers",
+    "gauge",
+    "workers",
+    "Workers that take requests from this router.",
+    Label("role", ROLES),
+)
+
+# Workers.
+
+KV_BLOCKS = _family(
+    "worker",
+    "worker_kv_blocks",
+    "gauge",
+    "blocks",
+    "Blocks of the KV pool: free; cached, which the prefix cache gives up when needed; held by requests, leases and "
+    "reservations.",
+    Label("state", ("free", "cached", "held")),
+)
+WORKER_REQUESTS = _family(
+    "worker",
+    "worker_requests",
+    "gauge",
+    "requests",
+    "Requests in the engine, and those that a decode worker expects the KV of (promised).",
+    Label("state", ("waiting", "running", "promised")),
+)
+PENDING_TOKENS = _family(
+    "worker",
+    "worker_pending_tokens",
+    "gauge",
+    "tokens",
+    "Tokens of the engine's requests that are still to be computed.",
+)
+COMPUTED_TOKENS = _family("worker", "worker_computed_tokens_total", "counter", "tokens", "Tokens computed.")
+PREFIX_QUERIES = _family(
+    "worker",
+    "worker_prefix_queried_tokens_total",
+    "counter",
+    "tokens",
+    "Tokens that were looked up in the prefix cache.",
+)
+PREFIX_HITS = _family(
+    "worker", "worker_prefix_hit_tokens_total", "counter", "tokens", "Tokens that were found in the prefix cache."
+)
+EVICTIONS = _family(
+    "worker", "worker_kv_evictions_total", "counter", "blocks", "Cached blocks that were given to requests."
+)
+PREEMPTIONS = _family(
+    "worker", "worker_preemptions_total", "counter", "requests", "Requests that gave their blocks up and start over."
+)
+LAUNCHES = _family(
+    "worker",
+    "worker_launches_total",
+    "counter",
+    "steps",
+    "Steps that were launched: as a captured graph, or kernel by kernel (always so on a CPU).",
+    Label("mode", ("graph", "kernels")),
+)
+STEP_SECONDS = _family(
+    "worker",
+    "worker_step_seconds",
+    "histogram",
+    "seconds",
+    "Time of a step. It is a prefill step if every row is a part of a prompt, a decode step if every row is one token.",
+    STEP,
+    buckets=SHORT_SECONDS,
+)
+BATCH_SEQUENCES = _family(
+    "worker", "worker_batch_sequences", "histogram", "sequences", "Sequences of a step.", buckets=ROWS
+)
+BATCH_TOKENS = _family("worker", "worker_batch_tokens", "histogram", "tokens", "Tokens of a step.", buckets=TOKENS)
+PREFILL_QUEUE = _family(
+    "worker",
+    "worker_prefill_queue_seconds",
+    "histogram",
+    "seconds",
+    "From a prompt's arrival at the worker to its first step.",
+    buckets=SECONDS,
+)
+PREFILL = _family(
+    "worker",
+    "worker_prefill_seconds",
+    "histogram",
+    "seconds",
+    "From a prompt's first step to its first token.",
+    buckets=SECONDS,
+)
+DECODE_QUEUE = _family(
+    "worker",
+    "worker_decode_queue_seconds",
+    "histogram",
+    "seconds",
+    "From the commit of a request's KV to its first step on the decode worker.",
+    buckets=SECONDS,
+)
+REQUEST_FAILURES = _family(
+    "worker",
+    "worker_request_failures_total",
+    "counter",
+    "requests",
+    "Requests that the worker gave back to a router.",
+    Label("code", ("invalid", "retry", "internal", "full", "fenced")),
+)
+WORKER_FENCES = _family(
+    "worker",
+    "worker_fences_total",
+    "counter",
+    "requests",
+    "Requests that the worker ended or refused because their client continues them by a later call.",
+)
+
+# The hand-off, as each of its two workers sees it.
+
+SENT_BYTES = _family("worker", "transfer_sent_bytes_total", "counter", "bytes", "KV that was sent and acknowledged.")
+RECEIVED_BYTES = _family(
+    "worker", "transfer_received_bytes_total", "counter", "bytes", "KV that was received and verified."
+)
+TRANSFER = _family(
+    "worker",
+    "transfer_duration_seconds",
+    "histogram",
+    "seconds",
+    "Time of a hand-off. Prefill worker: from the first frame to the acknowledgement. Decode worker: from the grant of "
+    "its blocks to the commit.",
+    buckets=SECONDS,
+)
+EXPOSED = _family(
+    "worker",
+    "transfer_exposed_seconds",
+    "histogram",
+    "seconds",
+    "The part of a hand-off that no computation hid: from the end of prefill on.",
+    buckets=SECONDS,
+)
+HANDOFF_FAILURES = _family(
+    "worker", "transfer_failures_total", "counter", "attempts", "Hand-offs that failed at this end.", HANDOFF_REASON
+)
+CHECKSUM_FAILURES = _family(
+    "worker",
+    "transfer_checksum_failures_total",
+    "counter",
+    "frames",
+    "Frames whose bytes were not those that the sender read. No token is ever computed from them.",
+)
+FENCED_MESSAGES = _family(
+    "worker",
+    "transfer_fenced_messages_total",
+    "counter",
+    "messages",
+    "Messages of earlier attempts, links or incarnations, which were dropped.",
+)
+LEASES = _family(
+    "worker", "transfer_leases", "gauge", "attempts", "Hand-offs in progress, each with a lease on blocks or about to."
+)
+LEASES_EXPIRED = _family(
+    "worker",
+    "transfer_leases_expired_total",
+    "counter",
+    "attempts",
+    "Hand-offs that were ended because a lease or another deadline of theirs had passed.",
+)
+LINKS_ENDED = _family(
+    "worker",
+    "transfer_links_ended_total",
+    "counter",
+    "links",
+    "Links to other workers that have ended: they broke, could not be made, or were closed for want of use.",
+)
+
+# The supervisor.
+
+MEMBERS = _family(
+    "supervisor",
+    "supervisor_members",
+    "gauge",
+    "members",
+    "Members by role and state.",
+    MEMBER_ROLE,
+    Label("state", STATES),
+)
+READY = _family(
+    "supervisor",
+    "supervisor_ready",
+    "gauge",
+    "boolean",
+    "1 if a router and workers that can serve a request are ready.",
+)
+HEARTBEAT_AGE = _family(
+    "supervisor",
+    "supervisor_heartbeat_age_seconds",
+    "gauge",
+    "seconds",
+    "Time since the last heartbeat of a member.",
+    Label("member", bound="the members of the cluster"),
+)
+DEATHS = _family(
+    "supervisor",
+    "supervisor_deaths_total",
+    "counter",
+    "members",
+    "Members that ended without having been asked to, or were declared dead.",
+    MEMBER_ROLE,
+)
+REPLACEMENTS = _family(
+    "supervisor",
+    "supervisor_replacements_total",
+    "counter",
+    "members",
+    "Members that came back as another incarnation.",
+    MEMBER_ROLE,
+)
+INCARNATION_FENCES = _family(
+    "supervisor",
+    "supervisor_fences_total",
+    "counter",
+    "heartbeats",
+    "Heartbeats of incarnations that were declared dead or replaced; their processes are told to end.",
+)
+DRAINS = _family(
+    "supervisor", "supervisor_drains_total", "counter", "members", "Members that have begun to drain.", MEMBER_ROLE
+)
+ROLE_CHANGES = _family(
+    "supervisor",
+    "supervisor_role_changes_total",
+    "counter",
+    "members",
+    "Members that have changed their role, by the new one.",
+    MEMBER_ROLE,
+)
+
+# Every process has it.
+
+BUILD_NAME = "kvrelay_build_info"
+BUILD_HELP = "1; the labels say which version runs, and in which part."
+BUILD_LABELS = ("version", "part", "name")

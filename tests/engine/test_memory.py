@@ -1,0 +1,220 @@
+"""How much memory a KV pool of `auto` takes: never more than is there, and never what another worker counts on."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv import memory as of_device
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.memory import HostMemory, make_pool, pool_bytes
+from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.gpu import build_gpu_runner
+from support.checkpoints import make_checkpoint
+
+GIB = 2**30
+LAYOUT = KVLayout(layers=32, kv_heads=8, head_dim=128, block_size=32, dtype="bfloat16", order="HND")
+"""Of Llama-3.1-8B: 128 KiB per token."""
+
+
+@dataclass
+class FakeMemory:
+    """A device with fixed figures."""
+
+    all: int
+    idle: int
+    own: int
+
+    def total(self) -> int:
+        return self.all
+
+    def free(self) -> int:
+        return self.idle
+
+    def used(self) -> int:
+        return self.own
+
+    def settle(self) -> None:
+        """Nothing is kept."""
+
+
+def size(memory: FakeMemory, options: EngineConfig, later: int = 0, context: int = 131072) -> float:
+    """GiB of the pool."""
+    return pool_bytes(LAYOUT, options, context, memory, later) / GIB
+
+
+GPU = EngineConfig().on("cuda", 80 * GIB)
+CPU = EngineConfig().on("cpu")
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "later", "expected"),
+    [
+        (FakeMemory(80 * GIB, 62 * GIB, 16 * GIB), GPU, 2 * GIB, 54.0),  # 0.9 of what is free
+        (FakeMemory(80 * GIB, 30 * GIB, 16 * GIB), GPU, 0, 27.0),  # others use the GPU too
+        (FakeMemory(80 * GIB, 60 * GIB, 10 * GIB), EngineConfig(memory_part=0.5).on("cuda"), 0, 27.0),  # half a GPU
+        (FakeMemory(80 * GIB, 60 * GIB, 10 * GIB), EngineConfig(memory_share=0.5).on("cuda"), 0, 30.0),
+        (FakeMemory(24 * GIB, 20 * GIB, 2 * GIB), EngineConfig(memory_part=0.5).on("cpu"), 0, 5.0),
+    ],
+)
+def test_a_pool_takes_its_share_of_what_is_left(
+    memory: FakeMemory, options: EngineConfig, later: int, expected: float
+) -> None:
+    assert size(memory, options, later) == pytest.approx(expected)
+
+
+def test_a_small_models_pool_is_no_larger_than_its_contexts_can_use() -> None:
+    memory = FakeMemory(512 * GIB, 500 * GIB, GIB)
+    assert size(memory, CPU, context=4096) == pytest.approx(16 * 4096 * 128 * 2**10 / GIB)
+    assert size(memory, GPU, context=1024) == pytest.approx(256 * 1024 * 128 * 2**10 / GIB)
+
+
+def test_a_worker_without_memory_for_kv_says_what_takes_it() -> None:
+    with pytest.raises(ValueError, match=r"kv_memory_bytes is auto; no memory is left.*12\.00 GiB are this worker's"):
+        size(FakeMemory(24 * GIB, 4 * GIB, 16 * GIB), EngineConfig(memory_part=0.5).on("cpu"))
+
+
+def test_workers_of_one_machine_take_memory_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All start at once, on a machine where others use most: together they take less than is free."""
+    monkeypatch.setattr(of_device.tempfile, "gettempdir", lambda: str(tmp_path))
+    small = KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+    free, taken = 64 * small.block_bytes, []
+    together = threading.Barrier(2)
+
+    @dataclass
+    class Shared(FakeMemory):
+        def free(self) -> int:
+            found = free - sum(taken)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(0.2)  # for another worker to look before this one takes its part
+            together.reset()
+            return found
+
+    def allocate(layout: KVLayout, amount: int, device: str) -> int:
+        taken.append(amount)
+        return amount
+
+    monkeypatch.setattr(of_device, "allocate_pool", allocate)
+    start = threading.Barrier(4)
+
+    def worker() -> None:
+        start.wait()
+        make_pool(small, EngineConfig(memory_part=0.25).on("cpu"), 10**6, Shared(10**9, 0, 0))
+
+    threads = [threading.Thread(target=worker) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(taken, reverse=True) == [free // 2, free // 4, free // 8, free // 16]
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A /proc of a machine with 64 GiB, 40 of them available."""
+    folder = tmp_path / "proc"
+    (folder / "self").mkdir(parents=True)
+    (folder / "meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {40 * 2**20} kB\n")
+    (folder / "self" / "statm").write_text("9999 1000 1 1 0 1 0\n")
+    return folder
+
+
+def groups(root: Path, names: tuple[str, str], limits: dict[str, tuple[str, int]], files: int) -> None:
+    for path, (limit, used) in limits.items():
+        folder = root / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {files}\n")
+
+
+V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+@pytest.mark.parametrize(
+    ("table", "below", "names"),
+    [
+        ("0::/pods/one\n", "", V2),
+        ("3:cpu:/\n4:memory:/pods/one\n0::/\n", "memory", V1),
+    ],
+)
+def test_control_groups_bound_the_machines_memory(
+    proc: Path, tmp_path: Path, table: str, below: str, names: tuple[str, str]
+) -> None:
+    (proc / "self" / "cgroup").write_text(table)
+    root = tmp_path / "cgroup"
+    unlimited = "max" if names is V2 else str(2**63 - 4096)
+    groups(root / below, names, {"pods/one": (unlimited, GIB), "pods": (str(8 * GIB), 5 * GIB)}, files=2 * GIB)
+    memory = HostMemory(proc, root)
+    assert (memory.total(), memory.free()) == (8 * GIB, 5 * GIB)
+    groups(root / below, names, {"pods": (unlimited, 5 * GIB)}, files=0)
+    assert (memory.total(), memory.free()) == (64 * GIB, 40 * GIB)
+
+
+def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("0::/kubepods/pod1/abc\n")
+    groups(tmp_path / "cgroup", V2, {".": (str(4 * GIB), 3 * GIB)}, files=GIB)
+    memory = HostMemory(proc, tmp_path / "cgroup")
+    assert (memory.total(), memory.free()) == (4 * GIB, 2 * GIB)
+
+
+def test_this_machine_has_more_memory_than_this_process_uses() -> None:
+    memory = HostMemory()
+    assert 0 < memory.used() < memory.total()
+    assert 0 < memory.free() <= memory.total()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", num_hidden_layers=1)
+
+
+def test_a_cpu_worker_sizes_its_pool_by_the_memory_that_is_left(llama: Path) -> None:
+    runner = build_cpu_runner(llama, "float32", EngineConfig(threads=1), memory=FakeMemory(2**30, 2**20, 0))
+    assert runner.pool.num_blocks == 2**19 // runner.layout.block_bytes
+    assert (runner.layout.block_size, runner.spec.context_limit) == (
+        16,
+        "pool" if runner.pool.num_tokens < 1024 else "model",
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Path) -> None:
+    """The measuring runner and its pool are gone when the memory is shared out."""
+
+    class Device(FakeMemory):
+        """Its use grows by 4 MiB beyond the pool when the first runner has warmed up, and settles back."""
+
+        def __init__(self) -> None:
+            super().__init__(64 * 2**20, 60 * 2**20, 4 * 2**20)
+            self.figures: Iterator[int] = iter((4 * 2**20, 9 * 2**20, 4 * 2**20))
+
+        def used(self) -> int:
+            return next(self.figures)
+
+    options = EngineConfig(max_batch_tokens=32, max_sequences=2, threads=1)
+    runner = build_gpu_runner(llama, "float32", options, device="cpu", memory=Device())
+    layout = runner.layout
+    measured = 5 * 2**20 - layout.block_bytes  # a step of 32 tokens takes one block
+    assert layout.block_size == 32
+    most = 256 * 1024 * layout.token_bytes
+    assert runner.pool.num_blocks == min(int(0.9 * (60 * 2**20 - measured)), most) // layout.block_bytes
+    assert (runner.spec.max_context, runner.spec.context_limit) == (1024, "model")
+
+
+def test_steps_are_larger_on_larger_devices() -> None:
+    found = [EngineConfig().on("cpu"), EngineConfig().on("cuda", 24 * GIB), EngineConfig().on("cuda", 80 * GIB)]
+    assert [(each.block_size, each.max_batch_tokens, each.max_sequences) for each in found] == [
+        (16, 512, 64),
+        (32, 2048, 256),
+        (32, 8192, 256),
+    ]
+    given = EngineConfig(block_size=64, max_batch_tokens=128, max_sequences=5, memory_share=0.3, memory_part=0.2)
+    assert given.on("cuda", 80 * GIB) == EngineConfig(
+        block_size=64, max_batch_tokens=128, max_sequences=5, memory_share=0.3, memory_part=0.2, device="cuda"
+    )

@@ -1,0 +1,52 @@
+"""A decode worker dies under some of the n completions of one prompt: each has the tokens that it would have had."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.client import Chunk
+from kvrelay.client.messages import completions
+from kvrelay.engine.request import SamplingParams
+from support.faults import CLIENT_SECONDS, OUT, Scene, prompt_of, scene
+from support.hash_runner import expected_tokens
+from support.hash_worker import WORKER_LAYOUT
+from support.processes import wait_until
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene(tmp_path_factory.mktemp("completions"), losses=True) as it:
+        yield it
+
+
+def test_a_kill_moves_the_completions_of_one_worker_and_leaves_the_others(it: Scene) -> None:
+    prompt, count = prompt_of("several"), 6 * OUT
+    chunks: list[Chunk] = []
+    killed = ""
+    options = {"max_tokens": count, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    with it.client.generate(prompt, n=COUNT, timeout=CLIENT_SECONDS, **options) as stream:  # type: ignore[arg-type]  # mixed values
+        for chunk in stream:
+            chunks.append(chunk)
+            if not killed and {each.index for each in chunks} == set(range(COUNT)):
+                # All have begun; the one that holds fewer of them dies.
+                holding = wait_until(lambda: [name for name in it.decodes if it.held(name)], "they decode")
+                killed = min(holding, key=it.held)
+                it.signal(killed, signal.SIGKILL)
+    done = completions(chunks, COUNT)
+    for completion in done:
+        sampling = SamplingParams(temperature=1.0, seed=completion.seed)
+        assert list(completion.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT, sampling=sampling)
+        assert completion.finish_reason == "length"
+    assert len({completion.token_ids for completion in done}) == COUNT
+    retries = [completion.timeline.retries for completion in done]
+    print(f"{killed} was killed; retries {retries}")
+    assert set(retries) <= {0, 1}
+    assert 1 in retries
+    assert all(completion.timeline.decode_worker != killed for completion in done if completion.timeline.retries)
+    assert [completion.usage.prompt_tokens for completion in done] == [len(prompt)] + [0] * (COUNT - 1)
+    wait_until(lambda: it.ended() == [killed], "it has ended")
+    it.cluster.wait_idle(5, but=[killed])
+    it.replace(killed)

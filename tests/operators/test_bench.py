@@ -1,0 +1,244 @@
+"""`kvrelay bench` against servers whose timing is known: figures, coordinated omission, both faces, reports."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from aiohttp import web
+from click.testing import CliRunner, Result
+
+from kvrelay.cluster.bench.faces import HttpFace, Reply, Target
+from kvrelay.cluster.bench.figures import figures
+from kvrelay.cluster.bench.load import Sample
+from kvrelay.cluster.bench.options import ArrivalOptions, BenchOptions, Lengths, WorkloadOptions
+from kvrelay.cluster.bench.result import Run, schema
+from kvrelay.cluster.bench.run import Bench, measure
+from kvrelay.cluster.cli import main
+from support.background import Background
+from support.browser import browser
+from support.router_fakes import until
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ("bench", *arguments))
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+
+
+class Server:
+    """OpenAI's completions with a script: each request waits, then sends its tokens at equal gaps."""
+
+    def __init__(self, first: float, gap: float, hold: asyncio.Event | None = None) -> None:
+        self.first, self.gap, self.hold = first, gap, hold
+        self.bodies: list[dict[str, Any]] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if body["max_tokens"] == 13:
+            return web.json_response({"error": {"message": "thirteen is refused"}}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.hold is not None:
+            await self.hold.wait()
+        await asyncio.sleep(self.first)
+        for at in range(body["max_tokens"]):
+            if at:
+                await asyncio.sleep(self.gap)
+            await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[str]:
+        async def models(_: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": "scripted", "max_model_len": 100}]})
+
+        async def tokenize(request: web.Request) -> web.Response:
+            text = (await request.json())["prompt"]
+            return web.json_response({"tokens": [ord(letter) for letter in text]})
+
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", models), web.post("/tokenize", tokenize)])
+        app.add_routes([web.post("/v1/completions", self.complete)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+async def bench(
+    server: Server, workload: WorkloadOptions, arrival: ArrivalOptions, goodput: dict[str, float], warmup: int = 0
+) -> Run:
+    options = BenchOptions(workload, arrival, goodput, warmup=warmup)
+    async with server.run() as url:
+        made = Bench(options, None, "http", url)
+        return (await measure(made, HttpFace(Target(url)), lambda name, count: lambda progress: None)).runs[0]
+
+
+def test_times_are_those_of_the_server() -> None:
+    async def test() -> Run:
+        workload = WorkloadOptions(6, Lengths("fixed", 20), Lengths("fixed", 5))
+        return await bench(Server(0.2, 0.1), workload, ArrivalOptions(concurrency=3), {"ttft": 60_000}, warmup=2)
+
+    run = asyncio.run(test())
+    found = run.figures
+    # A busy machine makes all of them longer, never shorter.
+    assert found["median_ttft_ms"] >= 200
+    assert found["median_tpot_ms"] >= 100
+    assert found["median_itl_ms"] >= 90
+    assert found["median_e2el_ms"] >= 600
+    assert found["median_e2el_ms"] == pytest.approx(found["median_ttft_ms"] + 4 * found["median_tpot_ms"], rel=0.3)
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (6, 0, 30)
+    assert found["max_concurrent_requests"] == 3
+    assert found["request_goodput"] == found["request_throughput"]
+    assert all(len(request.itls) == 4 for request in run.requests)
+
+
+def test_an_open_loop_sends_what_is_due_though_nothing_comes_back() -> None:
+    async def test() -> tuple[Run, int]:
+        hold = asyncio.Event()
+        server = Server(0.0, 0.0, hold)
+        workload = WorkloadOptions(20, Lengths("fixed", 4), Lengths("fixed", 1))
+        running = asyncio.create_task(bench(server, workload, ArrivalOptions("constant", 200.0), {}))
+        await until(lambda: len(server.bodies) == 20, "all are sent", 30)
+        hold.set()
+        return await running, len(server.bodies)
+
+    run, sent = asyncio.run(test())
+    assert sent == 20
+    assert run.figures["max_concurrent_requests"] == 20
+
+
+def test_a_wait_for_one_s_turn_counts_from_the_scheduled_arrival() -> None:
+    async def test() -> Run:
+        workload = WorkloadOptions(8, Lengths("fixed", 4), Lengths("fixed", 1))
+        return await bench(Server(0.1, 0.0), workload, ArrivalOptions("constant", 1000.0, concurrency=1), {})
+
+    found = asyncio.run(test()).figures
+    # One at a time, 0.1 s each, all due at once: the last one waits for seven others.
+    assert found["p99_ttft_scheduled_ms"] >= 650
+    assert found["max_late_ms"] >= 650
+    assert found["mean_ttft_ms"] < found["mean_ttft_scheduled_ms"]
+
+
+def test_figures_are_those_of_vllm_bench_serve() -> None:
+    def sample(index: int, scheduled: float, sent: float, arrivals: tuple[float, ...], tokens: int) -> Sample:
+        return Sample(index, scheduled, sent, tokens, Reply(True, "", arrivals, 10, tokens, 4))
+
+    samples = [
+        sample(0, 0.0, 0.0, (0.1, 0.2, 0.4), 4),
+        sample(1, 0.5, 1.0, (0.3,), 1),
+        Sample(2, 1.5, 1.5, 9, Reply(error="500")),
+    ]
+    found = figures(samples, 2.0, {"ttft": 200.0, "tpot": 101.0}, (50.0, 90.0))
+    assert (found["completed"], found["failed"]) == (2, 1)
+    assert found["mean_ttft_ms"] == pytest.approx(200)
+    assert found["std_ttft_ms"] == pytest.approx(100)
+    assert found["p90_ttft_ms"] == pytest.approx(float(np.percentile([100, 300], 90)))
+    assert found["mean_tpot_ms"] == pytest.approx(100)  # the request of one token has none
+    assert found["mean_itl_ms"] == pytest.approx(150)  # by message
+    assert found["mean_e2el_ms"] == pytest.approx(350)
+    assert found["mean_ttft_scheduled_ms"] == pytest.approx((100 + 800) / 2)
+    assert found["request_throughput"] == 1.0
+    assert found["output_throughput"] == 2.5
+    assert found["total_token_throughput"] == 12.5
+    assert found["request_goodput"] == 0.5
+    assert found["max_concurrent_requests"] == 1
+    assert figures([], 1.0, {}, (99.0,))["p99_itl_ms"] == 0.0
+
+
+def test_both_faces_measure_the_same_requests(tmp_path: Path) -> None:
+    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
+        router = background.cluster.router
+        targets = {"grpc": router.address, "http": f"http://{router.http_address}"}
+        found = {}
+        for face, target in targets.items():
+            out = tmp_path / f"{face}.json"
+            result = call(
+                *("--face", face, "--target", target, "--num-prompts", "6", "--sweep", "rate=50,100"),
+                *("--input-tokens", "uniform:8-20", "--output-tokens", "4", "--goodput", "ttft:60000 e2el:60000"),
+                *("--json", str(out), "--html", str(tmp_path / f"{face}.html")),
+            )
+            assert result.exit_code == 0, result.output
+            assert "6 completed, 0 failed" in result.stdout
+            found[face] = json.loads(out.read_text())
+            jsonschema.validate(found[face], schema())
+    for result in found.values():
+        assert [run["request_rate"] for run in result["runs"]] == [50, 100]
+        assert all(run["figures"]["request_goodput"] > 0 for run in result["runs"])
+    lengths = [[each["prompt_tokens"] for each in result["runs"][1]["requests"]] for result in found.values()]
+    due = [[each["scheduled"] for each in result["runs"][0]["requests"]] for result in found.values()]
+    assert lengths[0] == lengths[1]
+    assert due[0] == pytest.approx(due[1], abs=0.02)  # a request that is sent a moment early is due when it is sent
+    assert found["grpc"]["runs"][0]["requests"][0]["stages"]["prefill_seconds"] > 0
+
+
+def test_the_report_needs_nothing_from_elsewhere_and_shows_in_a_browser(tmp_path: Path) -> None:
+    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
+        report = tmp_path / "report.html"
+        result = call(
+            *("--target", background.cluster.router.address, "--num-prompts", "20", "--sweep", "concurrency=1,4"),
+            *("--input-tokens", "8", "--output-tokens", "6", "--html", str(report)),
+        )
+        assert result.exit_code == 0, result.output
+    text = report.read_text()
+    assert not re.search(r"https?://(?!127\.0\.0\.1|www\.w3\.org)|<script|<link|@import|url\(", text)
+
+    async def look() -> None:
+        async with browser(tmp_path) as tab:
+            for dark in (False, True):
+                await tab.open(report.as_uri(), dark=dark)
+                assert await tab.value("document.querySelectorAll('svg').length") >= 10
+                broken = "[...document.querySelectorAll('path')].filter(p => /NaN|Infinity/.test(p.outerHTML)).length"
+                assert await tab.value(broken) == 0
+                assert await tab.value("document.documentElement.scrollWidth <= innerWidth")
+            assert tab.complaints == []
+
+    asyncio.run(look())
+
+
+def test_failures_are_counted_and_named(tmp_path: Path) -> None:
+    async def test() -> Run:
+        workload = WorkloadOptions(3, Lengths("fixed", 4), Lengths("fixed", 13))
+        return await bench(Server(0.0, 0.0), workload, ArrivalOptions(), {})
+
+    run = asyncio.run(test())
+    assert (run.figures["completed"], run.figures["failed"]) == (0, 3)
+    assert "thirteen is refused" in run.requests[0].error
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    for code, words, arguments in (
+        (1, "--target 127.0.0.1:1", ("--target", "127.0.0.1:1", "--timeout", "2")),
+        (1, "GET /v1/models", ("--target", "127.0.0.1:1", "--face", "http")),
+        (2, "--json .*there is no such folder", ("--json", str(tmp_path / "no" / "a.json"))),
+        (2, "--percentiles is 'a'", ("--percentiles", "a")),
+        (2, "allowed: without --arrivals trace", ("--arrivals", "trace", "--trace", "x", "--sweep", "rate=1")),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == code, result.output
+        assert re.search(words, result.stderr), result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_schema_is_printed() -> None:
+    result = call("--schema")
+    assert result.exit_code == 0
+    jsonschema.Draft202012Validator.check_schema(json.loads(result.stdout))

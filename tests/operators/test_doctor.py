@@ -1,0 +1,289 @@
+"""`kvrelay doctor`: each trouble is found, a healthy cluster has none, and nobody's silence makes it wait for long."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvrelay.cluster.cli import main
+from kvrelay.cluster.doctor.cluster_checks import (
+    Clocks,
+    Members,
+    Pairs,
+    Pools,
+    Protection,
+    Reachable,
+    Transports,
+    Versions,
+)
+from kvrelay.cluster.doctor.examine import CHECKS, diagnose, examine, well
+from kvrelay.cluster.doctor.finding import Check, Examined, Finding, Reached
+from kvrelay.cluster.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
+from kvrelay.cluster.inquiry import ANSWER_SECONDS
+from kvrelay.cluster.state import ClusterState, save
+from kvrelay.internal.v1.describe_pb2 import (
+    Amount,
+    CertificateEnd,
+    Description,
+    Gpu,
+    PairState,
+    RdmaPort,
+    TransportState,
+)
+from kvrelay.internal.v1.supervisor_pb2 import (
+    MEMBER_STATE_DEAD,
+    MEMBER_STATE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    DescribeResponse,
+    GetStatusResponse,
+    Member,
+    MemberDescription,
+    MemberStatus,
+)
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL, Blocks, Load
+from kvrelay.worker.description import driver_rows, rdma_ports
+from support.access import credentials
+from support.processes import ProcessCluster, process_cluster, wait_until
+
+NOW = 1_800_000_000.0
+DAY = 86400.0
+
+
+def described(device: str = "cpu", **more: object) -> Description:
+    """A worker without any trouble."""
+    told = Description(
+        host="h",
+        device=device,
+        checksum=True,
+        encrypt="none",
+        tls="off",
+        kv_bytes=2**28,
+        max_context=4096,
+        heard_unix=NOW + 0.01,
+        told_unix=NOW + 0.02,
+        versions={"kvrelay": "0.1.0", "torch": "2.13.0"},
+        amounts=[
+            Amount(name="open files", used=50, limit=65536, hard_limit=65536),
+            Amount(name="locked memory", used=-1, limit=-1, hard_limit=-1),
+            Amount(name="shared memory", used=0, limit=2**33, hard_limit=2**33),
+            Amount(name="disk /", used=2**30, limit=2**36, hard_limit=2**36),
+        ],
+    )
+    for name, value in more.items():
+        told.ClearField(name)  # type: ignore[arg-type]  # a field's name
+        told.MergeFrom(Description(**{name: value}))  # type: ignore[arg-type]  # as above
+    return told
+
+
+def cluster(prefill: Description | None = None, decode: Description | None = None, **more: object) -> Examined:
+    """A pair, its prefill worker being as described."""
+    tell = {"prefill-0": prefill or pairing(), "decode-0": decode or described()}
+    roles = {"prefill-0": ROLE_PREFILL, "decode-0": ROLE_DECODE}
+    load = Load(blocks=Blocks(total=100, size=16, free=100))
+    status = GetStatusResponse(
+        ready=True,
+        members=[
+            MemberStatus(
+                member=Member(name=name, role=roles[name], state=MEMBER_STATE_READY, compatibility="same"), load=load
+            )
+            for name in tell
+        ],
+    )
+    answers = [
+        MemberDescription(name=name, description=each, asked_unix=NOW, answered_unix=NOW + 0.03)
+        for name, each in tell.items()
+    ]
+    return Examined(ClusterState(None, "test"), status, DescribeResponse(members=answers), **more)  # type: ignore[arg-type]
+
+
+def pairing(transport: str = "shm", **more: object) -> Description:
+    return described(pairs=[PairState(peer="decode-0", transport=transport, epoch=1)], **more)
+
+
+def gpu(**more: object) -> list[Gpu]:
+    return [Gpu(index=0, name="H", driver="1", mig="Disabled", ecc_errors=0, **more)]  # type: ignore[arg-type]
+
+
+def amount(name: str, used: float, limit: float) -> list[Amount]:
+    return [Amount(name=name, used=used, limit=limit, hard_limit=limit)]
+
+
+def ports(state: str = "ACTIVE", gid: str = "fe80::1") -> list[RdmaPort]:
+    return [RdmaPort(name="mlx5_0/1", state=state, link_layer="InfiniBand", gid=gid)]
+
+
+def test_a_healthy_cluster_has_no_trouble() -> None:
+    findings = diagnose(cluster())
+    assert well(findings), findings
+    assert {"members", "versions", "pairs", "clocks", "limits", "transports", "KV pools"} <= findings.keys()
+
+
+@pytest.mark.parametrize(
+    ("check", "prefill", "severity", "words"),
+    [
+        (Versions(), pairing(versions={"kvrelay": "0.2.0"}), "warning", "differs: 0.1.0: decode-0; 0.2.0: prefill-0"),
+        (Clocks(), pairing(heard_unix=NOW + 5, told_unix=NOW + 5.01), "warning", "s ahead of the supervisor's"),
+        (Clocks(), pairing(heard_unix=NOW - 5, told_unix=NOW - 4.9), "warning", "s behind the supervisor's"),
+        (Transports(), pairing(""), "error", "no transport"),
+        (Protection(), pairing(checksum=False), "error", "damaged KV would become wrong tokens"),
+        (Protection(), pairing(host="other"), "note", "not encrypted"),
+        (Pools(), pairing(context_limit=CONTEXT_LIMIT_POOL), "warning", "it limits contexts to 4096 tokens"),
+        (Pools(), pairing(max_context=100), "warning", "differs between workers: 100: prefill-0; 4096: decode-0"),
+        (Limits(), pairing(amounts=amount("open files", 1, 1024)), "warning", "may open 1024 files"),
+        (Limits(), pairing(amounts=amount("open files", 1000, 1024)), "error", "1000 of 1024 open files"),
+        (Limits(), pairing(amounts=amount("memory", 95, 100)), "warning", "of its control group"),
+        (Limits(), pairing(amounts=amount("shared memory", 0, 2**20)), "warning", "1.0 MiB of /dev/shm"),
+        (
+            Limits(),
+            pairing(rdma_ports=ports(), amounts=amount("locked memory", -1, 65536)),
+            "warning",
+            "RDMA has to lock its buffers",
+        ),
+        (Disks(), pairing(amounts=amount("disk /", 99, 100)), "error", "1 bytes of 100 bytes are free"),
+        (Certificates(), pairing(certificates=[CertificateEnd(file="w.crt", expires_unix=1)]), "error", "w.crt ended"),
+        (
+            Certificates(),
+            pairing(certificates=[CertificateEnd(file="w.crt", expires_unix=time.time() + 5.5 * DAY)]),
+            "warning",
+            "in 5 days",
+        ),
+        (Gpus(), pairing(device="cuda", gpus=gpu(unreachable=[1])), "note", "can't reach the memory of GPU 1"),
+        (Gpus(), pairing(gpus=gpu()), "warning", "computes on the CPU, though it has a GPU"),
+        (Rdma(), pairing(rdma_ports=ports("DOWN")), "warning", "DOWN"),
+        (Rdma(), pairing(rdma_ports=ports(gid="")), "warning", "without a GID"),
+        (Rdma(), pairing(rdma_ports=ports(), gpus=gpu()), "warning", "nvidia_peermem is not loaded"),
+    ],
+)
+def test_each_trouble_is_found(check: Check, prefill: Description, severity: str, words: str) -> None:
+    findings = list(check.run(cluster(prefill)))
+    assert any(found.severity == severity and words in found.found for found in findings), findings
+    if severity in ("warning", "error"):
+        assert not well(diagnose(cluster(prefill)))
+
+
+def test_memory_errors_of_a_gpu_and_slow_links_between_gpus_are_found() -> None:
+    broken = [Gpu(index=0, name="H", driver="1", ecc_errors=3)]
+    assert any(found.severity == "error" for found in Gpus().run(cluster(pairing(device="cuda", gpus=broken))))
+    missing = [TransportState(name="nccl", missing="NCCL is 2.20")]
+    both = cluster(pairing("tcp", device="cuda", transports=missing), described("cuda"))
+    (pair, *_) = Transports().run(both)
+    assert (pair.severity, pair.advice) == ("warning", "nccl: NCCL is 2.20")
+
+
+def test_members_that_are_dead_silent_or_unpaired_are_found() -> None:
+    examined = cluster()
+    status, answers = examined.status, examined.described
+    assert status is not None
+    assert answers is not None
+    status.members[0].member.state = MEMBER_STATE_DEAD
+    answers.members[1].ClearField("description")
+    found = {finding.subject: finding for finding in Members().run(examined)}
+    assert (found["prefill-0"].severity, found["prefill-0"].found) == ("error", "is dead")
+    assert (found["decode-0"].severity, found["decode-0"].found) == ("warning", "did not describe itself in time")
+    status.members[0].member.state = MEMBER_STATE_READY
+    status.members[0].member.compatibility = "other"
+    assert any(finding.severity == "error" for finding in Pairs().run(examined))
+    assert all(each for each in Reachable().run(cluster(reached=(Reached("page", ""),))))
+    assert [each.severity for each in Reachable().run(cluster(reached=(Reached("page", "refused"),)))] == ["warning"]
+
+
+def test_checks_have_names_of_their_own_and_bear_a_lost_supervisor() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    findings = diagnose(Examined(ClusterState(None, "test"), None))
+    assert [found.severity for found in findings["members"]] == ["error"]
+
+
+def test_rdma_ports_and_the_driver_s_table_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    (port / "gids").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "link_layer").write_text("InfiniBand\n")
+    (port / "gids" / "0").write_text("0000:0000:0000:0000:0000:0000:0000:0000\n")
+    (port / "gids" / "10").write_text("fe80:0000:0000:0000:0000:0000:0000:0002\n")
+    (port / "gids" / "2").write_text("fe80:0000:0000:0000:0000:0000:0000:0001\n")
+    (found,) = rdma_ports(tmp_path)
+    assert (found.name, found.state, found.link_layer) == ("mlx5_0/1", "ACTIVE", "InfiniBand")
+    assert found.gid.endswith("0001")
+    assert list(rdma_ports(tmp_path / "none")) == []
+    rows = driver_rows("0, GPU-1, NVIDIA H200, 570.1, 143771, 3, Disabled, 0\nbroken\n")
+    assert rows["GPU-1"]["driver_version"] == "570.1"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    modules = {"prefill": "support.hash_worker", "decode": "support.hash_worker"}
+    with process_cluster(folder, "pico", modules=modules) as it:
+        yield it
+
+
+def call(it: ProcessCluster, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(folder))
+    save(ClusterState(None, "test", supervisor=it.supervisor, router=it.router))
+    return CliRunner().invoke(main, ("doctor", *arguments))
+
+
+def test_every_member_describes_itself(
+    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = call(running, tmp_path, monkeypatch, "--json")
+    shown = json.loads(result.stdout)
+    members = {found["subject"] for found in shown["checks"]["limits"]}
+    assert members == {"supervisor", "router-0", "prefill-0", "decode-0"}
+    (clocks,) = shown["checks"]["clocks"]
+    assert clocks["severity"] == "ok"
+    assert any(found["subject"] == "prefill-0 -> decode-0" for found in shown["checks"]["transports"])
+    troubles = [found for each in shown["checks"].values() for found in each if found["severity"] == "error"]
+    assert troubles == []
+    assert (result.exit_code == 0) == shown["ok"]
+    assert "prefill-0 -> decode-0" in call(running, tmp_path, monkeypatch).stdout
+
+
+def test_questions_at_the_same_time_all_get_answers(
+    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
+    state = ClusterState(None, "test", supervisor=running.supervisor)
+    with ThreadPoolExecutor(4) as pool:
+        for examined in pool.map(lambda _: examine(state), range(4)):
+            assert set(examined.descriptions) == {"supervisor", "router-0", "prefill-0", "decode-0"}
+
+
+def test_a_frozen_member_is_named_in_bounded_time(
+    running: ProcessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = running.processes["decode-0"]
+    worker.popen.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        result = call(running, tmp_path, monkeypatch, "--json")
+        assert time.monotonic() - began < ANSWER_SECONDS + 20
+        assert result.exit_code == 1
+        about: list[Finding] = [
+            found for found in json.loads(result.stdout)["checks"]["members"] if found["subject"] == "decode-0"
+        ]
+        assert about
+    finally:
+        worker.popen.send_signal(signal.SIGKILL)
+        running.replace("decode-0")
+    wait_until(lambda: call(running, tmp_path, monkeypatch, "--json").exit_code == 0, "well again", 60)
+
+
+def test_only_the_operator_may_ask() -> None:
+    from kvrelay.rpc.security import CALLERS
+
+    assert CALLERS["/kvrelay.internal.v1.SupervisorService/Describe"] == {"operator"}
+    assert credentials().part == "operator"
+
+
+def test_without_a_cluster_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ("doctor",))
+    assert (result.exit_code, result.stderr) == (1, "kvrelay: no cluster is running\n")

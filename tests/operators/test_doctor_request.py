@@ -1,0 +1,206 @@
+"""`kvrelay doctor REQUEST_ID`: the words name what delayed a request, of running and of ended ones."""
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvrelay.client import AsyncClient
+from kvrelay.cluster.cli import main
+from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
+from kvrelay.internal.v1.worker_pb2 import Blocks, Failure, Load, PrefillReport, Requests, TransferReport
+from kvrelay.router.placement import DecodeCapacity, Demand, WorkerRole, WorkerView
+from kvrelay.router.waiting import reason
+from kvrelay.rpc.identity import WorkerId
+from support.page import KEYS
+from support.router_fakes import FakeCluster, FakeWorker, Job, decode_of, fake_cluster, pair, run, until
+
+SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+
+
+def token(index: int) -> int:
+    return 40 + index
+
+
+async def ask(cluster: FakeCluster, *arguments: str) -> Result:
+    """The command, in a thread: it has an event loop of its own."""
+    target = f"http://{cluster.router.http_address}"
+    runner = CliRunner()
+    return await asyncio.to_thread(runner.invoke, main, ("doctor", *arguments, "--target", target))
+
+
+async def story(cluster: FakeCluster, name: str) -> dict[str, Any]:
+    result = await ask(cluster, name, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found) == 1
+    return dict(found[0])
+
+
+def test_a_wait_for_decode_slots_is_named_while_it_lasts_and_afterwards(tmp_path: Path) -> None:
+    async def test() -> None:
+        workers = pair(token)
+        options = {"http_port": 0, "backlog_share": 0.0}
+        async with (
+            fake_cluster(tmp_path, *workers, **options) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            blocks = Blocks(total=100, size=16, free=60, held=40)
+            cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(running=9, free_slots=0)))
+            await until(
+                lambda: any(view.capacity and not view.capacity.free_slots for view in cluster.router.registry.view()),
+                "the report has come",
+            )
+            running = asyncio.create_task(client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine"))
+            await until(lambda: cluster.router.waiting == 1, "it waits")
+            waiting = await story(cluster, "mine")
+            assert "running for" in waiting["headline"]
+            assert "all decode slots were taken" in waiting["verdict"]
+            cluster.workers["decode-0"].report_load(Load(blocks=blocks, requests=Requests(free_slots=8)))
+            await running
+            ended = await story(cluster, "cmpl-mine")
+            assert "completed" in ended["headline"]
+            (router,) = [part for part in ended["parts"] if part["stage"] == "router"]
+            assert "all decode slots were taken" in router["text"]
+            assert router["seconds"] > 0
+
+    run(test)
+
+
+def test_a_failed_attempt_and_a_migration_are_named(tmp_path: Path) -> None:
+    async def test() -> None:
+        failed: list[Job] = []
+
+        async def moody(job: Job) -> None:
+            failed.append(job)
+            if len(failed) == 1:
+                job.fail(Failure.CODE_RETRY, "the link broke", cause=Failure.CAUSE_LINK)
+            elif len(failed) == 2:
+                job.fail(Failure.CODE_RETRY, "this worker stops", cause=Failure.CAUSE_DRAINING)
+            else:
+                await decode_of(token)(job)
+
+        prefill, _ = pair(token)
+        decodes = [FakeWorker(f"decode-{index}", "decode", moody) for index in range(3)]
+        async with (
+            fake_cluster(tmp_path, prefill, *decodes, http_port=0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+            found = await story(cluster, "mine")
+            assert "placed 3 times" in found["verdict"]
+            assert "the link broke" in found["verdict"]
+            assert "its worker was stopped on purpose" in found["verdict"]
+            assert any("moved to other workers" in line for line in found["incidents"])
+            text = (await ask(cluster, "mine")).stdout
+            assert "the link broke" in text
+
+    run(test)
+
+
+def test_slow_prefill_and_a_late_grant_are_told_apart(tmp_path: Path) -> None:
+    async def test() -> None:
+        async def prefill(job: Job) -> None:
+            report = PrefillReport(queue_seconds=0.1, prefill_seconds=2.0, cached_tokens=1)
+            job.send(job.base, (token(job.base),), prefill=report)
+            transfer = TransferReport(
+                transfer_seconds=1.5, handoff_seconds=0.5, transfer_bytes=3 * 2**20, grant_seconds=0.75
+            )
+            job.send(transfer=transfer)
+
+        workers = FakeWorker("prefill-0", "prefill", prefill), pair(token)[1]
+        async with (
+            fake_cluster(tmp_path, *workers, http_port=0) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+            parts = {part["stage"]: part for part in (await story(cluster, "mine"))["parts"]}
+            assert "with 1 more from its cache" in parts["prefill"]["text"]
+            assert parts["transfer"]["seconds"] == pytest.approx(0.5)
+            for words in ("3.0 MiB", "500.0 ms of it after the end of prefill", "granted blocks for it after 750.0 ms"):
+                assert words in parts["transfer"]["text"]
+
+    run(test)
+
+
+def test_a_failure_is_told_with_its_reason(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with (
+            fake_cluster(tmp_path, *pair(token), http_port=0, worker_wait_seconds=0.0) as cluster,
+            AsyncClient(cluster.router.address, resume_seconds=0.0) as client,
+        ):
+            cluster.announce(decode_0=MEMBER_STATE_DEAD)
+            await cluster.ready("prefill-0")
+            with pytest.raises(Exception, match="no worker"):
+                await client.complete([1, 2, 3], max_tokens=3, request_id="mine")
+            found = await ask(cluster, "mine", "--json")
+            assert "no worker can take the request now" in json.loads(found.stdout)[0]["verdict"]
+
+    run(test)
+
+
+def test_a_tenant_sees_its_own_requests_only(tmp_path: Path) -> None:
+    async def test() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text(KEYS.format(*(hashlib.sha256(key).hexdigest() for key in (b"key of a", b"key of b"))))
+        async with (
+            fake_cluster(tmp_path / "m", *pair(token), http_port=0, api_keys=str(keys)) as cluster,
+            AsyncClient(cluster.router.address, api_key="key of a") as client,
+        ):
+            await client.complete([1, 2, 3], max_tokens=3, temperature=0, request_id="mine")
+            assert (await ask(cluster, "mine", "--api-key", "key of a")).exit_code == 0
+            other = await ask(cluster, "mine", "--api-key", "key of b")
+            assert "no router knows request 'mine'" in other.stderr
+            assert "API key" in (await ask(cluster, "mine")).stderr
+
+    run(test)
+
+
+def test_unknown_requests_and_routers_are_named(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fake_cluster(tmp_path, *pair(token), http_port=0) as cluster:
+            result = await ask(cluster, "nobody")
+            assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+            assert "no router knows request 'nobody'" in result.stderr
+            assert "latest 200" in result.stderr
+            two = f"http://{cluster.router.http_address},http://127.0.0.1:1"
+            result = await asyncio.to_thread(CliRunner().invoke, main, ("doctor", "nobody", "--target", two))
+            assert "127.0.0.1:1" in result.stderr
+
+    run(test)
+
+
+def view(role: WorkerRole, *, ready: bool = True, pending: int = 0, slots: int = 8, free: int = 50) -> WorkerView:
+    capacity = DecodeCapacity(16, 100, free, slots) if role == "decode" else None
+    return WorkerView(
+        WorkerId(f"{role}-0", "i"), role, ready, pending_tokens=pending, kv_tokens=1600, capacity=capacity
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        ([], "no worker that decodes was ready"),
+        ([view("prefill")], "no worker that decodes was ready"),
+        ([view("prefill"), view("decode", ready=False)], "no worker that decodes was ready"),
+        ([view("prefill"), view("decode", slots=0)], "all decode slots were taken"),
+        ([view("prefill"), view("decode", free=1)], "no decode worker had KV blocks free for 100 tokens"),
+        (
+            [view("prefill", pending=900), view("decode")],
+            "prefill-0 had 500 tokens or more of other prompts to compute",
+        ),
+        ([view("colocated", pending=900)], "colocated-0 had 500 tokens"),
+        ([view("prefill"), view("decode")], "other requests were before it"),
+    ],
+)
+def test_the_reason_of_a_wait_follows_from_the_workers(workers: list[WorkerView], words: str) -> None:
+    assert words in reason(Demand(100, 10), workers, 500)

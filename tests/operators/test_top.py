@@ -1,0 +1,203 @@
+"""`kvrelay top`: what it shows of several routers, and what it does when it can't."""
+
+import asyncio
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvrelay.client import Client
+from kvrelay.cluster.cli import main
+from kvrelay.cluster.top.model import SORTS, Model
+from kvrelay.cluster.top.view import frame
+from support.background import Background
+
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path / "state"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ("top", *arguments))
+
+
+def worker(name: str, computed: int = 0, **more: Any) -> dict[str, Any]:
+    counts = {"running": 0, "waiting": 0, "pending_tokens": 0, "computed_tokens": computed, "block_size": 16}
+    pool = {"total": 100, "free": 100, "cached": 0, "held": 0}
+    return {"name": name, "role": "decode", "state": "ready", "avoided": False, **counts, **pool, **more}
+
+
+def life(name: str, received: float, **more: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "received": received,
+        "age": 1.0,
+        "outcome": "stop",
+        "placed": [0.01],
+        "incidents": [],
+        "prefill_worker": "p",
+        "decode_worker": "d",
+        "prompt_tokens": 10,
+        "cached_tokens": 5,
+        "completion_tokens": 8,
+        "ttft": 0.1,
+        "tpot": 0.02,
+        "handoff": 0.01,
+        "retries": 0,
+        "migrations": 0,
+        **more,
+    }
+
+
+def fleet(*workers: dict[str, Any], links: Any = (), lives: Any = ()) -> dict[str, Any]:
+    return {"ready": True, "running": len(lives), "workers": list(workers), "links": list(links), "lives": list(lives)}
+
+
+def two_routers() -> Model:
+    model = Model(("a", "b"), {"ttft": 200.0})
+    model.event("a", "fleet", fleet(worker("w", 100), links=[link(1000)]))
+    model.event("b", "fleet", fleet(worker("w", 300), worker("v"), links=[link(500)]))
+    return model
+
+
+def link(nbytes: int) -> dict[str, Any]:
+    return {"prefill": "p", "decode": "d", "nbytes": nbytes, "transfers": 1, "sending": 1}
+
+
+def test_workers_are_counted_once_and_links_add_up() -> None:
+    model = two_routers()
+    model.sample(10.0)
+    model.event("b", "fleet", fleet(worker("w", 400), worker("v"), links=[link(1500)]))
+    model.sample(12.0)
+    shown = model.frame()
+    assert [(each["name"], each["computed_tokens"], each["tokens_per_second"]) for each in shown["workers"]] == [
+        ("v", 0, 0.0),
+        ("w", 400, 50.0),
+    ]
+    (pair,) = shown["links"]
+    assert (pair["nbytes"], pair["transfers"], pair["sending"], pair["bytes_per_second"]) == (2500, 2, 2, 500.0)
+
+
+def test_a_worker_that_starts_again_has_no_negative_rate() -> None:
+    model = two_routers()
+    model.sample(10.0)
+    model.event("b", "fleet", fleet(worker("w", 7)))
+    model.event("a", "fleet", fleet(worker("w", 7)))
+    model.sample(12.0)
+    assert all((each["tokens_per_second"] or 0.0) >= 0.0 for each in model.frame()["workers"])
+
+
+def test_goodput_counts_requests_within_the_limits() -> None:
+    model, now = two_routers(), time.time()
+    model.event("a", "recent", [life("old", now - 500), life("good", now - 10)])
+    model.event("b", "ended", life("slow", now - 8, ttft=0.5))
+    model.event("b", "ended", life("bad", now - 6, outcome="unavailable", ttft=None, tpot=None))
+    found = model.frame()["requests"]
+    assert (found["ended"], found["completed"], found["failed"]) == (3, 2, 1)
+    assert found["goodput_per_second"] == pytest.approx(found["requests_per_second"] / 2)
+    assert found["p50_ttft"] == pytest.approx(0.3)
+    assert found["cached_share"] == 0.5
+
+
+def test_decisions_are_the_latest_first_with_their_reasons() -> None:
+    model, now = two_routers(), time.time()
+    model.event("a", "ended", life("first", now - 20, incidents=[["wait", 0.1, "all decode slots were taken"]]))
+    model.event("a", "fleet", fleet(worker("w"), lives=[life("running", now - 1, outcome=None)]))
+    first, second = model.frame()["decisions"]
+    assert (first["id"], first["outcome"]) == ("running", None)
+    assert (second["id"], second["why"]) == ("first", "all decode slots were taken")
+
+
+def test_a_lost_router_is_shown_and_its_view_is_gone() -> None:
+    model = two_routers()
+    model.lost("b", "connection refused")
+    shown = model.frame()
+    assert [router["error"] for router in shown["routers"]] == ["", "connection refused"]
+    assert [each["name"] for each in shown["workers"]] == ["w"]
+    assert shown["workers"][0]["computed_tokens"] == 100
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_every_order_draws_empty_and_full_clusters(sort: str) -> None:
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  # the console's own
+    for model in (two_routers(), Model(("a",), {})):
+        console.print(frame(model.frame(), sort, 30))
+    assert "worker" in console.export_text()
+
+
+def test_one_frame_of_a_real_router(tmp_path: Path) -> None:
+    with Background(tmp_path / "cluster", lambda index: 40 + index % 9, http_port=0) as background:
+        router = background.cluster.router
+        target = f"http://{router.http_address}"
+        with Client(router.address) as client:
+            client.complete([1, 2, 3], max_tokens=4, temperature=0, request_id="mine")
+        result = call("--once", "--json", "--target", target)
+        assert result.exit_code == 0, result.output
+        shown = json.loads(result.stdout)
+        assert {each["name"] for each in shown["workers"]} == {"prefill-0", "decode-0"}
+        assert shown["requests"]["completed"] == 1
+        (decision,) = shown["decisions"]
+        assert decision["id"].startswith("mine/")
+        assert (decision["prefill"], decision["decode"]) == ("prefill-0", "decode-0")
+        picture = tmp_path / "top.svg"
+        result = call("--once", "--target", target, "--svg", str(picture))
+        assert "prefill-0 → decode-0" in result.stdout
+        assert "prefill-0" in picture.read_text()
+        assert "url(" not in re.sub(r"url\(#[^)]*\)", "", picture.read_text())
+        _press_q(target)
+
+
+def _press_q(target: str) -> None:
+    """The live view on a terminal of its own, which q ends."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvrelay.cluster.cli", "top", "--target", target]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        seen, deadline = b"", time.monotonic() + SECONDS
+        while b"q quit" not in seen and time.monotonic() < deadline:
+            seen += os.read(ours, 65536)
+        assert b"prefill-0" in seen
+        os.write(ours, b"spq")
+        try:
+            while os.read(ours, 65536):
+                continue
+        except OSError:
+            pass  # the terminal's other end is closed
+        assert process.wait(SECONDS) == 0
+    os.close(ours)
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    async def silent() -> int:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            return int(server.sockets[0].getsockname()[1])
+
+    closed = asyncio.run(silent())
+    with Background(tmp_path / "cluster", lambda index: 40, http_port=0, page=False) as background:
+        target = f"http://{background.cluster.router.http_address}"
+        for code, words, arguments in (
+            (1, "it has no page; the router's options", ("--once", "--target", target)),
+            (1, f"127.0.0.1:{closed}", ("--once", "--target", f"127.0.0.1:{closed}")),
+            (2, "stdout is no terminal", ("--target", target)),
+            (2, "--svg is given", ("--json", "--svg", "x.svg")),
+            (2, "--goodput has", ("--once", "--goodput", "x")),
+        ):
+            result = call(*arguments)
+            assert result.exit_code == code, result.output
+            assert words in result.stderr
+            assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,81 @@
+"""Schemathesis draws requests from the OpenAPI document: valid ones, broken ones, other methods and types."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.v1.inference_pb2 import TokenLogprobs
+from support.http_calls import HELLO, serving, token_at
+from support.router_fakes import FakeWorker, Job, length_if, run
+
+EXAMPLES = 25
+"""Of each operation, in the fuzzing phase."""
+SECONDS = 480.0
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+"""Not that all data which the document allows are accepted: it doesn't say which fields exclude each other, the size of
+the vocabulary and of the context, and that an integer is written without a fraction."""
+
+
+async def answer(job: Job) -> None:
+    """Tokens up to the limit, with the log-probabilities that were asked for."""
+    sampling, end = job.submit.sampling, job.submit.sampling.max_tokens
+    value = TokenLogprobs(
+        logprob=-0.5, top_ids=[7] * sampling.logprobs, top_logprobs=[-0.5] * sampling.logprobs, rank=1
+    )
+    for index in range(job.base, end):
+        more = {"logprobs": [value]} if sampling.HasField("logprobs") else {}
+        if index == 0 and sampling.HasField("prompt_logprobs"):
+            more["prompt_logprobs"] = [value] * (job.submit.prompt_tokens - 1)
+        job.send(index, (token_at(index),), length_if(index == end - 1), **more, prompt_logprobs_first=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 30)
+def test_every_answer_is_as_the_document_says(tmp_path: Path) -> None:
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", answer)
+        async with serving(tmp_path, worker, tool_parser="hermes", reasoning_parser="think") as (cluster, http):
+            options = {
+                "phases": "coverage,fuzzing",
+                "max-examples": EXAMPLES,
+                "seed": 1,
+                "checks": ",".join(CHECKS),
+                "generation-database": "none",
+                "suppress-health-check": "all",
+                "request-timeout": 30,
+            }
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "schemathesis.cli", "run", f"{http.base}/openapi.json", *arguments),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=tmp_path,
+            )
+            try:
+                output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            report = output.decode()
+            assert process.returncode == 0, report
+            (tested,) = re.findall(r"Tested: (\d+)", report)
+            (generated,) = re.findall(r"([\d,]+) generated", report)
+            print(f"{generated} cases for {tested} operations")
+            assert int(generated.replace(",", "")) > 4 * EXAMPLES
+            assert (await http.post("/v1/completions", HELLO))[0] == 200
+            assert cluster.router._front.running == 0
+
+    run(test, SECONDS + 20)

@@ -1,0 +1,31 @@
+"""Tells each router of the prompts that others have sent to this worker, for its index of prefix caches."""
+
+from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, RequestEvent
+from kvrelay.worker.live_request import LiveRequest
+from kvrelay.worker.relay_stream import RelayStream
+
+
+class ForeignPrompts:
+    """On the event loop."""
+
+    def __init__(self) -> None:
+        self._streams: set[RelayStream] = set()
+
+    def attach(self, stream: RelayStream) -> None:
+        """From now on, this stream's router is told."""
+        self._streams.add(stream)
+
+    def detach(self, stream: RelayStream) -> None:
+        self._streams.discard(stream)
+
+    def note(self, live: LiveRequest, event: RequestEvent) -> None:
+        """An event of a live request goes out. The first one with a report shows that its prompt's KV is here."""
+        if not live.chain or not (event.HasField("prefill") or event.HasField("decode")):
+            return
+        prompt = ForeignPrompt(chain=live.chain)
+        if event.HasField("prefill"):
+            prompt.cached_tokens = event.prefill.cached_tokens
+        live.chain = ()
+        for stream in self._streams:
+            if stream is not live.stream:
+                stream.tell(prompt)

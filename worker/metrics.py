@@ -1,0 +1,150 @@
+"""What a worker records in its metrics; `kvrelay.rpc.metrics.families` says what each is."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, Load, PrefillReport
+from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics.family import Family
+from kvrelay.rpc.metrics.metric_set import MetricSet, Total
+from kvrelay.transfer.endpoint import Endpoint, TransferStats
+
+_STATES = ("free", "cached", "held")
+
+
+class WorkerMetrics:
+    """A worker's metrics, from the start of its process on."""
+
+    def __init__(self, worker: str, role: str) -> None:
+        """`worker`, `role`: labels of each metric."""
+        self._worker = worker
+        self.metrics = MetricSet("worker", worker=worker, role=role)
+        self._totals: list[tuple[Total, Callable[[], int]]] = []
+        """Counts that are kept elsewhere. Each is read as one number, so no lock is needed."""
+        self._endpoint: Endpoint[Any] | None = None
+        self._bind()
+
+    def watch(self, engine: Engine, load: Callable[[], Load], endpoint: Endpoint[Any] | None) -> None:
+        """The model is loaded: from now on the metrics follow what the worker does.
+
+        Args:
+            load: the worker's current load.
+            endpoint: its end of its hand-offs; None for a co-located one.
+        """
+        self._count(engine, endpoint)
+
+        def update() -> None:
+            for total, count in self._totals:
+                total.set(count())
+            self._follow(load(), 0 if self._endpoint is None else self._endpoint.active)
+
+        self.metrics.before_scrape(update)
+        engine.on_step = self._on_step
+
+    def take_role(self, role: str, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
+        """The worker goes on in another role, with the same engine. What it has counted so far stays the old role's."""
+        for total, count in self._totals:
+            total.set(count())
+        self.metrics.relabel(worker=self._worker, role=role)
+        self._bind()
+        self._count(engine, endpoint)
+
+    def _bind(self) -> None:
+        """Looks up the series of the present role."""
+        metrics = self.metrics
+        self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in families.STEP.values}
+        self._sequences = metrics.histogram(families.BATCH_SEQUENCES)
+        self._tokens = metrics.histogram(families.BATCH_TOKENS)
+        self._computed = metrics.counter(families.COMPUTED_TOKENS)
+        self._launches = {
+            graph: metrics.counter(families.LAUNCHES, "graph" if graph else "kernels") for graph in (True, False)
+        }
+        self._prefill_queue = metrics.histogram(families.PREFILL_QUEUE)
+        self._prefill = metrics.histogram(families.PREFILL)
+        self._decode_queue = metrics.histogram(families.DECODE_QUEUE)
+        self._transfer = metrics.histogram(families.TRANSFER)
+        self._exposed = metrics.histogram(families.EXPOSED)
+        self._sent_bytes = metrics.counter(families.SENT_BYTES)
+        self._received_bytes = metrics.counter(families.RECEIVED_BYTES)
+        self._fences = metrics.counter(families.WORKER_FENCES)
+
+    def _count(self, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
+        """Follows what these count from now on."""
+        self._endpoint = endpoint
+        scheduler, prefix = engine.scheduler, engine.scheduler.prefix
+        counts: list[tuple[Family, tuple[str, ...], Callable[[], int]]] = [
+            (families.PREFIX_QUERIES, (), lambda: prefix.queried_tokens),
+            (families.PREFIX_HITS, (), lambda: prefix.hit_tokens),
+            (families.EVICTIONS, (), lambda: prefix.pool.evictions),
+            (families.PREEMPTIONS, (), lambda: scheduler.preemptions),
+        ]
+        if endpoint is not None:
+            counts += [
+                (families.CHECKSUM_FAILURES, (), lambda: endpoint.corrupt),
+                (families.FENCED_MESSAGES, (), lambda: endpoint.dropped),
+                (families.LEASES_EXPIRED, (), lambda: endpoint.expired),
+                (families.LINKS_ENDED, (), lambda: endpoint.links_ended),
+            ]
+            counts += [
+                (families.HANDOFF_FAILURES, (code,), partial(endpoint.failures.__getitem__, code))
+                for code in families.HANDOFF_REASON.values
+            ]
+        total = self.metrics.total
+        self._totals = [(total(family, *values).begin(count()), count) for family, values, count in counts]
+
+    def _follow(self, load: Load, leases: int) -> None:
+        metrics = self.metrics
+        for state in _STATES:
+            metrics.gauge(families.KV_BLOCKS, state).set(getattr(load.blocks, state))
+        counts = {
+            "waiting": load.requests.waiting,
+            "running": load.requests.running,
+            "promised": load.promised.requests,
+        }
+        for state, count in counts.items():
+            metrics.gauge(families.WORKER_REQUESTS, state).set(count)
+        metrics.gauge(families.PENDING_TOKENS).set(load.pending_tokens)
+        metrics.gauge(families.LEASES).set(leases)
+
+    # Event loop.
+
+    def prefilled(self, report: PrefillReport) -> None:
+        """The first token of a prompt that was computed here was sent."""
+        self._prefill_queue.observe(report.queue_seconds)
+        self._prefill.observe(report.prefill_seconds)
+
+    def decoded(self, report: DecodeReport) -> None:
+        """The first token of a request whose KV came from another worker was sent."""
+        self._decode_queue.observe(report.queue_seconds)
+
+    def returned(self, code: "Failure.Code") -> None:
+        """A request was given back to its router."""
+        self.metrics.counter(families.REQUEST_FAILURES, Failure.Code.Name(code).removeprefix("CODE_").lower()).inc()
+        if code == Failure.CODE_FENCED:
+            self._fences.inc()
+
+    def sent(self, stats: TransferStats) -> None:
+        """A hand-off of this prefill worker was acknowledged."""
+        self._sent_bytes.inc(stats.nbytes)
+        self._handed_over(stats)
+
+    def received(self, stats: TransferStats) -> None:
+        """A hand-off to this decode worker was committed."""
+        self._received_bytes.inc(stats.nbytes)
+        self._handed_over(stats)
+
+    def _handed_over(self, stats: TransferStats) -> None:
+        self._transfer.observe(stats.transfer_seconds)
+        self._exposed.observe(stats.handoff_seconds)
+
+    # Engine thread.
+
+    def _on_step(self, plan: StepPlan, out: StepOutput, seconds: float) -> None:
+        self._steps[plan.kind].observe(seconds)
+        self._sequences.observe(plan.num_rows)
+        self._tokens.observe(plan.num_tokens)
+        self._computed.inc(plan.num_tokens)
+        self._launches[out.graph].inc()

@@ -1,0 +1,78 @@
+"""What a worker does with its requests besides computing them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import Request
+from kvrelay.internal.v1.describe_pb2 import Description
+from kvrelay.internal.v1.supervisor_pb2 import Member
+from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, Failure, Phase, Promised, Submit
+from kvrelay.transfer.endpoint import Endpoint
+from kvrelay.transfer.handshake import LocalWorker
+
+if TYPE_CHECKING:
+    from kvrelay.worker.worker import Worker
+
+Key = tuple[str, int]
+
+
+class Role:
+    """What a worker does with its requests besides computing them; this one, the co-located role, does nothing more.
+
+    The prefill and the decode role extend it by their side of the hand-off. Every method runs on the event loop, except
+    `on_step`, which runs on the engine thread.
+    """
+
+    phases: tuple[Phase, ...] = (PHASE_COLOCATED,)
+    """Of the requests that this role takes."""
+    transports: Sequence[str] = ()
+    """How the membership lists this worker's transports, best first."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self.worker = worker
+        self.local = LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, worker.pool.tensor.is_cuda)
+        self.compatibility = self.local.digest(worker.config.transfer)
+        """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        """Adds the role's own gRPC services to `server`, before it starts."""
+
+    def members_changed(self, members: Sequence[Member]) -> None:
+        """The supervisor's membership has changed."""
+
+    def submit(self, request: Request, submit: Submit) -> None:
+        """A request of one of `phases` has come."""
+        self.worker.compute(request)
+
+    def cancel(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
+        """Ends the role's part of a request; the worker ends the engine's part. Unknown keys are allowed.
+
+        Args:
+            cause: why this worker returns the request, if it does.
+        """
+
+    def promised(self) -> Promised:
+        """Requests of this role that will need blocks and have none yet."""
+        return Promised()
+
+    @property
+    def endpoint(self) -> Endpoint[Any] | None:
+        """This worker's end of its hand-offs; None for a role without."""
+        return None
+
+    @property
+    def active(self) -> int:
+        """Hand-offs that may hold blocks."""
+        return 0 if self.endpoint is None else self.endpoint.active
+
+    def on_step(self, progress: Sequence[Progress]) -> None:
+        """A step has ended, and its tokens are queued for the routers."""
+
+    def tell(self, found: Description) -> None:
+        """Adds what this role knows of transports and pairs. Event loop."""
+
+    async def stop(self, cause: Failure.Cause) -> None:
+        """Ends what the role has in progress, before the engine ends; `cause` as in `cancel`."""
