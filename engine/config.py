@@ -11,7 +11,7 @@ from kvrelay.engine.automatic import AUTO, Automatic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["none", "int8", "int4", "fp8"]
+Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -79,7 +79,8 @@ class EngineConfig:
 
     quantization: Quantization = "none"
     """What weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
-    one for each 64 inputs, and an int8 head. On CPUs only. Activations and KV keep the model's dtype."""
+    one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token by
+    its largest. On CPUs only. KV keeps the model's dtype."""
 
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""

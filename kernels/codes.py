@@ -12,7 +12,7 @@ Scales are float32. The formats are those of Open Compute's OFP8 and MX specific
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -48,9 +48,13 @@ class CodedWeight:
     """uint8 [out, groups]; None for 0."""
     group: int
     """Inputs that share a scale; the last group may be shorter."""
+    round_inputs: bool = False
+    """Whether products round their inputs to int8 too, each row by its largest (`round_rows`): W8A8."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.codes.shape
+        if self.round_inputs and (self.type is not CodeType.INT8 or self.group < inputs or self.zeros is not None):
+            raise ValueError("inputs can be rounded only for int8 weights with a scale for each output, without zeros")
         if self.group < inputs and self.group % GROUP_MULTIPLE:
             raise ValueError(f"group is {self.group}; allowed: a multiple of {GROUP_MULTIPLE}, or {inputs}, all inputs")
         expected = (outputs, -(-inputs // self.group))
@@ -82,6 +86,18 @@ def int8(weight: Tensor) -> CodedWeight:
     scales = _scales(values.abs().amax(1, keepdim=True), 127)
     codes = (values / scales).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     return CodedWeight(CodeType.INT8, codes, scales, None, weight.shape[1])
+
+
+def w8a8(weight: Tensor) -> CodedWeight:
+    """As `int8`, and inputs are rounded too."""
+    return replace(int8(weight), round_inputs=True)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, in] as int8, by its largest magnitude in each row, and the scales [T, 1]."""
+    values = x.float()
+    scales = _scales(values.abs().amax(1, keepdim=True), 127)
+    return (values / scales).round_().to(torch.int8), scales
 
 
 def int4(weight: Tensor, group: int = 64) -> CodedWeight:

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -25,8 +24,9 @@ from kvrelay.engine.models.decoder import Decoder, Weights
 from kvrelay.engine.models.loader import OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
@@ -39,9 +39,6 @@ from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
 
 logger = logging.getLogger(__name__)
-
-LayOut = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
-"""As `Ops.linear`, of weights as they are or as codes."""
 
 
 class Model(Protocol):
@@ -144,6 +141,7 @@ def build_cpu_runner(
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
+    check_stored(options.quantization, config.stored)
     layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
     spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     threads = options.threads or len(os.sched_getaffinity(0))
@@ -182,7 +180,7 @@ def _load(
     quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
     if team is None and quantize is not None:
         logger.warning("without the native kernels, quantized weights take as much memory and time as others")
-    lay_out: LayOut = partial(_dequantized, dtype) if team is None else packer(team)
+    lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
     return load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
 

@@ -18,6 +18,8 @@ ARGMAX = "kvrelay_argmax"
 
 BLOCK = 16
 """The two halves of a gated product must each have a multiple of this many outputs."""
+ROUNDING = 6
+"""Type of int8 weights whose inputs are rounded too."""
 CHUNK_BYTES = 256 * 2**20
 
 
@@ -30,6 +32,13 @@ class Epilogue(IntEnum):
     """out += y."""
     SILU_MUL = 2
     """out = silu(first half of y) * second half of y."""
+
+
+def weight_type(weight: Tensor | CodedWeight) -> int:
+    """`WeightType` in linear.h."""
+    if isinstance(weight, CodedWeight):
+        return ROUNDING if weight.round_inputs else int(weight.type)
+    return int(weight.dtype == torch.bfloat16)
 
 
 class LinearArgs(ctypes.Structure):
@@ -94,7 +103,7 @@ class PackedLinear:
         library = team.library
         numbers = weight.codes if isinstance(weight, CodedWeight) else weight
         self.outputs, self.inputs = numbers.shape
-        self.type = int(weight.type) if isinstance(weight, CodedWeight) else int(weight.dtype == torch.bfloat16)
+        self.type = weight_type(weight)
         self._team = team
         library.kvrelay_packed_bytes.restype = ctypes.c_int64
         library.kvrelay_linear_workspace.restype = ctypes.c_int64

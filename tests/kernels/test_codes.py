@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,10 +111,52 @@ def test_a_product_with_codes(
 
 @native
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("kind", CodeType)
-def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], kind: CodeType) -> None:
-    """To the last bit, for every batch and number of threads."""
-    weight = random_codes(kind, 100, 200, 64, zeros=False)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([64, 200, 500])),
+    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
+    outputs=st.sampled_from([1, 16, 17, 48, 100]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_product_with_rounded_inputs(
+    team_of: Callable[[int], Team], rows: int, inputs: int, outputs: int, threads: int, seed: int
+) -> None:
+    """Its sums are exact: what is left is an input near the middle of two integers that is rounded to the other one."""
+    weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
+    x, bias = normal(rows, inputs, seed=seed), normal(outputs)
+    found = PackedLinear(team_of(threads), Arena(), weight, bias)(x)
+    integers, scales = codes.round_rows(x)
+    expected = reference.linear(weight.dequantize(), bias)(integers.float() * scales)
+    assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scales.max()
+
+
+@native
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("kind", [CodeType.INT8, CodeType.INT4])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: CodeType, rows: int) -> None:
+    x = normal(rows, 200)
+    x[0, 3], x[-1, 199] = torch.inf, torch.nan
+    linear = PackedLinear(team_of(1), Arena(), random_codes(kind, 40, 200, 64, zeros=False), None)
+    found = linear(x)
+    assert not found[[0, -1]].isfinite().any()
+    assert found[1:-1].isfinite().all()
+
+
+def whole(kind: CodeType, *, round_inputs: bool = False) -> CodedWeight:
+    return replace(random_codes(kind, 100, 200, 200, zeros=False), round_inputs=round_inputs)
+
+
+@native
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    "weight",
+    [whole(CodeType.INT8), whole(CodeType.INT8, round_inputs=True), whole(CodeType.FP8)],
+    ids=["int8", "w8a8", "fp8"],
+)
+def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: CodedWeight) -> None:
+    """To the last bit, for every batch and number of threads. (With groups, many rows are multiplied otherwise.)"""
     x = normal(300, 200)
     alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])
     for threads in (1, 2, 3):

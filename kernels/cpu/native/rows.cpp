@@ -78,6 +78,7 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
         switch (args.type) {
             case FLOAT32: look_up<float>(args, token, out); break;
             case BFLOAT16: look_up<bf16>(args, token, out); break;
+            case INT8_INT8:
             case INT8: look_up_coded<INT8>(args, token, out); break;
             case INT4: look_up_coded<INT4>(args, token, out); break;
             case FLOAT8: look_up_coded<FLOAT8>(args, token, out); break;
