@@ -11,7 +11,7 @@
 Scales are float32. The formats are those of Open Compute's OFP8 and MX specifications, and of common int4 checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -128,6 +128,27 @@ def fp8(weight: Tensor) -> CodedWeight:
     scales = _scales(values.abs().amax(1, keepdim=True), 448)
     codes = (values / scales).to(torch.float8_e4m3fn).view(torch.uint8)
     return CodedWeight(CodeType.FP8, codes, scales, None, weight.shape[1])
+
+
+def join(weights: Sequence[CodedWeight]) -> CodedWeight:
+    """Weights with the same inputs, one below the other.
+
+    Raises:
+        ValueError: they aren't quantized alike.
+    """
+    first = weights[0]
+    kinds = {(weight.type, weight.group, weight.zeros is None, weight.round_inputs) for weight in weights}
+    if len(kinds) > 1:
+        raise ValueError("weights that are multiplied together are quantized differently; allowed: all alike")
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return CodedWeight(
+        first.type,
+        torch.cat([weight.codes for weight in weights]),
+        torch.cat([weight.scales for weight in weights]),
+        torch.cat(zeros) if zeros else None,
+        first.group,
+        first.round_inputs,
+    )
 
 
 def _grouped(weight: Tensor, group: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +14,10 @@ from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Layer, Weights
-from kvrelay.engine.models.quantized import join, read_layer
+from kvrelay.engine.models.quantized import read_layer
 from kvrelay.engine.models.rope import frequencies
 from kvrelay.engine.models.stored import HEAD
-from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.codes import CodedWeight, join
 from kvrelay.kernels.ops import Linear
 
 OnLoaded = Callable[[float], None]
@@ -36,6 +37,15 @@ PAGED_BYTES = 2**18
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How the head is laid out."""
+
+    linear: MakeLinear
+    has_embedding: bool = False
+    """Whether tokens are looked up in it if embeddings are tied, so that they aren't held twice."""
+
+
 def load_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -43,7 +53,7 @@ def load_weights(
     linear: MakeLinear,
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cpu",
-    head_linear: MakeLinear | None = None,
+    head: Head | None = None,
 ) -> Weights:
     """Loads the weights, converted to `dtype`, onto a device.
 
@@ -53,7 +63,7 @@ def load_weights(
     Args:
         linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`. Layers that the
             checkpoint has quantized come as codes.
-        head_linear: the same for the head; `linear` unless given.
+        head: how the head is laid out; by `linear` unless given.
         on_loaded: called with the loaded share of the bytes, 0 to 1.
 
     Raises:
@@ -65,16 +75,21 @@ def load_weights(
     files = TensorFiles(
         checkpoint, tuple(name for name in expected if name in checkpoint.tensors), dtype, device, on_loaded
     )
-    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
+    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
+    head = head or Head(linear)
     embedding = files.take("model.embed_tokens.weight")
-    head: Tensor | CodedWeight = embedding
+    head_weight: Tensor | CodedWeight = embedding
     if not config.tie_embeddings:
-        head = _weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size)
+        head_weight = _weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size)
+    kept = None if config.tie_embeddings and head.has_embedding else embedding
+    projection = head.linear(head_weight, None)
+    del head_weight, embedding
+    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
     return Weights(
-        embedding=embedding,
+        embedding=kept,
         layers=layers,
         norm=files.take("model.norm.weight"),
-        head=(head_linear or linear)(head, None),
+        head=projection,
         frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
 
@@ -100,7 +115,7 @@ class TensorFiles:
     def take(self, *names: str) -> Tensor:
         """The tensors on the device, converted, and joined along their first dimension."""
         shapes = [self._entries[name].shape for name in names]
-        tensor = _allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
         for name in names:
@@ -114,7 +129,7 @@ class TensorFiles:
         entry = self._entries.get(name)
         if entry is None:
             return None
-        tensor = _allocate(entry.shape, STORED[entry.dtype])
+        tensor = allocate(entry.shape, STORED[entry.dtype])
         self._read(name, tensor)
         self._done += self._bytes(name)
         return tensor
@@ -126,7 +141,7 @@ class TensorFiles:
         """
         entry = self._entries[name]
         stored = STORED[entry.dtype]
-        tensor = out if out.dtype == stored else _allocate(entry.shape, stored)
+        tensor = out if out.dtype == stored else allocate(entry.shape, stored)
         left: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
@@ -142,7 +157,7 @@ class TensorFiles:
         return self._entries[name].end - self._entries[name].begin
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An empty tensor, in pages of its own if it is large.
 
     Such pages return to the system with the tensor. On the heap, each weight that is read, packed and dropped would
@@ -197,4 +212,4 @@ def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], i
     def weight(name: str, outputs: int) -> CodedWeight:
         return read_layer(form, lambda end: files.stored(f"{name}.{end}"), name, outputs, inputs)
 
-    return join([weight(name, outputs) for name, outputs in layers], names)
+    return join([weight(name, outputs) for name, outputs in layers])

@@ -58,27 +58,6 @@ def read_layer(form: StoredFormat, read: Read, layer: str, outputs: int, inputs:
     return CodedWeight(CodeType.INT8, codes ^ 128, scales, None, group)
 
 
-def join(weights: Sequence[CodedWeight], layer: str) -> CodedWeight:
-    """Weights with the same inputs, one below the other.
-
-    Raises:
-        ValueError: they aren't quantized alike.
-    """
-    first = weights[0]
-    kinds = {(weight.type, weight.group, weight.zeros is None, weight.round_inputs) for weight in weights}
-    if len(kinds) > 1:
-        raise ValueError(f"{layer}: its projections are quantized differently; allowed: all alike")
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    return CodedWeight(
-        first.type,
-        torch.cat([weight.codes for weight in weights]),
-        torch.cat([weight.scales for weight in weights]),
-        torch.cat(zeros) if zeros else None,
-        first.group,
-        first.round_inputs,
-    )
-
-
 def _bytes(form: StoredFormat, tensor: Callable[[str], Tensor], outputs: int, inputs: int) -> CodedWeight:
     codes = tensor("weight").view(torch.uint8)
     if form.block > 1:

@@ -21,7 +21,7 @@ from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
 from kvrelay.engine.models.decoder import Decoder, Weights
-from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
@@ -182,7 +182,7 @@ def _load(
         logger.warning("without the native kernels, quantized weights take as much memory and time as others")
     lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
-    return load_weights(checkpoint, config, dtype, linear, on_loaded, head_linear=head)
+    return load_weights(checkpoint, config, dtype, linear, on_loaded, head=Head(head, has_embedding=team is not None))
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

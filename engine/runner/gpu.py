@@ -23,21 +23,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.triton import TritonAttention
-from kvrelay.engine.config import Dtype, EngineConfig, require
+from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, GpuMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
 from kvrelay.kernels import gpu_ops
+from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.quant_linear import quant_linear
 from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
@@ -247,14 +252,22 @@ def build_gpu_runner(
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
-    require(options.quantization == "none", "quantization", options.quantization, "none on a GPU")
     config = read_config(folder)
+    check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     memory = memory or (GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory())
     options = options.on("cuda", memory.total())
     layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
+    run_dtype, quantization = TORCH_DTYPES[layout.dtype], options.quantization
+
+    def lay_out(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, CodedWeight):
+            return quant_linear(weight, bias, run_dtype, torch.device(device))
+        return gpu_ops.linear(weight, bias)
+
+    linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], gpu_ops.linear, on_loaded, device)
+        weights = load_weights(checkpoint, config, run_dtype, linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
     unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)

@@ -125,6 +125,11 @@ class PackedLinear:
         workspace = library.kvrelay_linear_workspace(ctypes.c_int64(self.inputs), self.type)
         self.workspace_bytes = 4 * team.threads * workspace
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weight with its scales."""
+        return sum(part.nbytes for part in (self.packed, self.scales, self.zeros) if part is not None)
+
     def args(self, epilogue: Epilogue, norm: Tensor | None = None, eps: float = 0.0) -> LinearArgs:
         """The arguments, without rows, input, output and workspace.
 

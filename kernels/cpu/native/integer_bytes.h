@@ -6,6 +6,8 @@
 #include "integer_rows.h"
 #include "tiles.h"
 
+namespace {
+
 #ifdef KVRELAY_BYTES
 // Adds the products of W times four bytes, of which those of `x` have no sign.
 inline vi dot_bytes(vi sums, vi x, vi weights) {
@@ -180,3 +182,5 @@ private:
     }
 };
 #endif
+
+}  // namespace

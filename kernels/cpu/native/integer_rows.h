@@ -7,6 +7,8 @@
 #include "codes.h"
 #include "linear_run.h"
 
+namespace {
+
 constexpr int64_t STEP = 64;  // inputs of a tile of bytes
 constexpr int64_t PREPARED_BYTES = 1 << 18;
 
@@ -89,3 +91,5 @@ private:
     int64_t block_, most_;
     int64_t steps_, tile_ = STEP * W;  // bytes of int8 for the inputs of a tile
 };
+
+}  // namespace

@@ -5,6 +5,8 @@
 
 #include "integer_rows.h"
 
+namespace {
+
 // Adds the products of W pairs.
 inline vi dot(vi sums, vi weights, vi x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
@@ -196,3 +198,5 @@ private:
         finish(args, row, M, blocks.b0, blocks.b1, found);
     }
 };
+
+}  // namespace

@@ -7,6 +7,8 @@
 #include "linear_run.h"
 #include "tiles.h"
 
+namespace {
+
 // The type of inputs: bfloat16 if weights are and the CPU has the dot product, else float32.
 #if defined(__AVX512BF16__)
 template <class T>
@@ -188,3 +190,5 @@ private:
     }
 };
 #endif
+
+}  // namespace

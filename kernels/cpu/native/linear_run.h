@@ -17,6 +17,9 @@
 #include "simd.h"
 #include "team.h"
 
+// Unnamed, as in the other headers of products: two builds in one process must not share a template.
+namespace {
+
 // Rows that are multiplied with all blocks of a thread before the next rows: they stay in the L2 cache.
 template <class P>
 int64_t rows_at_once(int64_t inputs) {
@@ -190,3 +193,5 @@ void run(const LinearArgs& args, int thread, int threads) {
         }
     }
 }
+
+}  // namespace
