@@ -80,7 +80,8 @@ class EngineConfig:
     quantization: Quantization = "none"
     """What weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
     one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token by
-    its largest. On CPUs only. KV keeps the model's dtype."""
+    its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
+    quantized or not."""
 
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
