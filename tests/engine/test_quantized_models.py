@@ -112,7 +112,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_loading_needs_little_more_memory_than_the_quantized_weights(
     tmp_path: Path, large: Path, quantization: Quantization
 ) -> None:
