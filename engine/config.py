@@ -11,6 +11,7 @@ from kvrelay.engine.automatic import AUTO, Automatic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -76,6 +77,12 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep computed blocks and reuse them for prompts of the same tenant with the same prefix."""
 
+    quantization: Quantization = "none"
+    """What weights are converted to when they are loaded. int8 and fp8 (E4M3) have a scale for each output; int4 has
+    one for each 64 inputs, and an int8 head. w8a8 is int8 whose products round their inputs to int8 too, each token by
+    its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
+    quantized or not."""
+
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
@@ -92,6 +99,8 @@ class EngineConfig:
         require(tokens == AUTO or tokens >= max(size, 8), "max_batch_tokens", tokens, f"at least block_size ({size})")
         require(0 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "auto, or 1 to 4096")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
+        choices = ", ".join(get_args(Quantization))
+        require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
 

@@ -11,10 +11,15 @@ from typing import Any
 
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.fields import Fields, read_json
+from kvrelay.engine.models.stored import HEAD, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+"""Bytes of the numbers that can be read."""
+Expected = tuple[int, ...] | StoredTensor
+"""What a tensor must be: the shape of one of floats, or as quantized layers have it."""
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLE_BYTES = 4096
 # Written by old exporters; their values follow from the config.
@@ -53,20 +58,25 @@ class Checkpoint:
                 self.tensors[name] = entry
         self._check_index()
 
-    def verify(self, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str] = frozenset()) -> None:
+    def verify(self, expected: Mapping[str, Expected], optional: frozenset[str] = frozenset()) -> None:
         """Checks that the files hold the `expected` tensors, given by shape, and besides them only `optional` ones.
 
         Raises:
             ValueError: they don't; the text names the tensor, the shape found and the shape expected.
         """
-        for name, shape in expected.items():
-            entry = self.tensors.get(name)
+        for name, stored in expected.items():
+            if not isinstance(stored, StoredTensor):
+                stored = StoredTensor(tuple(FLOATS), (stored,))
+            entry, shapes = self.tensors.get(name), " or ".join(str(list(shape)) for shape in stored.shapes)
             if entry is None:
-                raise ValueError(f"{self.folder}: tensor {name} {list(shape)} is missing")
-            if entry.shape != shape:
-                raise ValueError(f"{entry.path}: tensor {name} has shape {list(entry.shape)}; expected: {list(shape)}")
-            if entry.dtype not in FLOATS:
-                raise ValueError(f"{entry.path}: tensor {name} has dtype {entry.dtype}; allowed: {', '.join(FLOATS)}")
+                if stored.optional:
+                    continue
+                raise ValueError(f"{self.folder}: tensor {name} {shapes} is missing")
+            if entry.shape not in stored.shapes:
+                raise ValueError(f"{entry.path}: tensor {name} has shape {list(entry.shape)}; expected: {shapes}")
+            if entry.dtype not in stored.dtypes:
+                allowed = ", ".join(stored.dtypes)
+                raise ValueError(f"{entry.path}: tensor {name} has dtype {entry.dtype}; allowed: {allowed}")
         extra = [name for name in self.tensors if name not in expected and name not in optional]
         extra = sorted(name for name in extra if not name.endswith(HARMLESS))
         if extra:
@@ -97,15 +107,22 @@ class Checkpoint:
                 raise ValueError(f"{self.folder / file}: tensor {name} is missing, though {INDEX} says it is there")
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of such a model; weights are [out, in]."""
+def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
+    """Every tensor of such a model by name; weights are [out, in].
+
+    Raises:
+        ValueError: a layer's shape doesn't go with how it is quantized.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     traits = config.traits
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, Expected] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
 
     def linear(name: str, out: int, inputs: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out, inputs)
+        if config.stored is not None and config.stored.covers(name):
+            shapes.update({f"{name}.{end}": stored for end, stored in config.stored.tensors(out, inputs).items()})
+        else:
+            shapes[f"{name}.weight"] = (out, inputs)
         if bias:
             shapes[f"{name}.bias"] = (out,)
 
@@ -125,7 +142,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{base}.self_attn.k_norm.weight"] = (config.head_dim,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        linear(HEAD, config.vocab_size, hidden, bias=False)
     return shapes
 
 
@@ -187,6 +204,6 @@ def _entry(path: Path, start: int, fields: Mapping[str, Any]) -> TensorEntry:
     )
     if not start <= entry.begin <= entry.end <= path.stat().st_size:
         raise ValueError(f"a tensor's bytes end at {entry.end}, the file at {path.stat().st_size}")
-    if entry.dtype in FLOATS and entry.end - entry.begin != math.prod(entry.shape) * FLOATS[entry.dtype]:
+    if entry.dtype in SIZES and entry.end - entry.begin != math.prod(entry.shape) * SIZES[entry.dtype]:
         raise ValueError(f"{entry.end - entry.begin} bytes for {entry.dtype} {list(entry.shape)}")
     return entry

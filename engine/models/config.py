@@ -8,6 +8,7 @@ from kvrelay.engine.kv.layout import KVDtype, KVLayout, Order
 from kvrelay.engine.models.architecture import Architecture, Traits
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.registry import ARCHITECTURES
+from kvrelay.engine.models.stored import StoredFormat, stored_format
 
 RopeKind = Literal["default", "linear", "llama3"]
 DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
@@ -47,7 +48,9 @@ class ModelConfig:
     traits: Traits
     eos_token_ids: tuple[int, ...]
     dtype: KVDtype
-    """Of the weights in the files, as config.json says."""
+    """Of the weights in the files that aren't quantized, as config.json says."""
+    stored: StoredFormat | None = None
+    """How the files' linear layers are quantized; None if they aren't."""
 
     def kv_layout(self, dtype: KVDtype, block_size: int, order: Order) -> KVLayout:
         """The layout of this model's KV."""
@@ -67,8 +70,6 @@ def read_config(folder: Path) -> ModelConfig:
     """
     fields = Fields("config.json", read_json(folder / "config.json"))
     architecture = _architecture(fields)
-    if fields.get("quantization_config") is not None:
-        fields.refuse("quantization_config", "null; quantized checkpoints can't be loaded")
     fields.choice("hidden_act", ("silu",), default="silu")
     layers = fields.integer("num_hidden_layers")
     hidden_size = fields.integer("hidden_size")
@@ -98,6 +99,7 @@ def read_config(folder: Path) -> ModelConfig:
         traits=architecture.traits(fields, layers),
         eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
         dtype=_dtype(fields),
+        stored=stored_format(fields),
     )
 
 

@@ -34,8 +34,8 @@ class Layer:
 class Weights:
     """All weights of a model."""
 
-    embedding: Tensor
-    """[vocab, hidden]."""
+    embedding: Tensor | None
+    """[vocab, hidden]; None if tokens are looked up in the head."""
     layers: tuple[Layer, ...]
     norm: Tensor
     """[hidden]."""
@@ -49,7 +49,14 @@ class Decoder:
     """A model, ready to run."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
+        """
+        Raises:
+            ValueError: the weights have no embedding.
+        """
+        if weights.embedding is None:
+            raise ValueError("the weights have no embedding; tokens must be looked up in the head")
         self.config = config
+        self._embedding = weights.embedding
         self._weights = weights
         self._ops = ops
 
@@ -66,7 +73,7 @@ class Decoder:
         config, weights, ops = self.config, self._weights, self._ops
         eps, heads, keys = config.norm_eps, config.heads, config.kv_heads
         rotation = Rotation(*rotations(weights.frequencies, positions))
-        residual = functional.embedding(tokens, weights.embedding)
+        residual = functional.embedding(tokens, self._embedding)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             if update is None:

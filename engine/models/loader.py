@@ -3,6 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,15 +14,36 @@ from kvrelay.engine.attention.base import HeadNorm
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Layer, Weights
+from kvrelay.engine.models.quantized import read_layer
 from kvrelay.engine.models.rope import frequencies
+from kvrelay.engine.models.stored import HEAD
+from kvrelay.kernels.codes import CodedWeight, join
 from kvrelay.kernels.ops import Linear
 
 OnLoaded = Callable[[float], None]
 """Called with the loaded share of the weights, 0 to 1."""
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
-MakeLinear = Callable[[Tensor, Tensor | None], Linear]
+MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How the head is laid out."""
+
+    linear: MakeLinear
+    has_embedding: bool = False
+    """Whether tokens are looked up in it if embeddings are tied, so that they aren't held twice."""
 
 
 def load_weights(
@@ -31,6 +53,7 @@ def load_weights(
     linear: MakeLinear,
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cpu",
+    head: Head | None = None,
 ) -> Weights:
     """Loads the weights, converted to `dtype`, onto a device.
 
@@ -38,7 +61,9 @@ def load_weights(
     embedding is also given to `linear` as the head: it is held twice if that changes its layout.
 
     Args:
-        linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`.
+        linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`. Layers that the
+            checkpoint has quantized come as codes.
+        head: how the head is laid out; by `linear` unless given.
         on_loaded: called with the loaded share of the bytes, 0 to 1.
 
     Raises:
@@ -47,15 +72,24 @@ def load_weights(
     optional = frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
     expected = expected_tensors(config)
     checkpoint.verify(expected, optional)
-    files = TensorFiles(checkpoint, tuple(expected), dtype, device, on_loaded)
-    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
+    files = TensorFiles(
+        checkpoint, tuple(name for name in expected if name in checkpoint.tensors), dtype, device, on_loaded
+    )
+    # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
+    head = head or Head(linear)
     embedding = files.take("model.embed_tokens.weight")
-    head = embedding if config.tie_embeddings else files.take("lm_head.weight")
+    head_weight: Tensor | CodedWeight = embedding
+    if not config.tie_embeddings:
+        head_weight = _weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size)
+    kept = None if config.tie_embeddings and head.has_embedding else embedding
+    projection = head.linear(head_weight, None)
+    del head_weight, embedding
+    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
     return Weights(
-        embedding=embedding,
+        embedding=kept,
         layers=layers,
         norm=files.take("model.norm.weight"),
-        head=linear(head, None),
+        head=projection,
         frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
 
@@ -81,7 +115,7 @@ class TensorFiles:
     def take(self, *names: str) -> Tensor:
         """The tensors on the device, converted, and joined along their first dimension."""
         shapes = [self._entries[name].shape for name in names]
-        tensor = _allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
+        tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
         for name in names:
@@ -90,6 +124,16 @@ class TensorFiles:
             self._on_loaded(self._done / self._total)
         return tensor.to(self._device)
 
+    def stored(self, name: str) -> Tensor | None:
+        """The tensor as it is in the file; None if it isn't there."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        tensor = allocate(entry.shape, STORED[entry.dtype])
+        self._read(name, tensor)
+        self._done += self._bytes(name)
+        return tensor
+
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.
 
@@ -97,7 +141,7 @@ class TensorFiles:
         """
         entry = self._entries[name]
         stored = STORED[entry.dtype]
-        tensor = out if out.dtype == stored else _allocate(entry.shape, stored)
+        tensor = out if out.dtype == stored else allocate(entry.shape, stored)
         left: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
@@ -113,7 +157,7 @@ class TensorFiles:
         return self._entries[name].end - self._entries[name].begin
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An empty tensor, in pages of its own if it is large.
 
     Such pages return to the system with the tensor. On the heap, each weight that is read, packed and dropped would
@@ -128,9 +172,13 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, index: int) -> Layer:
     base, traits = f"model.layers.{index}", config.traits
 
-    def projection(bias: bool, *names: str) -> Linear:
-        weight = files.take(*(f"{base}.{name}.weight" for name in names))
-        return linear(weight, files.take(*(f"{base}.{name}.bias" for name in names)) if bias else None)
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+
+    def projection(bias: bool, inputs: int, outputs: dict[str, int]) -> Linear:
+        weight = _weight(files, config, *((f"{base}.{name}", count) for name, count in outputs.items()), inputs=inputs)
+        return linear(weight, files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None)
 
     qk_norm = None
     if traits.qk_norm:
@@ -139,10 +187,29 @@ def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, index: i
         qk_norm = HeadNorm(torch.cat((query, key)), config.norm_eps)
     return Layer(
         input_norm=files.take(f"{base}.input_layernorm.weight"),
-        qkv=projection(traits.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=projection(traits.qkv_bias, hidden, qkv),
         qk_norm=qk_norm,
-        output=projection(traits.output_bias, "self_attn.o_proj"),
+        output=projection(traits.output_bias, queries, {"self_attn.o_proj": hidden}),
         mlp_norm=files.take(f"{base}.post_attention_layernorm.weight"),
-        gate_up=projection(traits.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
-        down=projection(traits.mlp_bias, "mlp.down_proj"),
+        gate_up=projection(traits.mlp_bias, hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+        down=projection(traits.mlp_bias, inner, {"mlp.down_proj": hidden}),
     )
+
+
+def _weight(files: TensorFiles, config: ModelConfig, *layers: tuple[str, int], inputs: int) -> Tensor | CodedWeight:
+    """The weights of layers, given by name and outputs, one below the other: as codes if the files have them so.
+
+    Raises:
+        ValueError: they are quantized differently, or so that they can't be multiplied.
+    """
+    form, names = config.stored, ", ".join(name for name, _ in layers)
+    covered = [form is not None and form.covers(name) for name, _ in layers]
+    if form is None or not any(covered):
+        return files.take(*(f"{name}.weight" for name, _ in layers))
+    if not all(covered):
+        raise ValueError(f"{names}: some are quantized; allowed: all or none, because they are multiplied together")
+
+    def weight(name: str, outputs: int) -> CodedWeight:
+        return read_layer(form, lambda end: files.stored(f"{name}.{end}"), name, outputs, inputs)
+
+    return join([weight(name, outputs) for name, outputs in layers])

@@ -146,15 +146,18 @@ class NativeDecoder:
         yield self._head
 
     def _embed(self) -> EmbedArgs:
-        table = self._embedding
+        table, head = self._embedding, self._head.args(Epilogue.STORE)
         return EmbedArgs(
             rows=ctypes.addressof(self._rows),
             tokens=ctypes.addressof(self._tokens),
-            weight=self._head.packed.data_ptr() if table is None else table.data_ptr(),
+            weight=head.weight if table is None else table.data_ptr(),
+            scales=head.scales,
+            zeros=head.zeros,
+            group=head.group,
             out=self._residual.data_ptr(),
             out_stride=self._residual.stride(0),
             width=self.config.hidden_size,
-            type=self._head.type,
+            type=head.type if table is None else int(table.dtype == torch.bfloat16),
             packed=table is None,
         )
 

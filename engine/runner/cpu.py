@@ -1,7 +1,9 @@
 """The runner on the CPU: `launch` computes the step to its end."""
 
+import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -12,25 +14,31 @@ from torch import Tensor
 from kvrelay.engine.attention.base import Attention, AttentionInputs
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.config import Dtype, EngineConfig, Quantization
 from kvrelay.engine.kv.layout import KVDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.decoder import Decoder, Weights
+from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.sampler import choose, draws_of, step_output
+from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.ops import Linear
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -133,14 +141,14 @@ def build_cpu_runner(
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
+    check_stored(options.quantization, config.stored)
     layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
     spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     team = _team(config, layout, threads)
     with torch.inference_mode():
-        linear = ops.linear if team is None else packer(team)
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], linear, on_loaded)
+        weights = _load(checkpoint, config, TORCH_DTYPES[layout.dtype], team, options.quantization, on_loaded)
     pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
     spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
@@ -158,6 +166,27 @@ def _team(config: ModelConfig, layout: KVLayout, threads: int) -> Team | None:
     """The threads of the native kernels; None if those aren't available, or don't support the model."""
     kernels = library() if supports(TORCH_DTYPES[layout.dtype]) and fits(config) else None
     return None if kernels is None else Team(kernels, threads)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    team: Team | None,
+    quantization: Quantization,
+    on_loaded: OnLoaded | None,
+) -> Weights:
+    """The weights, laid out for `team`'s kernels, or for torch's without a team."""
+    quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
+    if team is None and quantize is not None:
+        logger.warning("without the native kernels, quantized weights take as much memory and time as others")
+    lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
+    linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
+    return load_weights(checkpoint, config, dtype, linear, on_loaded, head=Head(head, has_embedding=team is not None))
+
+
+def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+    return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
 
 
 def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:

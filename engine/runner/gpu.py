@@ -30,14 +30,19 @@ from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import OnLoaded, load_weights
+from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
 from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
 from kvrelay.kernels import gpu_ops
+from kvrelay.kernels.codes import CodedWeight
+from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.quant_linear import quant_linear
 from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
@@ -257,12 +262,21 @@ def build_gpu_runner(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     config = read_config(folder)
+    check_stored(options.quantization, config.stored)
     checkpoint = Checkpoint(folder)
     memory = memory or memory_of(device)
     options = options.on("cuda", memory.total())
     layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
-    with asking(f"the weights of {folder} in {layout.dtype}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], gpu_ops.linear, on_loaded, device)
+    run_dtype, quantization = TORCH_DTYPES[layout.dtype], options.quantization
+
+    def lay_out(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, CodedWeight):
+            return quant_linear(weight, bias, run_dtype, torch.device(device))
+        return gpu_ops.linear(weight, bias)
+
+    linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
+    with asking(f"the weights of {folder} in {quantization or layout.dtype}", memory), torch.inference_mode():
+        weights = load_weights(checkpoint, config, run_dtype, linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
     unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)

@@ -55,12 +55,17 @@ class InstructionSet:
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_BF16 = _V4 | {"avx512_bf16"}
-_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+_VNNI = _V4 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 INSTRUCTION_SETS = (
-    InstructionSet("amx", (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16"), _BF16 | {"amx_tile", "amx_bf16"}),
+    InstructionSet("amx", _AMX_FLAGS, _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
     InstructionSet("avx512bf16", _BF16_FLAGS, _BF16),
+    InstructionSet("avx512vnni", _VNNI_FLAGS, _VNNI),
     InstructionSet("avx512", ("-march=x86-64-v4",), _V4),
+    InstructionSet("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
     InstructionSet("avx2", ("-march=x86-64-v3",), _V3),
 )
 """The fastest first: those that the kernels' sources have code for."""

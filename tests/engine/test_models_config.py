@@ -143,7 +143,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
             "rope_type is 'yarn'; allowed: default, linear, llama3",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type is 'dynamic'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is missing; allowed: fp8"),
         (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types is"),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is missing; allowed: true"),

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "codes.h"
 #include "simd.h"
 #include "team.h"
 
@@ -16,6 +17,12 @@ void look_up(const EmbedArgs& args, int64_t token, float* out) {
     }
     const T* block = static_cast<const T*>(args.weight) + token / W * packed_pairs(args.width, args.type) * 2 * W;
     for (int64_t k = 0; k < args.width; k++) out[k] = number(block[packed_offset<T>(token % W, k)]);
+}
+
+template <WeightType TYPE>
+void look_up_coded(const EmbedArgs& args, int64_t token, float* out) {
+    const Codes codes{static_cast<const uint8_t*>(args.weight), args.scales, args.zeros, args.width, args.group, TYPE};
+    for (int64_t k = 0; k < args.width; k++) out[k] = decode_one<TYPE>(codes, token, k);
 }
 
 void find_largest(const float* x, int64_t width, int64_t* token, float* largest) {
@@ -67,10 +74,15 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
     const Share share(*args.rows, thread, threads);
     for (int64_t row = share.begin; row < share.end; row++) {
         float* out = args.out + row * args.out_stride;
-        if (args.type == BFLOAT16) {
-            look_up<bf16>(args, (*args.tokens)[row], out);
-        } else {
-            look_up<float>(args, (*args.tokens)[row], out);
+        const int64_t token = (*args.tokens)[row];
+        switch (args.type) {
+            case FLOAT32: look_up<float>(args, token, out); break;
+            case BFLOAT16: look_up<bf16>(args, token, out); break;
+            case INT8_INT8:
+            case INT8: look_up_coded<INT8>(args, token, out); break;
+            case INT4: look_up_coded<INT4>(args, token, out); break;
+            case FLOAT8: look_up_coded<FLOAT8>(args, token, out); break;
+            case FLOAT4: look_up_coded<FLOAT4>(args, token, out); break;
         }
     }
 }

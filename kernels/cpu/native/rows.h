@@ -9,9 +9,12 @@ struct EmbedArgs {
     const int64_t* rows;
     const int64_t* const* tokens;  // points to the pointer to the step's tokens [rows]
     const void* weight;            // [vocabulary, width]
+    const float* scales;           // of the weights of 4 or 8 bits, which are packed; see codes.h
+    const uint8_t* zeros;
     float* out;                    // [rows, width]
     int64_t out_stride;
     int64_t width;
+    int64_t group;
     WeightType type;
     int32_t packed;                // 0: `weight` is contiguous; 1: packed as in linear.h
 };

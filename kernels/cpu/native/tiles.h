@@ -7,7 +7,14 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define KVRELAY_TILES 1
+#ifdef __AMX_INT8__
+#define KVRELAY_BYTE_TILES 1
+#endif
 #include <immintrin.h>
+#endif
+
+#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || defined(__AVXVNNI__)
+#define KVRELAY_BYTES 1
 #endif
 
 extern "C" {

@@ -1,0 +1,194 @@
+"""Weights of 4 and 8 bits: what quantization loses, and that native products multiply with exactly what is left."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvrelay.kernels import codes, reference
+from kvrelay.kernels.codes import NUMBERS, CodedWeight, CodeType
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.packed import EMBED, Arena, EmbedArgs, Epilogue, PackedLinear
+from kvrelay.kernels.cpu.program import Program, Team
+
+native = pytest.mark.skipif(library() is None, reason="no native kernels here")
+ROUNDED = 2e-2
+"""Weights and, on some CPUs, inputs are rounded to bfloat16."""
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros: bool, seed: int = 0) -> CodedWeight:
+    """Any codes but NaN, which no format here has but fp8."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(0, 2**kind.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    if kind is CodeType.FP8:
+        found[(found & 0x7F) == 0x7F] = 0
+    shape = (outputs, -(-inputs // group))
+    largest = NUMBERS[kind]().nan_to_num(0).abs().max()
+    scales = (0.5 + torch.rand(shape, generator=generator)) / largest
+    points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8) if zeros else None
+    return CodedWeight(kind, found, scales, points, group)
+
+
+@pytest.fixture(scope="module")
+def team_of() -> Callable[[int], Team]:
+    teams: dict[int, Team] = {}
+
+    def make(threads: int) -> Team:
+        kernels = library()
+        assert kernels is not None
+        return teams.setdefault(threads, Team(kernels, threads))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("quantize", "lost"),
+    [(codes.int8, 0.01), (codes.fp8, 0.03), (codes.int4, 0.11), (lambda w: codes.int4(w, 32), 0.1)],
+)
+@pytest.mark.parametrize("inputs", [1, 40, 576])
+def test_what_quantization_loses_of_normal_weights(
+    quantize: Callable[[Tensor], CodedWeight], lost: float, inputs: int
+) -> None:
+    weight = normal(200, inputs)
+    left = quantize(weight).dequantize()
+    assert left.shape == weight.shape
+    assert (left - weight).norm() <= lost * weight.norm()
+    assert torch.equal(quantize(torch.zeros(3, inputs)).dequantize(), torch.zeros(3, inputs))
+
+
+def test_the_numbers_of_the_formats() -> None:
+    assert NUMBERS[CodeType.INT8]()[[0, 127, 128, 255]].tolist() == [0, 127, -128, -1]
+    assert NUMBERS[CodeType.FP8]()[[0x38, 0x7E, 0x01, 0xB8]].tolist() == [1.0, 448.0, 2.0**-9, -1.0]
+    assert NUMBERS[CodeType.FP4]()[[1, 7, 15]].tolist() == [0.5, 6.0, -6.0]
+
+
+@pytest.mark.parametrize(("group", "shape"), [(48, (4, 2)), (32, (4, 2))])
+def test_groups_that_cannot_be_are_refused(group: int, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"allowed: (a multiple of 32|\[4, 3\])"):
+        CodedWeight(CodeType.INT8, torch.zeros(4, 96, dtype=torch.uint8), torch.ones(shape), None, group)
+
+
+@native
+@pytest.mark.usefixtures("products")
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(CodeType),
+    rows=st.one_of(st.integers(1, 30), st.sampled_from([64, 200, 500])),
+    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
+    outputs=st.sampled_from([1, 16, 17, 48, 100]),
+    group=st.sampled_from([32, 64, 128, 4096]),
+    zeros=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_product_with_codes(
+    team_of: Callable[[int], Team],
+    kind: CodeType,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    group: int,
+    zeros: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    weight = random_codes(kind, outputs, inputs, min(group, inputs), zeros=zeros and kind is CodeType.INT4, seed=seed)
+    x, bias = normal(rows, inputs, seed=seed), normal(outputs)
+    found = PackedLinear(team_of(threads), Arena(), weight, bias)(x)
+    expected = reference.linear(weight.dequantize(), bias)(x)
+    torch.testing.assert_close(found, expected, atol=ROUNDED * math.sqrt(inputs), rtol=ROUNDED)
+
+
+@native
+@pytest.mark.usefixtures("products")
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([64, 200, 500])),
+    inputs=st.sampled_from([1, 7, 32, 33, 64, 576, 1100]),
+    outputs=st.sampled_from([1, 16, 17, 48, 100]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_product_with_rounded_inputs(
+    team_of: Callable[[int], Team], rows: int, inputs: int, outputs: int, threads: int, seed: int
+) -> None:
+    """Its sums are exact: what is left is an input near the middle of two integers that is rounded to the other one."""
+    weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
+    x, bias = normal(rows, inputs, seed=seed), normal(outputs)
+    found = PackedLinear(team_of(threads), Arena(), weight, bias)(x)
+    integers, scales = codes.round_rows(x)
+    expected = reference.linear(weight.dequantize(), bias)(integers.float() * scales)
+    assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scales.max()
+
+
+@native
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("kind", [CodeType.INT8, CodeType.INT4])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: CodeType, rows: int) -> None:
+    x = normal(rows, 200)
+    x[0, 3], x[-1, 199] = torch.inf, torch.nan
+    linear = PackedLinear(team_of(1), Arena(), random_codes(kind, 40, 200, 64, zeros=False), None)
+    found = linear(x)
+    assert not found[[0, -1]].isfinite().any()
+    assert found[1:-1].isfinite().all()
+
+
+def whole(kind: CodeType, *, round_inputs: bool = False) -> CodedWeight:
+    return replace(random_codes(kind, 100, 200, 200, zeros=False), round_inputs=round_inputs)
+
+
+@native
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    "weight",
+    [whole(CodeType.INT8), whole(CodeType.INT8, round_inputs=True), whole(CodeType.FP8)],
+    ids=["int8", "w8a8", "fp8"],
+)
+def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: CodedWeight) -> None:
+    """To the last bit, for every batch and number of threads. (With groups, many rows are multiplied otherwise.)"""
+    x = normal(300, 200)
+    alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])
+    for threads in (1, 2, 3):
+        linear = PackedLinear(team_of(threads), Arena(), weight, None)
+        for rows in (2, 13, 40, 300):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+@native
+@pytest.mark.parametrize("kind", CodeType)
+@pytest.mark.parametrize("width", [1, 33, 70])
+def test_looking_up_is_exact(team_of: Callable[[int], Team], kind: CodeType, width: int) -> None:
+    table = random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4)
+    args = PackedLinear(team_of(2), Arena(), table, None)
+    parts = args.args(Epilogue.STORE)
+    tokens = torch.tensor([0, 49, 7, 7, 31, 16, 15])
+    rows, pointer = ctypes.c_int64(len(tokens)), ctypes.c_void_p(tokens.data_ptr())
+    out = torch.full((len(tokens), width + 2), torch.nan)
+    embed = EmbedArgs(
+        rows=ctypes.addressof(rows),
+        tokens=ctypes.addressof(pointer),
+        weight=parts.weight,
+        scales=parts.scales,
+        zeros=parts.zeros,
+        group=parts.group,
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        width=width,
+        type=parts.type,
+        packed=True,
+    )
+    team = team_of(2)
+    team.run(Program(team.library, (EMBED, embed)))
+    assert torch.equal(out[:, :width], table.dequantize()[tokens])
+    assert out[:, width:].isnan().all()
