@@ -90,7 +90,7 @@ class Reservations:
             name=self._prefix + name,
             lifetime="detached",
             _soft_target_node_id=node,
-            bundle_label_selector=[own],
+            bundle_label_selector=[own] if own else None,
         )
         return made
 
