@@ -275,7 +275,7 @@ def build_gpu_runner(
         return gpu_ops.linear(weight, bias)
 
     linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
-    with asking(f"the weights of {folder} in {quantization or layout.dtype}", memory), torch.inference_mode():
+    with asking(f"the weights of {folder} in {layout.dtype if quantization == "none" else quantization}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, config, run_dtype, linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
     unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
