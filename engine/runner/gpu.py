@@ -275,7 +275,8 @@ def build_gpu_runner(
         return gpu_ops.linear(weight, bias)
 
     linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
-    with asking(f"the weights of {folder} in {layout.dtype if quantization == "none" else quantization}", memory), torch.inference_mode():
+    kept = layout.dtype if quantization == "none" else quantization
+    with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, config, run_dtype, linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
     unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
