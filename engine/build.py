@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.automatic import AUTO
-from kvrelay.engine.config import Device, Dtype, EngineConfig, require
+from kvrelay.engine.config import Device, Dtype, EngineConfig, SpeculationConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
@@ -16,6 +16,9 @@ from kvrelay.engine.models.loader import OnLoaded
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.speculate.base import Proposer
+from kvrelay.engine.speculate.ngram import NgramProposer
+from kvrelay.engine.speculate.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +72,11 @@ def device_of(device: Device) -> Device:
     return "cpu"
 
 
-def engine_on(runner: Runner, options: EngineConfig) -> Engine:
+def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
+
+    Args:
+        proposer: guesses tokens; None makes the one that the options name, if any.
 
     Raises:
         ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
@@ -80,4 +86,16 @@ def engine_on(runner: Runner, options: EngineConfig) -> Engine:
     pool = BlockPool(runner.pool.num_blocks)
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)
-    return Engine(Scheduler(options, prefix, runner.spec, runner.lag), runner)
+    proposer = proposer or proposer_of(options.speculation)
+    speculation = None
+    if proposer is not None:
+        rows = min(options.max_sequences, options.max_batch_tokens)
+        speculation = Speculation(options.speculation, proposer, rows, runner.lag)
+    return Engine(Scheduler(options, prefix, runner.spec, runner.lag, speculation), runner)
+
+
+def proposer_of(config: SpeculationConfig) -> Proposer | None:
+    """The proposer that needs no model of its own; None if guesses are off."""
+    if config.method == "ngram":
+        return NgramProposer(config.shortest_match, config.longest_match)
+    return None

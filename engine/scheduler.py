@@ -35,23 +35,34 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import build_plan, with_logprobs
+from kvrelay.engine.planning import Row, build_plan, with_logprobs
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.shaping import Shaping
+from kvrelay.engine.speculate.speculation import Speculation
+from kvrelay.engine.speculate.verify import kept_rows
 
 
 class Scheduler:
     """Owns the sequences of one engine. Not thread-safe; plan and commit take turns, `lag` plans apart."""
 
-    def __init__(self, config: EngineConfig, prefix: PrefixIndex, spec: ModelSpec, lag: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        prefix: PrefixIndex,
+        spec: ModelSpec,
+        lag: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
         """
         Args:
             prefix: with the pool that blocks are taken from.
             spec: of the model, for the limits on requests.
             lag: plans that may be in flight when another one is made, 0 or 1.
+            speculation: guesses tokens; None guesses none.
         """
+        self.speculation = speculation
         self.on_start: Callable[[Sequence], None] | None = None
         """Called with each sequence that starts to run, or starts again, before the step that computes it."""
         self.preemptions = 0
@@ -199,20 +210,25 @@ class Scheduler:
         if self._in_flight and not self._can_extend_all():
             return None
         self._admit()
-        rows: list[tuple[Sequence, int]] = []
+        rows: list[Row] = []
         budget = self._schedule_decodes(rows, self._config.max_batch_tokens)
-        self._schedule_chunks(rows, budget)
+        budget = self._schedule_chunks(rows, budget)
         if not rows:
             return None
-        for sequence, length in rows:
-            self._tables.grow(sequence.slot, sequence.hold.blocks, self._limits.blocks_for(sequence.reach + length))
-        block_tables = self._tables.gather([sequence.slot for sequence, _ in rows])
+        if self.speculation is not None:
+            self._schedule_drafts(self.speculation, rows, min(budget, self._rows - len(rows)))
+        for sequence, length, chain in rows:
+            used = self._limits.blocks_for(sequence.reach + length + len(chain.drafts))
+            self._tables.grow(sequence.slot, sequence.hold.blocks, used)
+        sequences = [row.sequence for row in rows for _ in range(row.rows)]
+        block_tables = self._tables.gather([sequence.slot for sequence in sequences])
         plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
-        self._in_flight.append((plan, [sequence for sequence, _ in rows]))
+        self._in_flight.append((plan, sequences))
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
-        """Applies the output of `plan`; returns one Progress per row whose sequence is still here.
+        """Applies the output of `plan`; returns one Progress per row whose sequence is still here. Rows of drafts that
+        aren't kept have none.
 
         Raises:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
@@ -226,7 +242,8 @@ class Scheduler:
             raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
         moment = now()
         refused = dict(out.refused)
-        reports = []
+        reports: list[tuple[int, Progress]] = []
+        kept = kept_rows(plan, out.tokens)
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
             sequence.scheduled -= lengths[row]
@@ -234,14 +251,19 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 if not sequence.scheduled:
                     sequence.hold.release()
+            elif not kept[row]:
+                continue
             elif row in out.nonfinite:
-                reports.append(self._fail(sequence, moment))
+                reports.append((row, self._fail(sequence, moment)))
             elif row in refused:
                 self._end(sequence, Status.FAILED, moment)
-                reports.append(Progress(sequence, sequence.num_computed, error=refused[row], refused=True))
+                failed = Progress(sequence, sequence.num_computed, error=refused[row], refused=True)
+                reports.append((row, failed))
             else:
-                reports.append(self._advance(sequence, lengths[row], token, moment))
-        return with_logprobs(plan, rows, out, reports) if out.has_logprobs else reports
+                reports.append((row, self._advance(sequence, lengths[row], token, moment)))
+        if self.speculation is not None:
+            self.speculation.settle(plan, kept, rows)
+        return with_logprobs(plan, out, reports) if out.has_logprobs else [report for _, report in reports]
 
     # What a step computes.
 
@@ -276,7 +298,7 @@ class Scheduler:
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
         return self._pool.can_allocate((), sum(wanted))
 
-    def _schedule_decodes(self, rows: list[tuple[Sequence, int]], budget: int) -> int:
+    def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
         """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
         running = self._running
         index = 0
@@ -287,15 +309,15 @@ class Scheduler:
             length = sequence.expected
             if length - sequence.reach != 1:
                 continue
-            if sequence.yields and not sequence.continues_unseen(length):
+            if sequence.yields and not self._continues_unseen(sequence, length):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
-                rows.append((sequence, 1))
+                rows.append(Row(sequence, 1))
                 budget -= 1
         return budget
 
-    def _schedule_chunks(self, rows: list[tuple[Sequence, int]], budget: int) -> None:
-        """Shares the budget among the sequences that lack more than one token, oldest first.
+    def _schedule_chunks(self, rows: list[Row], budget: int) -> int:
+        """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
@@ -309,8 +331,34 @@ class Scheduler:
                 end = start + budget
                 border = end - end % self._block_size
                 end = border if border > start else end
-            rows.append((sequence, end - start))
+            rows.append(Row(sequence, end - start))
             budget -= end - start
+        return budget
+
+    def _continues_unseen(self, sequence: Sequence, length: int) -> bool:
+        # How long it gets is open while drafts of it are in flight.
+        held = self.speculation is not None and (sequence.yields > 1 or self.speculation.holds_back(sequence))
+        return not held and sequence.continues_unseen(length)
+
+    def _schedule_drafts(self, speculation: Speculation, rows: list[Row], room: int) -> None:
+        """Adds drafts to the sequences that decode, as far as `room` and free blocks go."""
+        places = [
+            place
+            for place, (sequence, length, _) in enumerate(rows)
+            if length == 1 and not (sequence.handoff or sequence.yields or sequence.unscored)
+        ]
+        chains = speculation.propose([rows[place].sequence for place in places], room)
+        for place, chain in zip(places, chains, strict=False):  # none, or one for each
+            if count := self._make_room(rows[place].sequence, len(chain.drafts)):
+                rows[place] = rows[place]._replace(chain=chain.first(count))
+
+    def _make_room(self, sequence: Sequence, drafts: int) -> int:
+        """Takes blocks for the drafts of a sequence, unless others may need them; how many drafts they are enough for."""
+        hold, length = sequence.hold, len(sequence.tokens)
+        lacking = self._limits.blocks_for(length + drafts) - len(hold.blocks)
+        if lacking > 0 and self._pool.can_allocate((), lacking + len(self._running)):
+            hold.extend(lacking)
+        return min(drafts, len(hold.blocks) * self._block_size - length)
 
     # What a step did.
 
@@ -329,6 +377,7 @@ class Scheduler:
             return Progress(sequence, end)
         if token is None:
             raise IntegrityError(f"{sequence!r} has caught up; its row yielded no token")
+        index = sequence.generated
         sequence.tokens.append(token)
         if sequence.lifetime.first_token is None:
             sequence.lifetime.first_token = moment
@@ -339,10 +388,10 @@ class Scheduler:
             hold = sequence.hold
             hold.owner = f"export {sequence.request}"
             self._end(sequence, Status.HANDED_OFF, moment)
-            return Progress(sequence, end, token, hold=hold)
+            return Progress(sequence, end, token, index, hold=hold)
         elif sequence.shaping is not None:
             sequence.shaping.push(token)
-        return Progress(sequence, end, token, finish)
+        return Progress(sequence, end, token, index, finish)
 
     def _publish(self, sequence: Sequence) -> None:
         self.prefix.publish(sequence.tokens, sequence.request.tenant, sequence.hold, sequence.num_computed)
@@ -370,6 +419,8 @@ class Scheduler:
         else:
             (self._ready if sequence in self._ready else self._waiting).remove(sequence)
         del self._live[sequence.request.key]
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         sequence.status = status
         sequence.lifetime.finished = moment
         if status is not Status.HANDED_OFF and not sequence.scheduled:

@@ -38,6 +38,9 @@ class Sequence:
     "to compute" is at least one token as long as the sequence lives. The three intervals of the second line may end
     anywhere: within the prompt while it is computed in chunks, after it in decode. If the KV came from another worker,
     they end at the prompt's end from the start, with nothing cached and one completion token.
+
+    A step may also compute drafts, guesses of the tokens behind the last one. Their KV goes behind num_computed, which
+    passes those that are kept when the step is committed; the next step overwrites the rest.
     """
 
     request: Request
@@ -71,6 +74,10 @@ class Sequence:
     """What changes its logits before its next token is chosen."""
     unscored: int = 0
     """The first token of the prompt whose log-probabilities are asked for and in no plan yet; 0 if none is left."""
+    proposed: int = 0
+    """Drafts of its tokens that were checked."""
+    accepted: int = 0
+    """Drafts of its tokens that were kept."""
     lifetime: Lifetime = field(default_factory=Lifetime)
 
     @property

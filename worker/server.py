@@ -91,7 +91,7 @@ class WorkerServer:
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
         engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
-        await asyncio.to_thread(runner.warm_up)
+        await asyncio.to_thread(engine.warm_up)
         _log_context(runner.spec)
         hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
         await shell.serve(Worker(config, self.id, engine, runner, self._role, hooks, self.credentials))
