@@ -63,7 +63,7 @@ class StepPlan:
     lengths: NDArray[np.int32]
     """[R] tokens that this step computes; all at least 1, sum T."""
     block_tables: NDArray[np.int32]
-    """[R, W] pool block of each logical block; entries after a row's last used block are 0 and never read."""
+    """[R, W] pool block of each logical block; entries after a row's last used block are never read."""
     sample: NDArray[np.bool_]
     """[R] whether the row yields a token."""
     sampling: tuple[SamplingParams, ...]
