@@ -11,7 +11,7 @@ from kvrelay.engine.automatic import AUTO, Automatic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-SpeculationMethod = Literal["off", "ngram"]
+SpeculationMethod = Literal["off", "ngram", "draft"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -49,7 +49,13 @@ class SpeculationConfig:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     method: SpeculationMethod = "off"
-    """Who guesses: ngram looks up what followed the last tokens when the request had them before."""
+    """Who guesses: ngram looks up what followed the last tokens when the request had them before; draft asks a small
+    model."""
+
+    draft_model: str = ""
+    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
+    of a bundled one (`pico-draft`, for `pico`). For draft. Its KV takes memory beside `kv_memory_bytes`: as many tokens
+    as the served model's; with `auto`, a tenth of the share."""
 
     max_tokens: int = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
@@ -68,6 +74,8 @@ class SpeculationConfig:
         shortest, longest = self.shortest_match, self.longest_match
         methods = get_args(SpeculationMethod)
         require(self.method in methods, "speculation.method", self.method, ", ".join(methods))
+        named = bool(self.draft_model) == (self.method == "draft")
+        require(named, "speculation.draft_model", self.draft_model, "a model with method draft, and only then")
         require(1 <= self.max_tokens <= 64, "speculation.max_tokens", self.max_tokens, "1 to 64")
         require(1 <= shortest <= 64, "speculation.shortest_match", shortest, "1 to 64")
         allowed = f"shortest_match ({shortest}) to 64"

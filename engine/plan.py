@@ -126,6 +126,13 @@ class StepOutput:
     graph: bool = False
     """Whether the step was launched as a captured graph."""
 
+    def misfit(self, plan: StepPlan) -> str:
+        """Why it can't be the output of `plan`; empty if it can."""
+        rows = plan.num_rows
+        if len(self.tokens) == rows and all(0 <= row < rows for row in self.nonfinite):
+            return ""
+        return f"step {plan.step} has {rows} rows; its output has {len(self.tokens)} and names rows {self.nonfinite}"
+
     @property
     def has_logprobs(self) -> bool:
         return self.logprobs is not None or bool(self.prompt_logprobs)

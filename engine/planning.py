@@ -1,17 +1,19 @@
 """Turns what the scheduler has decided into a plan, and brings what a step yields beside tokens to its reports."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
-from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain
+from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
 
 
 class Row(NamedTuple):
@@ -29,6 +31,34 @@ class Row(NamedTuple):
         return 1 + len(self.chain.drafts)
 
 
+def continues_unseen(sequence: Sequence, length: int, speculation: Speculation | None) -> bool:
+    """Whether the token that makes a sequence `length` tokens long can be computed while that one isn't known yet. Not
+    while drafts are in flight, and not if it should have drafts, which can only follow a known token.
+    """
+    held = speculation is not None and (sequence.yields > 1 or speculation.holds_back(sequence))
+    return not held and sequence.continues_unseen(length)
+
+
+def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: Callable[[Hold, int], int]) -> None:
+    """Adds drafts to the rows of sequences that decode.
+
+    Args:
+        room: rows of the plan that are left.
+        make_room: as `PrefixIndex.make_room`, of a hold and a number of tokens.
+    """
+    places = [
+        place
+        for place, (sequence, length, _) in enumerate(rows)
+        if length == 1 and not (sequence.handoff or sequence.yields or sequence.unscored)
+    ]
+    chains = speculation.propose([rows[place].sequence for place in places], room)
+    for place, chain in zip(places, chains, strict=False):  # no chain, or one for each
+        sequence, length = rows[place].sequence, rows[place].sequence.num_tokens
+        count = len(chain.drafts)
+        if count and (count := make_room(sequence.hold, length + count) - length):
+            rows[place] = rows[place]._replace(chain=chain.first(count))
+
+
 def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, behind: bool) -> StepPlan:
     """The plan that computes so many tokens of each sequence; they are in flight from now on.
 
@@ -37,7 +67,12 @@ def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, b
         behind: whether another plan is in flight.
     """
     tokens: list[int] = []
-    handles, starts, lengths, sample, generated, feeds = [], [], [], [], [], []
+    handles: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    sample: list[bool] = []
+    generated: list[int] = []
+    feeds: list[int] = []
     drafts: list[bool] = []
     sampling: list[SamplingParams] = []
     shapings: list[Shaping | None] = []

@@ -25,6 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import partial
 from operator import attrgetter
 
 from kvrelay.engine.config import EngineConfig
@@ -35,11 +36,10 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import Row, build_plan, with_logprobs
+from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, with_logprobs
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
-from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.verify import kept_rows
 
@@ -145,10 +145,7 @@ class Scheduler:
         hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
-        sequence.unscored = 0
-        sequence.chain = hold.chain
-        sequence.num_computed = sequence.furthest = length
-        sequence.lifetime.committed = now()
+        sequence.take_kv(length)
         self._publish(sequence)
         self._ready.append(sequence)
         return sequence
@@ -216,19 +213,19 @@ class Scheduler:
         if not rows:
             return None
         if self.speculation is not None:
-            self._schedule_drafts(self.speculation, rows, min(budget, self._rows - len(rows)))
+            room, spare = min(budget, self._rows - len(rows)), len(self._running)
+            add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
+        sequences = [row.sequence for row in rows for _ in range(row.rows)]
         for sequence, length, chain in rows:
             used = self._limits.blocks_for(sequence.reach + length + len(chain.drafts))
             self._tables.grow(sequence.slot, sequence.hold.blocks, used)
-        sequences = [row.sequence for row in rows for _ in range(row.rows)]
         block_tables = self._tables.gather([sequence.slot for sequence in sequences])
         plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
         self._in_flight.append((plan, sequences))
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
-        """Applies the output of `plan`; returns one Progress per row whose sequence is still here. Rows of drafts that
-        aren't kept have none.
+        """Applies the output of `plan`; returns one Progress per row whose sequence is here and whose draft is kept.
 
         Raises:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
@@ -236,14 +233,11 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0][0] is not plan:
             current = f"plan {self._in_flight[0][0].step}" if self._in_flight else "none"
             raise IntegrityError(f"plan {plan.step} came back; in flight is {current}")
+        if misfit := out.misfit(plan):
+            raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
-        if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.nonfinite):
-            sizes = f"{len(out.tokens)} and names rows {out.nonfinite}"
-            raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
-        moment = now()
-        refused = dict(out.refused)
+        moment, refused, kept = now(), dict(out.refused), kept_rows(plan, out.tokens)
         reports: list[tuple[int, Progress]] = []
-        kept = kept_rows(plan, out.tokens)
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
             sequence.scheduled -= lengths[row]
@@ -254,11 +248,11 @@ class Scheduler:
             elif not kept[row]:
                 continue
             elif row in out.nonfinite:
-                reports.append((row, self._fail(sequence, moment)))
+                # The cause may lie in any block that it read.
+                self.prefix.withdraw(sequence.hold)
+                reports.append((row, self._fail(sequence, moment, "the model's logits are not finite")))
             elif row in refused:
-                self._end(sequence, Status.FAILED, moment)
-                failed = Progress(sequence, sequence.num_computed, error=refused[row], refused=True)
-                reports.append((row, failed))
+                reports.append((row, self._fail(sequence, moment, refused[row])._replace(refused=True)))
             else:
                 reports.append((row, self._advance(sequence, lengths[row], token, moment)))
         if self.speculation is not None:
@@ -309,7 +303,7 @@ class Scheduler:
             length = sequence.expected
             if length - sequence.reach != 1:
                 continue
-            if sequence.yields and not self._continues_unseen(sequence, length):
+            if sequence.yields and not continues_unseen(sequence, length, self.speculation):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append(Row(sequence, 1))
@@ -335,38 +329,11 @@ class Scheduler:
             budget -= end - start
         return budget
 
-    def _continues_unseen(self, sequence: Sequence, length: int) -> bool:
-        # How long it gets is open while drafts of it are in flight.
-        held = self.speculation is not None and (sequence.yields > 1 or self.speculation.holds_back(sequence))
-        return not held and sequence.continues_unseen(length)
-
-    def _schedule_drafts(self, speculation: Speculation, rows: list[Row], room: int) -> None:
-        """Adds drafts to the sequences that decode, as far as `room` and free blocks go."""
-        places = [
-            place
-            for place, (sequence, length, _) in enumerate(rows)
-            if length == 1 and not (sequence.handoff or sequence.yields or sequence.unscored)
-        ]
-        chains = speculation.propose([rows[place].sequence for place in places], room)
-        for place, chain in zip(places, chains, strict=False):  # none, or one for each
-            if count := self._make_room(rows[place].sequence, len(chain.drafts)):
-                rows[place] = rows[place]._replace(chain=chain.first(count))
-
-    def _make_room(self, sequence: Sequence, drafts: int) -> int:
-        """Takes blocks for the drafts of a sequence, unless others may need them; how many drafts they are enough for."""
-        hold, length = sequence.hold, len(sequence.tokens)
-        lacking = self._limits.blocks_for(length + drafts) - len(hold.blocks)
-        if lacking > 0 and self._pool.can_allocate((), lacking + len(self._running)):
-            hold.extend(lacking)
-        return min(drafts, len(hold.blocks) * self._block_size - length)
-
     # What a step did.
 
-    def _fail(self, sequence: Sequence, moment: float) -> Progress:
-        # The cause of its invalid logits may lie in any block that it read.
-        self.prefix.withdraw(sequence.hold)
+    def _fail(self, sequence: Sequence, moment: float, why: str) -> Progress:
         self._end(sequence, Status.FAILED, moment)
-        return Progress(sequence, sequence.num_computed, error="the model's logits are not finite")
+        return Progress(sequence, sequence.num_computed, error=why)
 
     def _advance(self, sequence: Sequence, length: int, token: int | None, moment: float) -> Progress:
         end = sequence.num_computed + length
@@ -481,11 +448,7 @@ class Scheduler:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
     def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
-        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
-        shaping = Shaping.of(request, tokens)
-        sequence = Sequence(
-            request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored
-        )
+        sequence = Sequence.of(request, next(self._handles), hold, handoff, tokens)
         self._live[request.key] = sequence
         return sequence
 

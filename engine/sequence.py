@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.lifetime import Lifetime
+from kvrelay.engine.lifetime import Lifetime, now
 from kvrelay.engine.request import Request
 from kvrelay.engine.shaping import Shaping
 
@@ -79,6 +79,20 @@ class Sequence:
     accepted: int = 0
     """Drafts of its tokens that were kept."""
     lifetime: Lifetime = field(default_factory=Lifetime)
+
+    @classmethod
+    def of(cls, request: Request, handle: int, hold: Hold, handoff: bool, tokens: list[int]) -> "Sequence":
+        """A sequence that has these tokens, and the KV of none of them."""
+        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
+        shaping = Shaping.of(request, tokens)
+        return cls(request, handle, hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored)
+
+    def take_kv(self, length: int) -> None:
+        """The KV of its first `length` tokens, which is in its blocks, came from another worker."""
+        self.unscored = 0
+        self.chain = self.hold.chain
+        self.num_computed = self.furthest = length
+        self.lifetime.committed = now()
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -90,7 +91,8 @@ class WorkerServer:
         shell = self._shell = WorkerShell(config, self.id, self.credentials, self.metrics)
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
-        engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
+        options = await asyncio.to_thread(_resolved, config.engine)
+        engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, options, shell.on_loaded)
         await asyncio.to_thread(engine.warm_up)
         _log_context(runner.spec)
         hooks = WorkerHooks(shell.beat, shell.fail, self._metrics)
@@ -129,6 +131,15 @@ class WorkerServer:
         if self._shell is None:
             raise RuntimeError(f"{self.id.name} was not started")
         return self._shell
+
+
+def _resolved(options: EngineConfig) -> EngineConfig:
+    """With the folder of the draft model in place of its name."""
+    speculation = options.speculation
+    if not speculation.draft_model:
+        return options
+    folder = str(resolve(speculation.draft_model))
+    return replace(options, speculation=replace(speculation, draft_model=folder))
 
 
 class WorkerShell:

@@ -14,7 +14,7 @@ class Want(NamedTuple):
     request: Request
     tokens: Sequence[int]
     """Prompt and completion so far; the owner appends to it later, and changes nothing else. Not to be changed."""
-    count: int
+    most: int
     """How many tokens to guess at most, 1 or more."""
 
 
@@ -25,6 +25,9 @@ class Proposer(Protocol):
     def passes(self) -> bool:
         """Whether a further token of a guess takes time of its own, as a pass of a draft model does."""
         ...
+
+    def warm_up(self) -> None:
+        """Runs what would make the first guesses slow."""
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """A guess for each, perhaps shorter than asked for, or empty."""

@@ -49,6 +49,9 @@ class NgramProposer:
         self._longest = longest
         self._indexes: dict[int, NgramIndex] = {}
 
+    def warm_up(self) -> None:
+        pass
+
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         return [self._propose(want) for want in wants]
 
@@ -61,7 +64,7 @@ class NgramProposer:
             index = self._indexes[want.handle] = NgramIndex(self._shortest, self._longest)
         index.extend(want.tokens)
         begin = index.find(want.tokens)
-        return [] if begin is None else copied(want.tokens, begin, want.count)
+        return [] if begin is None else copied(want.tokens, begin, want.most)
 
 
 def copied(tokens: Sequence[int], begin: int, count: int) -> list[int]:

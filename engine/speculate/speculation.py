@@ -109,6 +109,7 @@ class Speculation:
 
     def measure(self, runner: Runner) -> None:
         """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
+        self._proposer.warm_up()
         self._costs.measure(runner)
 
     def holds_back(self, sequence: Sequence) -> bool:
@@ -145,7 +146,7 @@ class Speculation:
         guesses = self._proposer.propose(wants)
         self._drafting = self._clock() - began
         if self._proposer.passes:
-            passes = max([want.count for want in wants])
+            passes = max([want.most for want in wants])
             self._pass_seconds += FOLLOW * (self._drafting / passes - self._pass_seconds)
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
         return [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []

@@ -45,7 +45,7 @@ class Bench:
         self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1)
         speculation = None
         if drafts:
-            options = SpeculationConfig("ngram", drafts, adaptive=False)
+            options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)
             rows = min(max_sequences, max_batch_tokens)
             speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, lag)
         self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
@@ -176,7 +176,7 @@ class Bench:
             assert report.finish is report.hold is None
             return
         heard = self.heard[sequence]
-        assert report.index == len(heard) + len(sequence.request.tokens) - sequence.request.prompt_tokens
+        assert report.token_index == len(heard) + len(sequence.request.tokens) - sequence.request.prompt_tokens
         heard.append(report.token)
         tokens, reason = expected_outcome(sequence.request, self.max_context)
         assert heard == tokens[: len(heard)]

@@ -20,6 +20,9 @@ class HashGuesses:
         self._wrong_every = wrong_every
         self._states: dict[int, tuple[hashlib.blake2b, int]] = {}
 
+    def warm_up(self) -> None:
+        pass
+
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         return [self._propose(want) for want in wants]
 
@@ -33,9 +36,9 @@ class HashGuesses:
         self._states[want.handle] = state, length
         guesses: list[int] = []
         state = state.copy()
-        for position in range(length, length + want.count):
+        for position in range(length, length + want.most):
             if (position * 7 + prompt) % self._wrong_every == 0:
-                return guesses + [(position + guess) % self._vocab_size for guess in range(want.count - len(guesses))]
+                return guesses + [(position + guess) % self._vocab_size for guess in range(want.most - len(guesses))]
             draw = Draw(want.request.sampling, position, position - prompt)
             guesses += choose_tokens([state.digest()], [draw], self._vocab_size).tokens
             state.update(kv_bytes(guesses[-1:], position, self._layout).tobytes())
