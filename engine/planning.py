@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.kv.tables import BlockTables
+from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import SamplingParams
@@ -29,6 +31,11 @@ class Row(NamedTuple):
     def rows(self) -> int:
         """Of the plan."""
         return 1 + len(self.chain.drafts)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence with these, drafts included."""
+        return self.sequence.reach + self.length + len(self.chain.drafts)
 
 
 def continues_unseen(sequence: Sequence, length: int, speculation: Speculation | None) -> bool:
@@ -57,6 +64,13 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
         count = len(chain.drafts)
         if count and (count := make_room(sequence.hold, length + count) - length):
             rows[place] = rows[place]._replace(chain=chain.first(count))
+
+
+def tables_of(rows: list[Row], tables: BlockTables, limits: SequenceLimits) -> NDArray[np.int32]:
+    """[R, W] the block tables of the plan's rows, with the blocks of all tokens that they compute."""
+    for row in rows:
+        tables.grow(row.sequence.slot, row.sequence.hold.blocks, limits.blocks_for(row.end))
+    return tables.gather([row.sequence.slot for row in rows for _ in range(row.rows)])
 
 
 def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, behind: bool) -> StepPlan:

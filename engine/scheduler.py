@@ -36,7 +36,7 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, with_logprobs
+from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_logprobs
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
@@ -184,9 +184,8 @@ class Scheduler:
     def load(self) -> EngineLoad:
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
-        waiting = len(self._waiting) + len(self._ready)
-        running, free_slots = len(self._running), self._free_slots()
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, free_slots)
+        counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
+        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts)
 
     def _free_slots(self) -> int:
         """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer."""
@@ -215,13 +214,9 @@ class Scheduler:
         if self.speculation is not None:
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
-        sequences = [row.sequence for row in rows for _ in range(row.rows)]
-        for sequence, length, chain in rows:
-            used = self._limits.blocks_for(sequence.reach + length + len(chain.drafts))
-            self._tables.grow(sequence.slot, sequence.hold.blocks, used)
-        block_tables = self._tables.gather([sequence.slot for sequence in sequences])
+        block_tables = tables_of(rows, self._tables, self._limits)
         plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
-        self._in_flight.append((plan, sequences))
+        self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
@@ -248,8 +243,7 @@ class Scheduler:
             elif not kept[row]:
                 continue
             elif row in out.nonfinite:
-                # The cause may lie in any block that it read.
-                self.prefix.withdraw(sequence.hold)
+                self.prefix.withdraw(sequence.hold)  # the cause may lie in any block that it read
                 reports.append((row, self._fail(sequence, moment, "the model's logits are not finite")))
             elif row in refused:
                 reports.append((row, self._fail(sequence, moment, refused[row])._replace(refused=True)))

@@ -47,6 +47,8 @@ def event_of(progress: Progress) -> RequestEvent | PlainToken:
         if progress.logprobs is not None:
             _add_logprobs(event.logprobs, progress.logprobs)
         _report(event, sequence)
+        if progress.finish is not None:
+            event.proposed_tokens, event.accepted_tokens = sequence.proposed, sequence.accepted
     return event
 
 

@@ -102,14 +102,14 @@ class Total:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._seen = 0
+        self._seen = 0.0
 
-    def begin(self, count: int) -> "Total":
+    def begin(self, count: float) -> "Total":
         """What was counted so far belongs to another series."""
         self._seen = count
         return self
 
-    def set(self, count: int) -> None:
+    def set(self, count: float) -> None:
         """The count is `count` now."""
         if count > self._seen:
             self._counter.inc(count - self._seen)

@@ -205,7 +205,9 @@ def test_sampled_tokens_have_the_distribution_of_the_model(tiny: Path) -> None:
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(tiny: Path) -> None:
-    options = dataclasses.replace(OPTIONS, speculation=SpeculationConfig("draft", str(tiny), max_tokens=3, adaptive=False))
+    options = dataclasses.replace(
+        OPTIONS, speculation=SpeculationConfig("draft", str(tiny), max_tokens=3, adaptive=False)
+    )
     engine, _ = build_engine(tiny, "auto", options)
     asked = [request(f"{seed}", [seed, 9] * 20, SamplingParams(seed=seed), 24) for seed in range(4)]
     plain, _ = build_engine(tiny, "auto", OPTIONS)
