@@ -143,6 +143,7 @@ def main() -> None:
     methods = {
         "off": SpeculationConfig(),
         "ngram": SpeculationConfig("ngram"),
+        "suffix": SpeculationConfig("suffix"),
         "draft": SpeculationConfig("draft", str(draft), max_tokens=4),
     }
     options = {"threads": 1, "kv_memory_bytes": 64 << 20}

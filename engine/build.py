@@ -23,6 +23,7 @@ from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.engine.speculate.ngram import NgramProposer
 from kvrelay.engine.speculate.speculation import Speculation
+from kvrelay.engine.speculate.suffix import SuffixProposer
 
 logger = logging.getLogger(__name__)
 
@@ -120,4 +121,6 @@ def proposer_of(config: SpeculationConfig) -> Proposer | None:
     """The proposer that needs no model of its own; None if guesses are off."""
     if config.method == "ngram":
         return NgramProposer(config.shortest_match, config.longest_match)
+    if config.method == "suffix":
+        return SuffixProposer(config.shortest_match)
     return None

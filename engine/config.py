@@ -11,7 +11,7 @@ from kvrelay.engine.automatic import AUTO, Automatic
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-SpeculationMethod = Literal["off", "ngram", "draft"]
+SpeculationMethod = Literal["off", "ngram", "suffix", "draft"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -49,8 +49,8 @@ class SpeculationConfig:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     method: SpeculationMethod = "off"
-    """Who guesses: ngram looks up what followed the last tokens when the request had them before; draft asks a small
-    model."""
+    """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
+    many last tokens as it can, and guesses the more, the more there are; draft asks a small model."""
 
     draft_model: str = ""
     """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
@@ -65,7 +65,7 @@ class SpeculationConfig:
     max_tokens, as far as the step has room."""
 
     shortest_match: int = 2
-    """Tokens that must be alike for a look-up, at least; 1 to 64. For ngram."""
+    """Tokens that must be alike for a look-up, at least; 1 to 64. For ngram and suffix."""
 
     longest_match: int = 4
     """Tokens that are compared, at most; shortest_match to 64. For ngram."""

@@ -50,7 +50,7 @@ class NgramProposer:
         self._indexes: dict[int, NgramIndex] = {}
 
     def warm_up(self) -> None:
-        pass
+        """See `Proposer.warm_up`."""
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         return [self._propose(want) for want in wants]

@@ -20,6 +20,7 @@ from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.speculate.base import Proposer, Want
 from kvrelay.engine.speculate.ngram import NgramProposer
 from kvrelay.engine.speculate.speculation import Speculation
+from kvrelay.engine.speculate.suffix import SuffixIndex
 from kvrelay.engine.speculate.verify import kept_rows
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
@@ -233,6 +234,24 @@ def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
     # Two tokens match, and three don't; the last of two places counts.
     assert proposer.propose([want._replace(tokens=(*asked.tokens, 7, 2, 3))]) == [[7, 2, 3, 7]]
     assert proposer.propose([want._replace(handle=1, tokens=(1, 2, 3))]) == [[]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60), cut=st.integers(0, 60))
+def test_the_longest_match_is_found(tokens: list[int], cut: int) -> None:
+    """Whether the text comes at once or in parts."""
+    index = SuffixIndex()
+    index.extend(tokens[:cut])
+    index.extend(tokens)
+    length, end = index.match
+    earlier = [
+        size
+        for size in range(1, len(tokens))
+        if any(tokens[at : at + size] == tokens[-size:] for at in range(len(tokens) - size))
+    ]
+    assert length == max(earlier, default=0)
+    assert tokens[end - length : end] == tokens[len(tokens) - length :]
+    assert end < len(tokens) or not length
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
