@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.config import SpeculationConfig
 from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
@@ -38,6 +39,10 @@ MARGIN = 1.03
 """By how much drafts must be expected to raise tokens per second."""
 DECIDED_STEPS = 8
 """How long a decision holds, in steps, if the batch stays the same."""
+WARM_UP_PASSES = 4
+REPEATS = 5
+BOUND = 2.0
+"""A pass that takes so many times longer than expected says more about the machine than about the proposer."""
 ASK_AGAIN = 32
 """Tokens after which a sequence that runs ahead of its commits, and so can't have drafts, is held back for one step."""
 
@@ -65,9 +70,9 @@ class Counts:
         self.accepted = 0
         """Drafts that were kept."""
         self.steps = 0
-        """Steps with drafts."""
+        """Decode steps with drafts."""
         self.tokens = 0
-        """Tokens of the steps with drafts that had nothing but decodes."""
+        """Tokens that these steps yielded."""
         self.seconds = 0.0
         """Time of these steps, that of guessing included."""
         self.plain_seconds = 0.0
@@ -111,6 +116,10 @@ class Speculation:
         """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
         self._proposer.warm_up()
         self._costs.measure(runner)
+        if self._proposer.passes:
+            want = Want(-1, Request("warm-up", 0, (0,), 1), (0,), WARM_UP_PASSES)
+            self._pass_seconds = min([self._timed([want])[1] for _ in range(REPEATS)]) / WARM_UP_PASSES
+            self._proposer.forget(want.handle)
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a sequence shouldn't compute a token that isn't known yet: drafts can only follow a known one."""
@@ -142,14 +151,21 @@ class Speculation:
                 room -= count
         if not wants:
             return []
+        guesses, self._drafting = self._timed(wants)
+        # While one of the prompts is read, the time says nothing of a pass.
+        if self._proposer.passes and all(guesses):
+            seconds = self._drafting / max(map(len, guesses))
+            self._pass_seconds += FOLLOW * (min(seconds, BOUND * self._pass_seconds) - self._pass_seconds)
+        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
+        # Without a guess, nothing is lost by running ahead.
+        self._eager.difference_update([want.handle for want in wants if want.handle not in found])
+        return [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []
+
+    def _timed(self, wants: list[Want]) -> tuple[list[list[int]], float]:
+        """The guesses, and the seconds that they took."""
         began = self._clock()
         guesses = self._proposer.propose(wants)
-        self._drafting = self._clock() - began
-        if self._proposer.passes:
-            passes = max([want.most for want in wants])
-            self._pass_seconds += FOLLOW * (self._drafting / passes - self._pass_seconds)
-        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
-        return [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []
+        return guesses, self._clock() - began
 
     def settle(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence]) -> None:
         """A step has ended.
@@ -171,13 +187,13 @@ class Speculation:
             count = plan.num_sequences
             context = np.array([float(plan.starts[~plan.drafts].sum())])
             alone = float(self._costs.seconds(np.array([float(count)]), context)[0])
+            self.counts.steps += 1
             self.counts.tokens += sum(kept)
             self.counts.seconds += seconds + self._drafting
             self.counts.plain_seconds += alone * sum(kept) / count
 
     def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence]) -> None:
         counts = self.counts
-        counts.steps += 1
         for row, draft in enumerate(drafts):
             if not draft:
                 continue

@@ -243,7 +243,9 @@ DRAFTS = _family(
     "Guessed tokens that steps checked, and those of them that were kept because the model chose the same.",
     Label("event", ("proposed", "accepted")),
 )
-DRAFT_STEPS = _family("worker", "worker_draft_steps_total", "counter", "steps", "Steps that checked guessed tokens.")
+DRAFT_STEPS = _family(
+    "worker", "worker_draft_steps_total", "counter", "steps", "Decode steps that checked guessed tokens."
+)
 DRAFT_STEP_TOKENS = _family(
     "worker",
     "worker_draft_step_tokens_total",
