@@ -6,7 +6,7 @@ step with these drafts yields n + sum a**i tokens. The drafts with the largest a
 per second the most; none, unless that is MARGIN more than without.
 
 `a` is followed for each sequence. While a sequence gets no drafts, its `a` returns slowly to what sequences here have
-on average, and that slowly to FRESH: so what changes is noticed, for about one step in a hundred.
+on average, and that slowly to FRESH: so what changes is noticed, for a few steps in a hundred.
 """
 
 import time
@@ -33,7 +33,7 @@ FOLLOW = 0.1
 """Weight of one draft in its sequence's share."""
 FOLLOW_ALL = 0.01
 """Weight of one draft in the engine's share."""
-RETURN = 0.005
+RETURN = 0.002
 """How far a share returns in a step without drafts."""
 MARGIN = 1.03
 """By how much drafts must be expected to raise tokens per second."""
