@@ -153,6 +153,8 @@ class Timeline:
     decode_worker: str
     migrations: int
     resumes: int
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@
                      |         queue: the link's frames      producer the prefill worker, consumer the link's thread
                   COMMITTED    every frame has verified; the sequence enters the engine with all its prompt computed
                      |         queue: the scheduler's ready list      producer commit, consumer the engine's steps
-                  DECODING     one token a step, to the router
+                  DECODING     one token a step, or more if it guesses, to the router
                      |
                   DONE         the last token; or Failure at any point before, with the blocks released
 

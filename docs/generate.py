@@ -81,11 +81,21 @@ def configuration() -> str:
         else:
             parts.append(f"## `{name}`\n\n{_text(entry) or _text(section)}\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|")
-        for key, field in section["properties"].items():
-            default = "" if key == "replicas" else f"`{json.dumps(defaults[name][key])}`"
-            parts.append(f"| `{key}` | {_type(field)} | {default} | {_text(field)} |")
-        parts.append("")
+        parts += [*_rows(document, section, defaults[name]), ""]
     return "\n".join(parts)
+
+
+def _rows(document: dict[str, Any], section: dict[str, Any], defaults: dict[str, Any], above: str = "") -> list[str]:
+    """A line for each key of a section, and for each key of the groups in it."""
+    rows = []
+    for key, field in section["properties"].items():
+        if "$ref" in field:
+            group = document["$defs"][field["$ref"].rpartition("/")[2]]
+            rows += _rows(document, group, defaults[key], f"{above}{key}.")
+            continue
+        default = "" if key == "replicas" else f"`{json.dumps(defaults[key])}`"
+        rows.append(f"| `{above}{key}` | {_type(field)} | {default} | {_text(field)} |")
+    return rows
 
 
 def _top_level(document: dict[str, Any], defaults: dict[str, Any]) -> list[str]:

@@ -3,19 +3,27 @@
 import hashlib
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kvrelay.engine.automatic import AUTO
-from kvrelay.engine.config import Device, Dtype, EngineConfig, require
+from kvrelay.engine.config import Device, Dtype, EngineConfig, SpeculationConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.loader import OnLoaded
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.speculate.base import Proposer
+from kvrelay.engine.speculate.draft import DraftProposer
+from kvrelay.engine.speculate.ngram import NgramProposer
+from kvrelay.engine.speculate.speculation import Speculation
+from kvrelay.engine.speculate.suffix import SuffixProposer
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +40,36 @@ def build_engine(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    runner: Runner
+    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], Runner] = build_cpu_runner
+    memory = 0
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
         from kvrelay.engine.runner.gpu import build_gpu_runner
 
-        options = options.on(device, torch.cuda.mem_get_info()[1])
-        runner = build_gpu_runner(folder, dtype, options, on_loaded)
+        build, memory = build_gpu_runner, torch.cuda.mem_get_info()[1]
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
-    else:
-        options = options.on(device)
-        runner = build_cpu_runner(folder, dtype, options, on_loaded)
-    return engine_on(runner, options), runner
+    options = options.on(device, memory)
+    proposer = proposer_of(options.speculation)
+    if options.speculation.method == "draft":
+        # First, because the served model's KV takes what is left of the memory.
+        draft = build(Path(options.speculation.draft_model), dtype, draft_options(folder, options), None)
+        proposer = DraftProposer(draft, options.max_batch_tokens)
+    runner = build(folder, dtype, options, on_loaded)
+    if isinstance(proposer, DraftProposer):
+        proposer.check(runner.spec)
+    return engine_on(runner, options, proposer), runner
+
+
+def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:
+    """The options of the draft model of the checkpoint in `folder`."""
+    part = 0.1 * options.memory_share
+    if not options.kv_memory_bytes:
+        return replace(options, memory_share=part)
+    target, draft = (
+        read_config(path).kv_layout("float32", options.block_size, "NHD").block_bytes
+        for path in (folder, Path(options.speculation.draft_model))
+    )
+    return replace(options, kv_memory_bytes=max(1, options.kv_memory_bytes * draft // target))
 
 
 def device_of(device: Device) -> Device:
@@ -69,8 +95,11 @@ def device_of(device: Device) -> Device:
     return "cpu"
 
 
-def engine_on(runner: Runner, options: EngineConfig) -> Engine:
+def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None = None) -> Engine:
     """An engine whose steps `runner` runs, with the options that the runner was made with.
+
+    Args:
+        proposer: guesses tokens; None makes the one that the options name, if any.
 
     Raises:
         ValueError: an option that the engine needs is still `auto` (`EngineConfig.on`).
@@ -80,4 +109,18 @@ def engine_on(runner: Runner, options: EngineConfig) -> Engine:
     pool = BlockPool(runner.pool.num_blocks)
     namespace = hashlib.sha256(f"{runner.spec.fingerprint} {runner.layout}".encode()).digest()
     prefix = PrefixIndex(pool, options.block_size, namespace, enabled=options.prefix_cache)
-    return Engine(Scheduler(options, prefix, runner.spec, runner.lag), runner)
+    proposer = proposer or proposer_of(options.speculation)
+    speculation = None
+    if proposer is not None:
+        rows = min(options.max_sequences, options.max_batch_tokens)
+        speculation = Speculation(options.speculation, proposer, rows, runner.lag)
+    return Engine(Scheduler(options, prefix, runner.spec, runner.lag, speculation), runner)
+
+
+def proposer_of(config: SpeculationConfig) -> Proposer | None:
+    """The proposer that needs no model of its own; None if guesses are off."""
+    if config.method == "ngram":
+        return NgramProposer(config.shortest_match, config.longest_match)
+    if config.method == "suffix":
+        return SuffixProposer(config.shortest_match)
+    return None

@@ -4,7 +4,7 @@ These are plain frozen dataclasses, so that an engine runs without pydantic. `__
 `kvrelay.cluster.config` validate and document the same classes strictly.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from kvrelay.engine.automatic import AUTO, Automatic
@@ -12,6 +12,7 @@ from kvrelay.engine.automatic import AUTO, Automatic
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
+SpeculationMethod = Literal["off", "ngram", "suffix", "draft"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -40,6 +41,46 @@ GPU_DEFAULTS = DeviceDefaults(32, 2048, 256, memory_share=0.9, pool_contexts=256
 LARGE_GPU_BYTES = 70 * 2**30
 LARGE_GPU_BATCH_TOKENS = 8192
 """Step of a GPU with LARGE_GPU_BYTES or more. The intermediate tensors of a step take memory from the KV pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How an engine guesses tokens, to check several in one step. The tokens are the same with and without."""
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+
+    method: SpeculationMethod = "off"
+    """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
+    many last tokens as it can, and guesses the more, the more there are; draft asks a small model."""
+
+    draft_model: str = ""
+    """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
+    of a bundled one (`pico-draft`, for `pico`). For draft. Its KV takes memory beside `kv_memory_bytes`: as many tokens
+    as the served model's; with `auto`, a tenth of the share."""
+
+    max_tokens: int = 8
+    """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
+
+    adaptive: bool = True
+    """Guess as many as pay, by how many guesses came true and by what steps cost, and none if none do. Off: always
+    max_tokens, as far as the step has room."""
+
+    shortest_match: int = 2
+    """Tokens that must be alike for a look-up, at least; 1 to 64. For ngram and suffix."""
+
+    longest_match: int = 4
+    """Tokens that are compared, at most; shortest_match to 64. For ngram."""
+
+    def __post_init__(self) -> None:
+        shortest, longest = self.shortest_match, self.longest_match
+        methods = get_args(SpeculationMethod)
+        require(self.method in methods, "speculation.method", self.method, ", ".join(methods))
+        named = bool(self.draft_model) == (self.method == "draft")
+        require(named, "speculation.draft_model", self.draft_model, "a model with method draft, and only then")
+        require(1 <= self.max_tokens <= 64, "speculation.max_tokens", self.max_tokens, "1 to 64")
+        require(1 <= shortest <= 64, "speculation.shortest_match", shortest, "1 to 64")
+        allowed = f"shortest_match ({shortest}) to 64"
+        require(shortest <= longest <= 64, "speculation.longest_match", longest, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +129,9 @@ class EngineConfig:
 
     threads: int = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
+
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """Guessed tokens."""
 
     def __post_init__(self) -> None:
         size, tokens = self.block_size, self.max_batch_tokens

@@ -40,6 +40,14 @@ class Engine:
         """Called with each step that was committed, and the seconds that `step` took for it."""
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
+    def warm_up(self) -> None:
+        """Runs what would make the first steps slow, and measures what steps cost if that is needed. Before there are
+        sequences.
+        """
+        self.runner.warm_up()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.measure(self.runner)
+
     @property
     def has_work(self) -> bool:
         """Whether a sequence is here or a step is in flight. All sequences may wait for blocks that others hold."""

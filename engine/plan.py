@@ -6,6 +6,9 @@ sequence, at positions `starts[r] .. starts[r] + lengths[r] - 1`. In `tokens`, t
     tokens          | row 0: chunk of 5    | row 1: decode | row 2: chunk of 3 |
     positions         32  33  34  35  36     107             0   1   2
     sample            True for a row that reaches its sequence's last token: the logits there yield the next token
+
+A draft, a guess of a sequence's token, is a row of its own behind the row of the token before it. To a runner it is a
+decode row like any other.
 """
 
 from dataclasses import dataclass
@@ -52,26 +55,28 @@ class StepPlan:
     step: int
     """Increases by one with every plan."""
     handles: tuple[int, ...]
-    """[R] the scheduler's number for each row's sequence."""
+    """[R] the scheduler's number for each row's sequence. Only rows of drafts repeat the one before them."""
     tokens: NDArray[np.int32]
     """[T] flat token ids."""
     starts: NDArray[np.int32]
-    """[R] tokens of the row's sequence that are in the KV pool before this step."""
+    """[R] position of the row's first token: the tokens before it are in the KV pool, or in rows before this one."""
     lengths: NDArray[np.int32]
     """[R] tokens that this step computes; all at least 1, sum T."""
     block_tables: NDArray[np.int32]
-    """[R, W] pool block of each logical block; entries after a row's last used block are 0 and never read."""
+    """[R, W] pool block of each logical block; entries after a row's last used block are never read."""
     sample: NDArray[np.bool_]
     """[R] whether the row yields a token."""
     sampling: tuple[SamplingParams, ...]
     """[R] each row's sampling parameters."""
     generated: NDArray[np.int32]
-    """[R] completion tokens that the sequence has before this step (min_tokens counts them)."""
+    """[R] completion tokens up to the row's last token (min_tokens counts them)."""
     feeds: NDArray[np.int32] | None = None
     """[R] for a row whose only token isn't known yet, the row of the step before that samples it, and 0 in `tokens`; -1
     for a row whose tokens are known. None if all tokens are known."""
     shapings: tuple[Shaping | None, ...] | None = None
     """[R] what changes each row's logits; to be read until the step is committed. None if nothing changes any."""
+    drafts: NDArray[np.bool_] | None = None
+    """[R] whether the row's only token is a draft. None if none is."""
     prompt_parts: tuple[PromptPart, ...] = ()
     """In order of their rows, at most one for each."""
 
@@ -90,6 +95,14 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return len(self.handles)
+
+    @property
+    def num_drafts(self) -> int:
+        return 0 if self.drafts is None else int(self.drafts.sum())
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_rows - self.num_drafts
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +125,13 @@ class StepOutput:
     """Of each of the plan's prompt parts."""
     graph: bool = False
     """Whether the step was launched as a captured graph."""
+
+    def misfit(self, plan: StepPlan) -> str:
+        """Why it can't be the output of `plan`; empty if it can."""
+        rows = plan.num_rows
+        if len(self.tokens) == rows and all(0 <= row < rows for row in self.nonfinite):
+            return ""
+        return f"step {plan.step} has {rows} rows; its output has {len(self.tokens)} and names rows {self.nonfinite}"
 
     @property
     def has_logprobs(self) -> bool:

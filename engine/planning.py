@@ -1,54 +1,140 @@
 """Turns what the scheduler has decided into a plan, and brings what a step yields beside tokens to its reports."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.kv.tables import BlockTables
+from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.shaping import Shaping
+from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
 
 
-def build_plan(
-    step: int, rows: Rows[tuple[Sequence, int]], block_tables: NDArray[np.int32], *, behind: bool
-) -> StepPlan:
+class Row(NamedTuple):
+    """What a step computes of one sequence."""
+
+    sequence: Sequence
+    length: int
+    """Tokens."""
+    chain: Chain = NO_CHAIN
+    """Drafts behind the last one; each is a row of the plan."""
+
+    @property
+    def rows(self) -> int:
+        """Of the plan."""
+        return 1 + len(self.chain.drafts)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence with these, drafts included."""
+        return self.sequence.reach + self.length + len(self.chain.drafts)
+
+
+def continues_unseen(sequence: Sequence, length: int, speculation: Speculation | None) -> bool:
+    """Whether the token that makes a sequence `length` tokens long can be computed while that one isn't known yet. Not
+    while drafts are in flight, and not if it should have drafts, which can only follow a known token.
+    """
+    held = speculation is not None and (sequence.yields > 1 or speculation.holds_back(sequence))
+    return not held and sequence.continues_unseen(length)
+
+
+def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: Callable[[Hold, int], int]) -> None:
+    """Adds drafts to the rows of sequences that decode.
+
+    Args:
+        room: rows of the plan that are left.
+        make_room: as `PrefixIndex.make_room`, of a hold and a number of tokens.
+    """
+    places = [
+        place
+        for place, (sequence, length, _) in enumerate(rows)
+        if length == 1 and not (sequence.handoff or sequence.yields or sequence.unscored)
+    ]
+    chains = speculation.propose([rows[place].sequence for place in places], room)
+    for place, chain in zip(places, chains, strict=False):  # no chain, or one for each
+        sequence, length = rows[place].sequence, rows[place].sequence.num_tokens
+        count = len(chain.drafts)
+        if count and (count := make_room(sequence.hold, length + count) - length):
+            rows[place] = rows[place]._replace(chain=chain.first(count))
+
+
+def tables_of(rows: list[Row], tables: BlockTables, limits: SequenceLimits) -> NDArray[np.int32]:
+    """[R, W] the block tables of the plan's rows, with the blocks of all tokens that they compute."""
+    for row in rows:
+        tables.grow(row.sequence.slot, row.sequence.hold.blocks, limits.blocks_for(row.end))
+    return tables.gather([row.sequence.slot for row in rows for _ in range(row.rows)])
+
+
+def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, behind: bool) -> StepPlan:
     """The plan that computes so many tokens of each sequence; they are in flight from now on.
 
     Args:
-        block_tables: [R, W] of the rows, with the blocks of all these tokens.
+        block_tables: [R, W] of the plan's rows, with the blocks of all these tokens.
         behind: whether another plan is in flight.
     """
     tokens: list[int] = []
-    starts, sample, generated, feeds = [], [], [], []
+    handles: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    sample: list[bool] = []
+    generated: list[int] = []
+    feeds: list[int] = []
+    drafts: list[bool] = []
+    sampling: list[SamplingParams] = []
+    shapings: list[Shaping | None] = []
     parts: list[PromptPart] = []
-    for row, (sequence, length) in enumerate(rows):
+    for sequence, length, chain in rows:
         known, expected = len(sequence.tokens), sequence.expected
         start = sequence.reach
         end = start + length
+        row, completion = len(starts), expected - sequence.request.prompt_tokens
         tokens += sequence.tokens[start:end] if start < known else (0,)
         feeds.append(-1 if start < known else sequence.row)
         starts.append(start)
+        lengths.append(length)
         sample.append(end == expected)
-        generated.append(expected - sequence.request.prompt_tokens)
+        generated.append(completion)
         sequence.scheduled += length
         sequence.yields += end == expected
         sequence.row = row
         if sequence.unscored:
             parts += _prompt_part(row, sequence, start, end)
-    shapings = [sequence.shaping for sequence, _ in rows]
+        count = len(chain.drafts)
+        handles += [sequence.handle] * (1 + count)
+        sampling += [sequence.request.sampling] * (1 + count)
+        drafts += (False, *[True] * count)
+        shapings.append(sequence.shaping)
+        if count:
+            tokens += chain.drafts
+            feeds += [-1] * count
+            starts += range(end, end + count)
+            lengths += [1] * count
+            sample += [True] * count
+            generated += range(completion + 1, completion + 1 + count)
+            shapings += chain.shapings or [None] * count
+            sequence.scheduled += count
+            sequence.yields += count
     return StepPlan(
         step=step,
-        handles=tuple([sequence.handle for sequence, _ in rows]),
+        handles=tuple(handles),
         tokens=np.array(tokens, np.int32),
         starts=np.array(starts, np.int32),
-        lengths=np.array([length for _, length in rows], np.int32),
+        lengths=np.array(lengths, np.int32),
         block_tables=block_tables,
         sample=np.array(sample, np.bool_),
-        sampling=tuple([sequence.request.sampling for sequence, _ in rows]),
+        sampling=tuple(sampling),
         generated=np.array(generated, np.int32),
         feeds=np.array(feeds, np.int32) if behind else None,
         shapings=tuple(shapings) if any(shapings) else None,
+        drafts=np.array(drafts, np.bool_) if any(drafts) else None,
         prompt_parts=tuple(parts),
     )
 
@@ -65,15 +151,11 @@ def _prompt_part(row: int, sequence: Sequence, start: int, end: int) -> list[Pro
     return [PromptPart(row, first - 1 - start, targets, sequence.request.sampling.prompt_logprobs or 0, first)]
 
 
-def with_logprobs(
-    plan: StepPlan, sequences: Rows[Sequence], out: StepOutput, reports: Rows[Progress]
-) -> list[Progress]:
-    """The reports of a step, each with the log-probabilities of its row in `out`."""
-    rows = {sequence.handle: row for row, sequence in enumerate(sequences)}
+def with_logprobs(plan: StepPlan, out: StepOutput, reports: Rows[tuple[int, Progress]]) -> list[Progress]:
+    """The reports of a step, each of one row, with the log-probabilities of that row in `out`."""
     prompts = {part.row: (part, found) for part, found in zip(plan.prompt_parts, out.prompt_logprobs, strict=True)}
     complete = []
-    for report in reports:
-        row = rows[report.sequence.handle]
+    for row, report in reports:
         if out.logprobs is not None:
             report = report._replace(logprobs=out.logprobs[row])
         if row in prompts:

@@ -17,6 +17,8 @@ class Progress(NamedTuple):
     """Tokens whose KV is in the pool now. Fewer than in an earlier report if the sequence was preempted since."""
     token: int | None = None
     """The sampled token; None for a failure, and for a chunk that isn't the last."""
+    token_index: int = 0
+    """Of the token in the completion. A step that keeps drafts reports several tokens of a sequence, in order."""
     finish: FinishReason | None = None
     """Why the token is the last; None if it isn't."""
     hold: Hold | None = None

@@ -25,6 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import partial
 from operator import attrgetter
 
 from kvrelay.engine.config import EngineConfig
@@ -35,23 +36,33 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import build_plan, with_logprobs
+from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_logprobs
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
-from kvrelay.engine.shaping import Shaping
+from kvrelay.engine.speculate.speculation import Speculation
+from kvrelay.engine.speculate.verify import kept_rows
 
 
 class Scheduler:
     """Owns the sequences of one engine. Not thread-safe; plan and commit take turns, `lag` plans apart."""
 
-    def __init__(self, config: EngineConfig, prefix: PrefixIndex, spec: ModelSpec, lag: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        prefix: PrefixIndex,
+        spec: ModelSpec,
+        lag: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
         """
         Args:
             prefix: with the pool that blocks are taken from.
             spec: of the model, for the limits on requests.
             lag: plans that may be in flight when another one is made, 0 or 1.
+            speculation: guesses tokens; None guesses none.
         """
+        self.speculation = speculation
         self.on_start: Callable[[Sequence], None] | None = None
         """Called with each sequence that starts to run, or starts again, before the step that computes it."""
         self.preemptions = 0
@@ -134,10 +145,7 @@ class Scheduler:
         hold.owner = f"sequence {request}"
         self._reserved = [other for other in self._reserved if other is not hold]
         sequence = self._sequence(request, hold, False, [*request.tokens, first_token])
-        sequence.unscored = 0
-        sequence.chain = hold.chain
-        sequence.num_computed = sequence.furthest = length
-        sequence.lifetime.committed = now()
+        sequence.take_kv(length)
         self._publish(sequence)
         self._ready.append(sequence)
         return sequence
@@ -176,9 +184,8 @@ class Scheduler:
     def load(self) -> EngineLoad:
         pool = self._pool
         pending = sum([len(sequence.tokens) - sequence.num_computed for sequence in self._live.values()])
-        waiting = len(self._waiting) + len(self._ready)
-        running, free_slots = len(self._running), self._free_slots()
-        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, waiting, running, pending, free_slots)
+        counts = len(self._waiting) + len(self._ready), len(self._running), pending, self._free_slots()
+        return EngineLoad(pool.total, pool.free, pool.cached, pool.held, *counts)
 
     def _free_slots(self) -> int:
         """How many more reservations may be granted: a few more than rows, so that no row waits for a transfer."""
@@ -199,20 +206,21 @@ class Scheduler:
         if self._in_flight and not self._can_extend_all():
             return None
         self._admit()
-        rows: list[tuple[Sequence, int]] = []
+        rows: list[Row] = []
         budget = self._schedule_decodes(rows, self._config.max_batch_tokens)
-        self._schedule_chunks(rows, budget)
+        budget = self._schedule_chunks(rows, budget)
         if not rows:
             return None
-        for sequence, length in rows:
-            self._tables.grow(sequence.slot, sequence.hold.blocks, self._limits.blocks_for(sequence.reach + length))
-        block_tables = self._tables.gather([sequence.slot for sequence, _ in rows])
+        if self.speculation is not None:
+            room, spare = min(budget, self._rows - len(rows)), len(self._running)
+            add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
+        block_tables = tables_of(rows, self._tables, self._limits)
         plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
-        self._in_flight.append((plan, [sequence for sequence, _ in rows]))
+        self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
-        """Applies the output of `plan`; returns one Progress per row whose sequence is still here.
+        """Applies the output of `plan`; returns one Progress per row whose sequence is here and whose draft is kept.
 
         Raises:
             IntegrityError: `plan` isn't the oldest one in flight, or `out` doesn't fit it.
@@ -220,13 +228,11 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0][0] is not plan:
             current = f"plan {self._in_flight[0][0].step}" if self._in_flight else "none"
             raise IntegrityError(f"plan {plan.step} came back; in flight is {current}")
+        if misfit := out.misfit(plan):
+            raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
-        if len(out.tokens) != len(rows) or not all(0 <= row < len(rows) for row in out.nonfinite):
-            sizes = f"{len(out.tokens)} and names rows {out.nonfinite}"
-            raise IntegrityError(f"step {plan.step} has {len(rows)} rows; its output has {sizes}")
-        moment = now()
-        refused = dict(out.refused)
-        reports = []
+        moment, refused, kept = now(), dict(out.refused), kept_rows(plan, out.tokens)
+        reports: list[tuple[int, Progress]] = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
             sequence.scheduled -= lengths[row]
@@ -234,14 +240,18 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 if not sequence.scheduled:
                     sequence.hold.release()
+            elif not kept[row]:
+                continue
             elif row in out.nonfinite:
-                reports.append(self._fail(sequence, moment))
+                self.prefix.withdraw(sequence.hold)  # the cause may lie in any block that it read
+                reports.append((row, self._fail(sequence, moment, "the model's logits are not finite")))
             elif row in refused:
-                self._end(sequence, Status.FAILED, moment)
-                reports.append(Progress(sequence, sequence.num_computed, error=refused[row], refused=True))
+                reports.append((row, self._fail(sequence, moment, refused[row])._replace(refused=True)))
             else:
-                reports.append(self._advance(sequence, lengths[row], token, moment))
-        return with_logprobs(plan, rows, out, reports) if out.has_logprobs else reports
+                reports.append((row, self._advance(sequence, lengths[row], token, moment)))
+        if self.speculation is not None:
+            self.speculation.settle(plan, kept, rows)
+        return with_logprobs(plan, out, reports) if out.has_logprobs else [report for _, report in reports]
 
     # What a step computes.
 
@@ -276,7 +286,7 @@ class Scheduler:
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
         return self._pool.can_allocate((), sum(wanted))
 
-    def _schedule_decodes(self, rows: list[tuple[Sequence, int]], budget: int) -> int:
+    def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
         """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
         running = self._running
         index = 0
@@ -287,15 +297,15 @@ class Scheduler:
             length = sequence.expected
             if length - sequence.reach != 1:
                 continue
-            if sequence.yields and not sequence.continues_unseen(length):
+            if sequence.yields and not continues_unseen(sequence, length, self.speculation):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
-                rows.append((sequence, 1))
+                rows.append(Row(sequence, 1))
                 budget -= 1
         return budget
 
-    def _schedule_chunks(self, rows: list[tuple[Sequence, int]], budget: int) -> None:
-        """Shares the budget among the sequences that lack more than one token, oldest first.
+    def _schedule_chunks(self, rows: list[Row], budget: int) -> int:
+        """Shares the budget among the sequences that lack more than one token, oldest first. Returns the rest.
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
@@ -309,16 +319,15 @@ class Scheduler:
                 end = start + budget
                 border = end - end % self._block_size
                 end = border if border > start else end
-            rows.append((sequence, end - start))
+            rows.append(Row(sequence, end - start))
             budget -= end - start
+        return budget
 
     # What a step did.
 
-    def _fail(self, sequence: Sequence, moment: float) -> Progress:
-        # The cause of its invalid logits may lie in any block that it read.
-        self.prefix.withdraw(sequence.hold)
+    def _fail(self, sequence: Sequence, moment: float, why: str) -> Progress:
         self._end(sequence, Status.FAILED, moment)
-        return Progress(sequence, sequence.num_computed, error="the model's logits are not finite")
+        return Progress(sequence, sequence.num_computed, error=why)
 
     def _advance(self, sequence: Sequence, length: int, token: int | None, moment: float) -> Progress:
         end = sequence.num_computed + length
@@ -329,6 +338,7 @@ class Scheduler:
             return Progress(sequence, end)
         if token is None:
             raise IntegrityError(f"{sequence!r} has caught up; its row yielded no token")
+        index = sequence.generated
         sequence.tokens.append(token)
         if sequence.lifetime.first_token is None:
             sequence.lifetime.first_token = moment
@@ -339,10 +349,10 @@ class Scheduler:
             hold = sequence.hold
             hold.owner = f"export {sequence.request}"
             self._end(sequence, Status.HANDED_OFF, moment)
-            return Progress(sequence, end, token, hold=hold)
+            return Progress(sequence, end, token, index, hold=hold)
         elif sequence.shaping is not None:
             sequence.shaping.push(token)
-        return Progress(sequence, end, token, finish)
+        return Progress(sequence, end, token, index, finish)
 
     def _publish(self, sequence: Sequence) -> None:
         self.prefix.publish(sequence.tokens, sequence.request.tenant, sequence.hold, sequence.num_computed)
@@ -370,6 +380,8 @@ class Scheduler:
         else:
             (self._ready if sequence in self._ready else self._waiting).remove(sequence)
         del self._live[sequence.request.key]
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         sequence.status = status
         sequence.lifetime.finished = moment
         if status is not Status.HANDED_OFF and not sequence.scheduled:
@@ -430,11 +442,7 @@ class Scheduler:
             raise ValueError(f"request_id, attempt are {request.key}; a sequence with these is here already")
 
     def _sequence(self, request: Request, hold: Hold, handoff: bool, tokens: list[int]) -> Sequence:
-        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
-        shaping = Shaping.of(request, tokens)
-        sequence = Sequence(
-            request, next(self._handles), hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored
-        )
+        sequence = Sequence.of(request, next(self._handles), hold, handoff, tokens)
         self._live[request.key] = sequence
         return sequence
 

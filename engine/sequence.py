@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.lifetime import Lifetime
+from kvrelay.engine.lifetime import Lifetime, now
 from kvrelay.engine.request import Request
 from kvrelay.engine.shaping import Shaping
 
@@ -38,6 +38,9 @@ class Sequence:
     "to compute" is at least one token as long as the sequence lives. The three intervals of the second line may end
     anywhere: within the prompt while it is computed in chunks, after it in decode. If the KV came from another worker,
     they end at the prompt's end from the start, with nothing cached and one completion token.
+
+    A step may also compute drafts, guesses of the tokens behind the last one. Their KV goes behind num_computed, which
+    passes those that are kept when the step is committed; the next step overwrites the rest.
     """
 
     request: Request
@@ -71,7 +74,25 @@ class Sequence:
     """What changes its logits before its next token is chosen."""
     unscored: int = 0
     """The first token of the prompt whose log-probabilities are asked for and in no plan yet; 0 if none is left."""
+    proposed: int = 0
+    """Drafts of its tokens that were checked."""
+    accepted: int = 0
+    """Drafts of its tokens that were kept."""
     lifetime: Lifetime = field(default_factory=Lifetime)
+
+    @classmethod
+    def of(cls, request: Request, handle: int, hold: Hold, handoff: bool, tokens: list[int]) -> "Sequence":
+        """A sequence that has these tokens, and the KV of none of them."""
+        unscored = int(request.sampling.prompt_logprobs is not None and request.prompt_tokens > 1)
+        shaping = Shaping.of(request, tokens)
+        return cls(request, handle, hold, handoff, tokens=tokens, shaping=shaping, unscored=unscored)
+
+    def take_kv(self, length: int) -> None:
+        """The KV of its first `length` tokens, which is in its blocks, came from another worker."""
+        self.unscored = 0
+        self.chain = self.hold.chain
+        self.num_computed = self.furthest = length
+        self.lifetime.committed = now()
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ that was preempted, chooses the same tokens. What depends on the tokens is kept,
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,21 @@ class Shaping:
             self._counts[at] += 1
         if self.matcher is not None:
             self.matcher.push(token)
+
+    def after(self, token: int) -> "Shaping | None":
+        """That of the same sequence with one token more, which it may not get; None if the constraint forbids it."""
+        matcher = None if self.matcher is None else self.matcher.after(token)
+        if matcher is None and self.matcher is not None:
+            return None
+        shaping = copy(self)
+        shaping._completion = self._completion.copy()
+        shaping._index = self._index.copy()
+        shaping._counts = self._counts.copy()
+        shaping._ids = self._ids.copy()
+        shaping.matcher = None
+        shaping.push(token)
+        shaping.matcher = matcher
+        return shaping
 
     def seen(self) -> tuple[Ids, Values]:
         """The token ids that have a penalty, and how often the completion has each."""

@@ -128,6 +128,9 @@ class RequestTrace:
     """Attempts that ended because a worker drains."""
     turned_away: int = 0
     """Attempts that a worker refused because another request was on trial there."""
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+    """Tokens that a worker guessed and checked, and those of them that it kept."""
     prefill_worker: str = ""
     """Of the latest attempt, as `decode_worker`, which is empty if the first token is the last."""
     decode_worker: str = ""
@@ -205,6 +208,8 @@ class RequestTrace:
             latest = self.tries[-1]
             self.decode_at = latest.decode_at = self.decode_at or time.monotonic()
             self.decode = latest.decode = _copy(event.decode)
+        self.proposed_tokens += event.proposed_tokens
+        self.accepted_tokens += event.accepted_tokens
 
     def _note_chunk(self, tokens: int, now: float) -> None:
         """So many tokens of the prompt have their KV by now."""
@@ -261,6 +266,8 @@ class RequestTrace:
             retries=self.retries,
             migrations=self.migrations,
             resumes=self.resumes,
+            proposed_tokens=self.proposed_tokens,
+            accepted_tokens=self.accepted_tokens,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
         )

@@ -25,8 +25,8 @@ def event_of(progress: Progress) -> RequestEvent | PlainToken:
     if progress.token is not None and not (
         progress.finish or progress.error is not None or progress.logprobs or progress.prompt_logprobs
     ):
-        index = sequence.generated - 1
         # The first token here, behind the prompt or behind KV from elsewhere, comes with a report.
+        index = progress.token_index
         if index > len(request.tokens) - request.prompt_tokens + 1:
             return PlainToken(request.key, index, progress.token)
     finish_reason = None if progress.finish is None else f"FINISH_REASON_{progress.finish.name}"
@@ -42,11 +42,13 @@ def event_of(progress: Progress) -> RequestEvent | PlainToken:
     if progress.token is None:
         event.computed_tokens = progress.computed
     else:
-        event.first_index = sequence.generated - 1
+        event.first_index = progress.token_index
         event.token_ids.append(progress.token)
         if progress.logprobs is not None:
             _add_logprobs(event.logprobs, progress.logprobs)
         _report(event, sequence)
+        if progress.finish is not None:
+            event.proposed_tokens, event.accepted_tokens = sequence.proposed, sequence.accepted
     return event
 
 

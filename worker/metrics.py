@@ -22,7 +22,7 @@ class WorkerMetrics:
         """`worker`, `role`: labels of each metric."""
         self._worker = worker
         self.metrics = MetricSet("worker", worker=worker, role=role)
-        self._totals: list[tuple[Total, Callable[[], int]]] = []
+        self._totals: list[tuple[Total, Callable[[], float]]] = []
         """Counts that are kept elsewhere. Each is read as one number, so no lock is needed."""
         self._endpoint: Endpoint[Any] | None = None
         self._bind()
@@ -74,12 +74,22 @@ class WorkerMetrics:
         """Follows what these count from now on."""
         self._endpoint = endpoint
         scheduler, prefix = engine.scheduler, engine.scheduler.prefix
-        counts: list[tuple[Family, tuple[str, ...], Callable[[], int]]] = [
+        counts: list[tuple[Family, tuple[str, ...], Callable[[], float]]] = [
             (families.PREFIX_QUERIES, (), lambda: prefix.queried_tokens),
             (families.PREFIX_HITS, (), lambda: prefix.hit_tokens),
             (families.EVICTIONS, (), lambda: prefix.pool.evictions),
             (families.PREEMPTIONS, (), lambda: scheduler.preemptions),
         ]
+        if scheduler.speculation is not None:
+            guesses = scheduler.speculation.counts
+            counts += [
+                (families.DRAFTS, ("proposed",), lambda: guesses.proposed),
+                (families.DRAFTS, ("accepted",), lambda: guesses.accepted),
+                (families.DRAFT_STEPS, (), lambda: guesses.steps),
+                (families.DRAFT_STEP_TOKENS, (), lambda: guesses.tokens),
+                (families.DRAFT_SECONDS, ("with_guesses",), lambda: guesses.seconds),
+                (families.DRAFT_SECONDS, ("without",), lambda: guesses.plain_seconds),
+            ]
         if endpoint is not None:
             counts += [
                 (families.CHECKSUM_FAILURES, (), lambda: endpoint.corrupt),
@@ -141,7 +151,7 @@ class WorkerMetrics:
 
     def _on_step(self, plan: StepPlan, out: StepOutput, seconds: float) -> None:
         self._steps[plan.kind].observe(seconds)
-        self._sequences.observe(plan.num_rows)
+        self._sequences.observe(plan.num_sequences)
         self._tokens.observe(plan.num_tokens)
         self._computed.inc(plan.num_tokens)
         self._launches[out.graph].inc()

@@ -112,8 +112,9 @@ class WorkerServer:
         shell = self._open(config)
         await shell.open_metrics()
         folder = await asyncio.to_thread(resolve, config.model)  # it may be downloaded
-        engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, config.engine, shell.on_loaded)
-        await asyncio.to_thread(runner.warm_up)
+        options = await asyncio.to_thread(_resolved, config.engine)
+        engine, runner = await asyncio.to_thread(self._build, folder, config.dtype, options, shell.on_loaded)
+        await asyncio.to_thread(engine.warm_up)
         _log_context(runner.spec)
         hooks = WorkerHooks(lambda: self._bound.beat(), self._fail, self._metrics)
         role = self._roles[config.role]
@@ -240,6 +241,15 @@ class ShellDuties:
     metrics: MetricSet
     failed: Callable[[BaseException], None]
     on_role: Callable[[MemberRole], None]
+
+
+def _resolved(options: EngineConfig) -> EngineConfig:
+    """With the folder of the draft model in place of its name."""
+    speculation = options.speculation
+    if not speculation.draft_model:
+        return options
+    folder = str(resolve(speculation.draft_model))
+    return replace(options, speculation=replace(speculation, draft_model=folder))
 
 
 class WorkerShell:

@@ -165,6 +165,15 @@ class LlMatcher:
         """See `Matcher.mask`."""
         return self._mask.result()
 
+    def after(self, token: int) -> "LlMatcher | None":
+        """See `Matcher.after`."""
+        try:
+            allowed = int(self.mask()[token // 32]) >> token % 32 & 1
+        except ConstraintError:
+            return None
+        # Once its mask is there, no thread works with the library's matcher.
+        return LlMatcher(self._matcher.deep_copy(), self._words, self._threads, [token]) if allowed else None
+
     def _begin(self, tokens: list[int]) -> "Future[NDArray[np.int32]]":
         return self._threads.submit(self._next, tokens)
 

@@ -38,6 +38,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def after(self, token: int) -> "Matcher | None":
+        """Another matcher, which has taken one token more; None if it may not come next. Waits for the mask."""
+        ...
+
 
 class Grammar(Protocol):
     """A compiled constraint; requests share it."""

@@ -93,6 +93,17 @@ class PrefixIndex:
         self.hit_tokens += len(shared) * self._block_size
         return hold
 
+    def make_room(self, hold: Hold, tokens: int, spare: int) -> int:
+        """Lets a hold grow to so many tokens, unless the pool would have fewer than `spare` blocks left.
+
+        Returns:
+            The tokens that it has room for, `tokens` or fewer.
+        """
+        lacking = -(-tokens // self._block_size) - len(hold.blocks)
+        if lacking > 0 and self.pool.can_allocate((), lacking + spare):
+            hold.extend(lacking)
+        return min(tokens, len(hold.blocks) * self._block_size)
+
     def publish(self, tokens: Sequence[int], tenant: str, hold: Hold, computed: int) -> None:
         """Adds the blocks of `hold` that the first `computed` tokens fill and that weren't published before.
 

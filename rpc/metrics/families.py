@@ -236,6 +236,34 @@ LAUNCHES = _family(
     "Steps that were launched: as a captured graph, or kernel by kernel (always so on a CPU).",
     Label("mode", ("graph", "kernels")),
 )
+DRAFTS = _family(
+    "worker",
+    "worker_draft_tokens_total",
+    "counter",
+    "tokens",
+    "Guessed tokens that steps checked, and those of them that were kept because the model chose the same.",
+    Label("event", ("proposed", "accepted")),
+)
+DRAFT_STEPS = _family(
+    "worker", "worker_draft_steps_total", "counter", "steps", "Decode steps that checked guessed tokens."
+)
+DRAFT_STEP_TOKENS = _family(
+    "worker",
+    "worker_draft_step_tokens_total",
+    "counter",
+    "tokens",
+    "Tokens that decode steps with guessed tokens yielded.",
+)
+DRAFT_SECONDS = _family(
+    "worker",
+    "worker_draft_step_seconds_total",
+    "counter",
+    "seconds",
+    "Time of the decode steps with guessed tokens, that of guessing included (on a CPU, CPU time of the engine's "
+    "thread): as it was, and as their tokens would have taken without, by the engine's measurements. The difference is "
+    "what was saved.",
+    Label("case", ("with_guesses", "without")),
+)
 STEP_SECONDS = _family(
     "worker",
     "worker_step_seconds",

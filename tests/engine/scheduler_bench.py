@@ -3,7 +3,7 @@
 import dataclasses
 from collections import deque
 
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.plan import StepPlan
@@ -12,6 +12,8 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.sequence import Sequence, Status
+from kvrelay.engine.speculate.speculation import Speculation
+from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, expected_outcome, expected_tokens, hash_spec
 
 SIZE = 8
@@ -29,14 +31,24 @@ class Bench:
         max_context: int | None = None,
         prefix_cache: bool = True,
         lag: int = 0,
+        drafts: int = 0,
     ) -> None:
+        """
+        Args:
+            drafts: that each sequence gets in a step, at most.
+        """
         self.config = EngineConfig(block_size=SIZE, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self.max_context = blocks * SIZE if max_context is None else max_context
         self.pool = BlockPool(blocks)
         self.prefix = PrefixIndex(self.pool, SIZE, b"hash", enabled=prefix_cache)
         # Computes as late as a device may, whatever the lag.
         self.runner = HashRunner(blocks, spec=hash_spec(self.max_context), lag=1)
-        self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag)
+        speculation = None
+        if drafts:
+            options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)
+            rows = min(max_sequences, max_batch_tokens)
+            speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, lag)
+        self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
         self.lag = lag
         self.flight: deque[tuple[StepPlan, StepHandle]] = deque()
         self.sequences: list[Sequence] = []
@@ -92,15 +104,12 @@ class Bench:
         plan, launched = self.flight.popleft()
         out = dataclasses.replace(launched.result(), nonfinite=nonfinite)
         reports = self.scheduler.commit(plan, out)
-        for report in reports:
-            if report.error is None:
-                self._hear(report)
+        self._hear_all(reports)
         return reports
 
     def commit(self, plan: StepPlan) -> list[Progress]:
         reports = self.scheduler.commit(plan, self.runner.run(plan))
-        for report in reports:
-            self._hear(report)
+        self._hear_all(reports)
         return reports
 
     def drain(self) -> None:
@@ -152,19 +161,28 @@ class Bench:
         self.heard[sequence] = heard
         return sequence
 
-    def _hear(self, report: Progress) -> None:
+    def _hear_all(self, reports: list[Progress]) -> None:
+        last = {report.sequence: report for report in reports}
+        for report in reports:
+            if report.error is None:
+                self._hear(report, last[report.sequence])
+
+    def _hear(self, report: Progress, last: Progress) -> None:
+        """`last` is the step's last report of the same sequence."""
         sequence = report.sequence
-        assert report.error is None
-        assert report.computed == sequence.num_computed
+        assert (report.computed == sequence.num_computed) if report is last else report.computed < last.computed
         if report.token is None:
+            assert report is last
             assert report.finish is report.hold is None
             return
         heard = self.heard[sequence]
+        assert report.token_index == len(heard) + len(sequence.request.tokens) - sequence.request.prompt_tokens
         heard.append(report.token)
         tokens, reason = expected_outcome(sequence.request, self.max_context)
         assert heard == tokens[: len(heard)]
         assert report.finish == (reason if len(heard) == len(tokens) else None)
-        assert (sequence.status is Status.FINISHED) == (report.finish is not None)
+        assert report is last or report.finish is None
+        assert (sequence.status is Status.FINISHED) == (last.finish is not None)
         assert (report.hold is not None) == (sequence.handoff and report.finish is None)
         if report.hold is not None:
             assert sequence.status is Status.HANDED_OFF

@@ -38,7 +38,13 @@ CHUNK = 64
 PROMPT = 3 * CHUNK + 50
 """Tokens: three whole chunks and a partial one; a frame each."""
 OUT = 40
-ENGINE = {"block_size": WORKER_LAYOUT.block_size, "max_batch_tokens": CHUNK, "kv_memory_bytes": 4 * 2**20, "threads": 1}
+ENGINE = {
+    "block_size": WORKER_LAYOUT.block_size,
+    "max_batch_tokens": CHUNK,
+    "kv_memory_bytes": 4 * 2**20,
+    "threads": 1,
+    "speculation": {"method": "ngram", "max_tokens": 2, "adaptive": False},
+}
 TRANSFER = {
     "transport": "auto",
     "frame_bytes": CHUNK * WORKER_LAYOUT.token_bytes,

@@ -71,7 +71,7 @@ def expected_tokens(
     shaping = Shaping(sampling, prompt, (), None) if sampling.shaped else None
     while len(tokens) < n:
         draw = Draw(sampling, len(prompt) + len(tokens), len(tokens), shaping)
-        tokens += _choose([state.digest()], [draw], vocab_size).tokens
+        tokens += choose_tokens([state.digest()], [draw], vocab_size).tokens
         if shaping is not None:
             shaping.push(tokens[-1])
         state.update(kv_bytes(tokens[-1:], len(prompt) + len(tokens) - 1, layout).tobytes())
@@ -130,7 +130,7 @@ class HashRunner:
             self.fill(plan.block_tables[row], plan.tokens[offset : offset + length].tolist(), int(start))
         rows = np.flatnonzero(plan.sample)
         digests = [self._digest(plan, row, int(plan.starts[row] + plan.lengths[row])) for row in rows]
-        choice = _choose(digests, draws_of(plan, rows), self.spec.vocab_size)
+        choice = choose_tokens(digests, draws_of(plan, rows), self.spec.vocab_size)
         return step_output(plan, rows, choice, tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts]))
 
     def _digest(self, plan: StepPlan, row: int, num_tokens: int) -> bytes:
@@ -193,7 +193,15 @@ def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
     """Asserts what `StepPlan` promises."""
     rows = plan.num_rows
     assert rows > 0
-    assert len(set(plan.handles)) == rows == len(plan.sampling)
+    drafts = np.zeros(rows, bool) if plan.drafts is None else plan.drafts
+    assert len(set(plan.handles)) == rows - drafts.sum()
+    assert rows == len(plan.handles) == len(plan.sampling)
+    for row in np.flatnonzero(drafts):
+        assert plan.handles[row] == plan.handles[row - 1]
+        assert plan.starts[row] == plan.starts[row - 1] + plan.lengths[row - 1]
+        assert plan.lengths[row] == 1
+        assert plan.sample[row - 1]
+        assert plan.sample[row]
     assert plan.starts.shape == plan.lengths.shape == plan.sample.shape == plan.generated.shape == (rows,)
     assert plan.lengths.min() >= 1
     assert plan.starts.min() >= 0
@@ -204,8 +212,6 @@ def check_plan(plan: StepPlan, block_size: int, num_blocks: int) -> None:
     used = -(-(plan.starts + plan.lengths) // block_size)
     assert plan.block_tables.shape[0] == rows
     assert plan.block_tables.shape[1] >= used.max()
-    beyond = np.arange(plan.block_tables.shape[1])[None, :] >= used[:, None]
-    assert not plan.block_tables[beyond].any()
     assert plan.block_tables.min() >= 0
     assert plan.block_tables.max() < num_blocks
 
@@ -219,7 +225,7 @@ def _logits(digests: Sequence[bytes], vocab_size: int) -> Tensor:
     return logits
 
 
-def _choose(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> Choice:
+def choose_tokens(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: int) -> Choice:
     """The token of each row. A greedy one of which nothing else is asked needs no logits."""
     if not any(draw.shaping or not draw.params.greedy or draw.params.logprobs is not None for draw in draws):
         return Choice([int.from_bytes(digest, "little") % vocab_size for digest in digests], [], {}, None)

@@ -4,6 +4,8 @@ Environment variables: HASH_STEP_SECONDS is the least duration of an engine step
 HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
 CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
 
+With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`).
+
 Whenever the worker has no request left, it checks the block pool's integrity; a violation ends the process.
 """
 
@@ -11,6 +13,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +36,7 @@ from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
 from support import damage
 from support.detours import DESK, detoured
+from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, hash_spec
 
 MODULE = "support.hash_worker"
@@ -48,12 +52,12 @@ ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": 
 
 
 class SlowHashRunner(HashRunner):
-    """A hash runner with slow steps."""
+    """A hash runner with slow steps. Drafts make them slower, so that no stream is faster than without."""
 
     step_seconds = 0.0
 
     def run(self, plan: StepPlan) -> StepOutput:
-        time.sleep(self.step_seconds)
+        time.sleep(self.step_seconds * max(Counter(plan.handles).values()))
         return super().run(plan)
 
 
@@ -64,7 +68,8 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     runner = SlowHashRunner(blocks, WORKER_LAYOUT, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
-    return engine_on(runner, config), runner
+    guesses = None if config.speculation.method == "off" else HashGuesses(WORKER_LAYOUT)
+    return engine_on(runner, config, guesses), runner
 
 
 def late(role: type[HandoffRole], seconds: float) -> type[HandoffRole]:

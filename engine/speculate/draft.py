@@ -1,0 +1,143 @@
+"""Guesses by a draft model: a small model with the same tokens, which computes a few of them for one step of the large.
+
+Its KV is its own, in a pool with as many blocks as the target's, and is computed on the worker that decodes: a prompt
+whose KV came from elsewhere is read here once more, which takes a small model little time. Each pass catches up with
+what the target has kept, so a draft that wasn't kept is overwritten by the next pass:
+
+    target      | known tokens                                  | drafts ...
+    KV here     | agrees with the target    | to compute        |
+                0                           len(common prefix)
+
+The draft model samples with the target's parameters, and so with its noise, which depends on (seed, position) alone.
+Both then tend to choose the same token, also where each spreads its probability over many (see `verify.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvrelay.engine.kv.blocks import BlockPool, Hold
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.speculate.base import Want
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """What the draft model has of one sequence."""
+
+    hold: Hold
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    """Those whose KV is in the blocks of `hold`."""
+    known: int = 0
+    """The first of them, as many as the target had when it asked last, are certainly the target's."""
+
+
+class DraftProposer:
+    """Implements `Proposer`."""
+
+    passes = True
+
+    def __init__(self, runner: Runner, max_batch_tokens: int) -> None:
+        """
+        Args:
+            runner: of the draft model; nobody else uses it or its pool.
+            max_batch_tokens: of one of its steps.
+        """
+        self._runner = runner
+        self._pool = BlockPool(runner.pool.num_blocks)
+        self._most = max_batch_tokens
+        self._drafts: dict[int, Draft] = {}
+
+    def check(self, target: ModelSpec) -> None:
+        """Raises ValueError, naming both sizes, unless the draft model has the tokens of the target."""
+        mine, theirs = self._runner.spec.vocab_size, target.vocab_size
+        if mine != theirs:
+            raise ValueError(f"speculation.draft_model has {mine} tokens; allowed: those of the served model, {theirs}")
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
+        ready: list[tuple[Draft, Want, list[int]]] = []
+        guesses: list[list[int]] = [[] for _ in wants]
+        budget = self._most
+        for guess, want in zip(guesses, wants, strict=True):
+            draft = self._draft(want)
+            # The last token's logits are needed, so it is computed in any case.
+            common, most = min(draft.known, len(want.tokens) - 1), min(len(draft.tokens), len(want.tokens) - 1)
+            while common < most and draft.tokens[common] == want.tokens[common]:
+                common += 1
+            del draft.tokens[common:]
+            draft.known = common
+            lacking = len(want.tokens) - common
+            length = min(len(want.tokens) + want.most - 1, self._runner.spec.max_context)
+            if budget < 1 or length < len(want.tokens) or not self._extend(draft, length):
+                continue
+            if lacking > budget:
+                self._step([(draft, list(want.tokens[common : common + budget]))])
+                budget = 0
+                continue
+            ready.append((draft, want, guess))
+            budget -= lacking
+        while ready:
+            # The first pass computes what the target has kept, each later one the guess before.
+            rows = [(draft, guess[-1:] or list(want.tokens[len(draft.tokens) :])) for draft, want, guess in ready]
+            for (_, _, guess), token in zip(ready, self._step(rows), strict=True):
+                guess.append(token)
+            ready = [
+                (draft, want, guess)
+                for draft, want, guess in ready
+                if guess[-1] >= 0 and len(guess) < want.most and len(draft.tokens) < self._runner.spec.max_context
+            ]
+        return [[token for token in guess if token >= 0] for guess in guesses]
+
+    def forget(self, handle: int) -> None:
+        draft = self._drafts.pop(handle, None)
+        if draft is not None:
+            draft.hold.release()
+
+    def _draft(self, want: Want) -> Draft:
+        draft = self._drafts.get(want.handle)
+        if draft is None:
+            asked = want.request.sampling
+            # What follows from other tokens than the last one is the target's to add.
+            sampling = SamplingParams(
+                temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, seed=asked.seed
+            )
+            hold = self._pool.share((), f"draft of {want.request}")
+            draft = self._drafts[want.handle] = Draft(hold, sampling)
+        return draft
+
+    def _extend(self, draft: Draft, length: int) -> bool:
+        lacking = self._runner.layout.blocks_for(length) - len(draft.hold.blocks)
+        return lacking <= 0 or draft.hold.extend(lacking)
+
+    def _step(self, rows: Sequence[tuple[Draft, list[int]]]) -> list[int]:
+        """Computes tokens behind those that the draft model has; the token that follows each row, -1 if it has none."""
+        starts = [len(draft.tokens) for draft, _ in rows]
+        lengths = [len(tokens) for _, tokens in rows]
+        used = [self._runner.layout.blocks_for(start + length) for start, length in zip(starts, lengths, strict=True)]
+        tables = np.zeros((len(rows), max(used)), np.int32)
+        for row, (draft, _) in enumerate(rows):
+            tables[row, : used[row]] = draft.hold.blocks[: used[row]]
+        plan = StepPlan(
+            step=0,
+            handles=tuple(range(len(rows))),
+            tokens=np.array([token for _, tokens in rows for token in tokens], np.int32),
+            starts=np.array(starts, np.int32),
+            lengths=np.array(lengths, np.int32),
+            block_tables=tables,
+            sample=np.ones(len(rows), np.bool_),
+            sampling=tuple([draft.sampling for draft, _ in rows]),
+            generated=np.zeros(len(rows), np.int32),
+        )
+        out = self._runner.launch(plan).result()
+        for draft, tokens in rows:
+            draft.tokens += tokens
+        return [-1 if row in out.nonfinite else token for row, token in enumerate(out.tokens) if token is not None]

@@ -1,0 +1,45 @@
+"""Guesses for the hash model: right ones and wrong ones, in an order that never changes."""
+
+import hashlib
+from collections.abc import Sequence
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.sampling.sampler import Draw
+from kvrelay.engine.speculate.base import Want
+from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, kv_bytes
+
+
+class HashGuesses:
+    """A `Proposer` that knows the model. One guess in `wrong_every` is wrong, and so are those behind it."""
+
+    passes = False
+
+    def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
+        self._layout = layout
+        self._vocab_size = vocab_size
+        self._wrong_every = wrong_every
+        self._states: dict[int, tuple[hashlib.blake2b, int]] = {}
+
+    def warm_up(self) -> None:
+        pass
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        return [self._propose(want) for want in wants]
+
+    def forget(self, handle: int) -> None:
+        self._states.pop(handle, None)
+
+    def _propose(self, want: Want) -> list[int]:
+        state, known = self._states.get(want.handle) or (hashlib.blake2b(digest_size=8), 0)
+        state.update(kv_bytes(want.tokens[known:], known, self._layout).tobytes())
+        length, prompt = len(want.tokens), want.request.prompt_tokens
+        self._states[want.handle] = state, length
+        guesses: list[int] = []
+        state = state.copy()
+        for position in range(length, length + want.most):
+            if (position * 7 + prompt) % self._wrong_every == 0:
+                return guesses + [(position + guess) % self._vocab_size for guess in range(want.most - len(guesses))]
+            draw = Draw(want.request.sampling, position, position - prompt)
+            guesses += choose_tokens([state.digest()], [draw], self._vocab_size).tokens
+            state.update(kv_bytes(guesses[-1:], position, self._layout).tobytes())
+        return guesses
