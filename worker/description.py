@@ -37,8 +37,8 @@ def describe_worker(config: WorkerConfig, worker: Worker | None) -> Description:
         if torch.distributed.is_nccl_available():
             found.versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if worker is not None:
-        pool, model = worker.pool.tensor, worker.hello().model
-        found.kv_bytes, found.device = pool.nbytes, pool.device.type
+        pool, model = worker.pool, worker.hello().model
+        found.kv_bytes, found.device = pool.nbytes, pool.tensor.device.type
         found.max_context, found.context_limit = model.max_context, model.context_limit
     return found
 

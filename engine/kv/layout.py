@@ -5,18 +5,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+SCALED = frozenset({"int8", "fp8"})
+"""The dtypes of 8 bits; fp8 is E4M3 without infinities. Each head of a token has a scale for its keys and one for its
+values, a bfloat16."""
+SCALE_BYTES = 2
 
-KVDtype = Literal["float32", "bfloat16", "float16"]
+FloatDtype = Literal["float32", "bfloat16", "float16"]
+"""Of weights and of what is computed."""
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 Order = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape and order of a block-first KV pool: `[block, layer, k|v, *inner]`.
+    """Shape and order of a block-first KV pool: `[block, layer, k|v, plane]`.
 
-    A block across all layers is one contiguous run of `block_bytes`. `inner` is `[slot, head, dim]` for NHD (CPU) and
-    `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of heads then stays contiguous).
+    A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer in
+    one block: numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`. `inner` is
+    `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of heads then
+    stays contiguous).
     """
 
     layers: int
@@ -46,9 +54,24 @@ class KVLayout:
         return self.kv_heads, self.block_size, self.head_dim
 
     @property
+    def scaled(self) -> bool:
+        """Whether numbers are codes that have scales."""
+        return self.dtype in SCALED
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one token's keys, or values, in one head: `head_dim` numbers and their scale."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.scaled else 0)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_dim * dtype`."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_bytes`."""
+        return 2 * self.layers * self.kv_heads * self.head_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of the keys, or values, of one layer in one block."""
+        return self.block_size * self.kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

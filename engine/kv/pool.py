@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout, memory_runs
+from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, memory_runs
+from kvrelay.kernels.kv_codes import SCALE
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 class KVPool:
-    """One zeroed tensor `[block, layer, k|v, *inner]`.
+    """Zeroed memory of blocks: `tensor` is its numbers `[block, layer, k|v, *inner]`, `scales` what they are scaled by.
 
     `read` and `write` touch the named blocks only, so other threads may send some blocks while a step computes in
     others; the holder of a block decides who may touch it. On the CPU they copy in the calling thread and use none of
@@ -24,8 +31,9 @@ class KVPool:
     A frame is the KV of tokens [first_token, first_token + num_tokens) of one sequence, where `first_token` is the
     first of a block: whole blocks as they lie in the pool, then what the tokens use of a partial last block, compacted.
 
-        whole      [layer, k|v, *inner] each
-        partial    [layer, k|v, slot, head, dim] of its first slots (NHD), or [layer, k|v, head, slot, dim] (HND)
+        whole      [layer, k|v, plane] each
+        partial    [layer, k|v, plane] of its first slots: numbers [slot, head, dim] (NHD) or [head, slot, dim] (HND),
+                   and then their scales, if they have any
 
     In host memory, `runs` gives a frame's whole blocks in place, to be sent or received without a copy.
     """
@@ -35,8 +43,9 @@ class KVPool:
         self.num_blocks = num_blocks
         # Zeroed now, so that all memory is taken at start, where running out of it is a clear error. Otherwise a
         # worker's size would grow as blocks are first used.
-        self.tensor = _empty(layout.shape(num_blocks), TORCH_DTYPES[layout.dtype], torch.device(device)).zero_()
-        self._bytes = self.tensor.view(torch.uint8)
+        self._bytes = _empty((num_blocks, layout.layers, 2, layout.plane_bytes), torch.device(device))
+        self._bytes.zero_()
+        self.tensor, self.scales = planes(self._bytes, layout)
         # Block by block, a GPU would spend its time on starting copies.
         self._by_kernel = self._bytes.is_cuda
 
@@ -44,6 +53,21 @@ class KVPool:
     def num_tokens(self) -> int:
         """Tokens that the pool holds at most."""
         return self.num_blocks * self.layout.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self._bytes.nbytes
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [block * layer * k|v, plane_bytes], every plane."""
+        return self._bytes.flatten(0, 2)
+
+    @property
+    def raw(self) -> Tensor:
+        """uint8 [block, block_bytes], the memory of the blocks."""
+        return self._bytes.flatten(1)
 
     def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
         """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
@@ -73,11 +97,12 @@ class KVPool:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
         size = self._check(blocks, first_token, num_tokens, out)
-        if self._by_kernel:
-            self._gather(self._used(blocks, first_token, num_tokens), num_tokens, out[:size])
-        else:
-            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out):
-                framed[...] = pooled
+        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        if whole:
+            self._gather(blocks, first_token, whole, out)
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, whole):
+            framed[...] = pooled
+        self._settle()
         return size
 
     def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor) -> None:
@@ -90,39 +115,43 @@ class KVPool:
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
-        size = self._check(blocks, first_token, num_tokens, data)
-        if self._by_kernel:
-            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size])
-            return
+        self._check(blocks, first_token, num_tokens, data)
+        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        if whole:
+            self._scatter(blocks, first_token, whole, data)
         end = first_token + num_tokens
         if end % self.layout.block_size:
             self._bytes[blocks[end // self.layout.block_size]].zero_()
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data):
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, whole):
             pooled[...] = framed
+        self._settle()
 
-    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor) -> None:
-        """`read` by one kernel; `out`, as long as the frame, may be on another device."""
+    def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor) -> None:
+        """Reads `count` whole blocks by one kernel; `out` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
 
-        near = out.device == blocks.device
-        frame = out if near else torch.empty(len(out), dtype=torch.uint8, device=blocks.device)
-        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order)
-        if not near:
-            out.copy_(frame)
-        self._settle()
+        used, frame = self._used(blocks, first_token, count), out[: count * self.layout.block_bytes]
+        near = frame if out.device == used.device else torch.empty_like(frame, device=used.device)
+        kv_gather(self._rows, used, count, near)
+        if near is not frame:
+            frame.copy_(near)
 
-    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor) -> None:
-        """`write` by one kernel; `data`, as long as the frame, may be on another device."""
+    def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor) -> None:
+        """Writes `count` whole blocks by one kernel; `data` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_scatter
 
-        kv_scatter(self.tensor, blocks, num_tokens, data.to(blocks.device), self.layout.order)
-        self._settle()
+        used, frame = self._used(blocks, first_token, count), data[: count * self.layout.block_bytes]
+        kv_scatter(self._rows, used, count, frame.to(used.device))
 
-    def _used(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-        """int64, on the pool's device: the blocks of a frame."""
-        size = self.layout.block_size
-        used = blocks[first_token // size : self.layout.blocks_for(first_token + num_tokens)]
-        return torch.tensor(used, dtype=torch.int64, device=self.tensor.device)
+    @property
+    def _rows(self) -> Tensor:
+        """uint8 [block, layer, k|v, 1, 1, plane_bytes]: for a copy, a whole plane is one row of one slot."""
+        return self._bytes[:, :, :, None, None]
+
+    def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
+        """int64 [count], on the pool's device: the blocks from that of `first_token` on."""
+        start = first_token // self.layout.block_size
+        return torch.tensor(blocks[start : start + count], dtype=torch.int64, device=self.tensor.device)
 
     def _settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
@@ -150,9 +179,9 @@ class KVPool:
         return needed
 
     def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, skip: int
     ) -> Iterator[tuple[Any, Any]]:
-        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of.
+        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of but for `skip` blocks.
 
         NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
@@ -160,16 +189,41 @@ class KVPool:
         pool: Any = self._bytes.numpy() if on_cpu else self._bytes
         rest: Any = frame.numpy() if on_cpu else frame
         layout = self.layout
-        index = first_token // layout.block_size
+        index = first_token // layout.block_size + skip
+        rest = rest[skip * layout.block_bytes :]
+        num_tokens -= skip * layout.block_size
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block = pool[blocks[index]]
-            piece = block[:, :, :used] if layout.order == "NHD" else block[:, :, :, :used]
-            size = used * layout.token_bytes
-            yield piece, rest[:size].reshape(piece.shape)
+            block, size = pool[blocks[index]], used * layout.token_bytes
+            framed = rest[:size].reshape(layout.layers, 2, -1)
+            if used == layout.block_size:
+                yield block, framed
+            else:
+                for there, here in zip(_fields(block, layout), _fields(framed, layout), strict=True):
+                    yield (there[:, :, :used] if layout.order == "NHD" else there[:, :, :, :used]), here
             rest = rest[size:]
             num_tokens -= used
             index += 1
+
+
+def planes(data: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
+    """Views of bytes as numbers [..., *inner], and their scales [..., *inner without dim] if they have any.
+
+    Args:
+        data: uint8 [..., plane]; a plane may have fewer slots than a block.
+    """
+    numbers, *scales = _fields(data, layout)
+    return numbers.view(TORCH_DTYPES[layout.dtype]), scales[0].view(SCALE).squeeze(-1) if scales else None
+
+
+def _fields(array: Any, layout: KVLayout) -> list[Any]:
+    """Views [..., *inner, bytes] of the numbers of planes [..., plane], and of their scales if they have any."""
+    size, heads = array.shape[-1], layout.kv_heads
+    slots = size // (heads * layout.head_bytes)
+    inner = (slots, heads) if layout.order == "NHD" else (heads, slots)
+    end = slots * heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    parts = [array[..., :end], array[..., end:]] if layout.scaled else [array]
+    return [part.reshape(*array.shape[:-1], *inner, part.shape[-1] // (slots * heads)) for part in parts]
 
 
 def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | str = "cpu") -> KVPool:
@@ -186,17 +240,17 @@ def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | st
         raise ValueError(f"kv_memory_bytes is {memory_bytes}; {free} of {total} bytes are free on {device}") from error
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of that shape; on CPU in huge pages if the system has them.
+def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bytes of that shape; on CPU in huge pages if the system has them.
 
     Decode reads blocks all over the pool, and with small pages the look-up of their addresses slows it down.
     """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel has none
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 def gpu_checksum(data: Tensor) -> int:

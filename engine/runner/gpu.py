@@ -108,7 +108,9 @@ class GpuRunner:
         self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
         self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
         windows = model.config.windows(spec.max_context)
-        self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
+        self.attention = TritonAttention(
+            pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, spec.max_context
+        )
         self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
@@ -251,11 +253,12 @@ def build_gpu_runner(
     checkpoint = Checkpoint(folder)
     memory = memory or (GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory())
     options = options.on("cuda", memory.total())
-    layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
+    run_dtype = config.dtype if dtype == "auto" else dtype
+    layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
     with torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[layout.dtype], gpu_ops.linear, on_loaded, device)
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], gpu_ops.linear, on_loaded, device)
     model = Decoder(config, weights, gpu_ops)
-    unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
+    unbounded = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
     pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
     return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
