@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
@@ -45,6 +45,8 @@ class KVLayout:
             raise ValueError(f"KVLayout.tp_rank is {self.tp_rank}; it must be in [0, {self.tp_size})")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KVLayout.dtype is {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+        if self.scaled and self.head_dim % 2:
+            raise ValueError(f"KVLayout.head_dim is {self.head_dim}; with dtype {self.dtype!r} it must be even")
 
     @property
     def inner(self) -> tuple[int, int, int]:
@@ -95,6 +97,13 @@ class KVLayout:
         if blocks < 1:
             raise ValueError(f"kv_memory_bytes is {memory_bytes}; one KV block of this model takes {self.block_bytes}")
         return blocks
+
+    def sent_to(self, receiver: "KVLayout") -> "KVLayout":
+        """The layout of frames from a pool of this layout to one of `receiver`'s: a link carries 8 bits if either has them.
+
+        The sender converts to them. All other conversions are the receiver's.
+        """
+        return replace(self, dtype=receiver.dtype) if receiver.scaled and not self.scaled else self
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Names the first field that keeps KV of `other` from being converted to this layout; None if nothing does."""

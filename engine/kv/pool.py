@@ -22,7 +22,8 @@ TORCH_DTYPES = {
 
 
 class KVPool:
-    """Zeroed memory of blocks: `tensor` is its numbers `[block, layer, k|v, *inner]`, `scales` what they are scaled by.
+    """Zeroed memory of blocks: `bytes` is all of it, `[block, layer, k|v, plane]`; `tensor` and `scales` are views of it as
+    numbers `[block, layer, k|v, *inner]` and, for 8 bits, as their scales `[block, layer, k|v, *inner without dim]`.
 
     `read` and `write` touch the named blocks only, so other threads may send some blocks while a step computes in
     others; the holder of a block decides who may touch it. On the CPU they copy in the calling thread and use none of
@@ -43,11 +44,11 @@ class KVPool:
         self.num_blocks = num_blocks
         # Zeroed now, so that all memory is taken at start, where running out of it is a clear error. Otherwise a
         # worker's size would grow as blocks are first used.
-        self._bytes = _empty((num_blocks, layout.layers, 2, layout.plane_bytes), torch.device(device))
-        self._bytes.zero_()
-        self.tensor, self.scales = planes(self._bytes, layout)
+        self.bytes = _empty((num_blocks, layout.layers, 2, layout.plane_bytes), torch.device(device))
+        self.bytes.zero_()
+        self.tensor, self.scales = planes(self.bytes, layout)
         # Block by block, a GPU would spend its time on starting copies.
-        self._by_kernel = self._bytes.is_cuda
+        self._by_kernel = self.bytes.is_cuda
 
     @property
     def num_tokens(self) -> int:
@@ -57,17 +58,12 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return self._bytes.nbytes
+        return self.bytes.nbytes
 
     @property
     def pages(self) -> Tensor:
         """uint8 [block * layer * k|v, plane_bytes], every plane."""
-        return self._bytes.flatten(0, 2)
-
-    @property
-    def raw(self) -> Tensor:
-        """uint8 [block, block_bytes], the memory of the blocks."""
-        return self._bytes.flatten(1)
+        return self.bytes.flatten(0, 2)
 
     def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
         """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
@@ -75,12 +71,12 @@ class KVPool:
         Raises:
             ValueError: as `read`, or the pool isn't in host memory.
         """
-        if self._bytes.device.type != "cpu":
-            raise ValueError(f"the KV pool is on {self._bytes.device}; runs are of host memory only")
+        if self.bytes.device.type != "cpu":
+            raise ValueError(f"the KV pool is on {self.bytes.device}; runs are of host memory only")
         self._check_range(blocks, first_token, num_tokens)
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
-        memory = memoryview(self._bytes.view(-1).numpy().data)
+        memory = memoryview(self.bytes.view(-1).numpy().data)
         return [memory[first:end] for first, end in memory_runs(self.layout, used)]
 
     def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor) -> int:
@@ -121,7 +117,7 @@ class KVPool:
             self._scatter(blocks, first_token, whole, data)
         end = first_token + num_tokens
         if end % self.layout.block_size:
-            self._bytes[blocks[end // self.layout.block_size]].zero_()
+            self.bytes[blocks[end // self.layout.block_size]].zero_()
         for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, whole):
             pooled[...] = framed
         self._settle()
@@ -146,7 +142,7 @@ class KVPool:
     @property
     def _rows(self) -> Tensor:
         """uint8 [block, layer, k|v, 1, 1, plane_bytes]: for a copy, a whole plane is one row of one slot."""
-        return self._bytes[:, :, :, None, None]
+        return self.bytes[:, :, :, None, None]
 
     def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
         """int64 [count], on the pool's device: the blocks from that of `first_token` on."""
@@ -155,8 +151,8 @@ class KVPool:
 
     def _settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
-        if self._bytes.is_cuda:
-            torch.cuda.current_stream(self._bytes.device).synchronize()
+        if self.bytes.is_cuda:
+            torch.cuda.current_stream(self.bytes.device).synchronize()
 
     def _check_range(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> None:
         size, end = self.layout.block_size, first_token + num_tokens
@@ -185,8 +181,8 @@ class KVPool:
 
         NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
-        on_cpu = self._bytes.device.type == frame.device.type == "cpu"
-        pool: Any = self._bytes.numpy() if on_cpu else self._bytes
+        on_cpu = self.bytes.device.type == frame.device.type == "cpu"
+        pool: Any = self.bytes.numpy() if on_cpu else self.bytes
         rest: Any = frame.numpy() if on_cpu else frame
         layout = self.layout
         index = first_token // layout.block_size + skip
@@ -199,7 +195,7 @@ class KVPool:
             if used == layout.block_size:
                 yield block, framed
             else:
-                for there, here in zip(_fields(block, layout), _fields(framed, layout), strict=True):
+                for there, here in zip(fields(block, layout), fields(framed, layout), strict=True):
                     yield (there[:, :, :used] if layout.order == "NHD" else there[:, :, :, :used]), here
             rest = rest[size:]
             num_tokens -= used
@@ -212,11 +208,11 @@ def planes(data: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
     Args:
         data: uint8 [..., plane]; a plane may have fewer slots than a block.
     """
-    numbers, *scales = _fields(data, layout)
+    numbers, *scales = fields(data, layout)
     return numbers.view(TORCH_DTYPES[layout.dtype]), scales[0].view(SCALE).squeeze(-1) if scales else None
 
 
-def _fields(array: Any, layout: KVLayout) -> list[Any]:
+def fields(array: Any, layout: KVLayout) -> list[Any]:
     """Views [..., *inner, bytes] of the numbers of planes [..., plane], and of their scales if they have any."""
     size, heads = array.shape[-1], layout.kv_heads
     slots = size // (heads * layout.head_bytes)

@@ -221,7 +221,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
     alone = Step(shape, rows[:1], 5, dtype)
     together = Step(shape, rows, 5, dtype)
     blocks = -(-(700 + length) // shape.block)
-    together.pool.raw[together.tables[0, :blocks]] = alone.pool.raw[alone.tables[0, :blocks]]
+    together.pool.bytes[together.tables[0, :blocks]] = alone.pool.bytes[alone.tables[0, :blocks]]
     together.qkv[:length] = alone.qkv
     for mine, others in zip(together.rotation, alone.rotation, strict=True):
         mine[:length] = others
