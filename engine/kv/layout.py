@@ -21,10 +21,10 @@ Order = Literal["NHD", "HND"]
 class KVLayout:
     """Shape and order of a block-first KV pool: `[block, layer, k|v, plane]`.
 
-    A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer in
-    one block: numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`. `inner` is
-    `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of heads then
-    stays contiguous).
+    A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer
+    in one block: numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
+    `inner` is `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of
+    heads then stays contiguous).
     """
 
     layers: int
@@ -99,9 +99,9 @@ class KVLayout:
         return blocks
 
     def sent_to(self, receiver: "KVLayout") -> "KVLayout":
-        """The layout of frames from a pool of this layout to one of `receiver`'s: a link carries 8 bits if either has them.
+        """The layout of frames from a pool of this layout to one of `receiver`'s.
 
-        The sender converts to them. All other conversions are the receiver's.
+        It has 8 bits if either has them: the sender converts to them. All other conversions are the receiver's.
         """
         return replace(self, dtype=receiver.dtype) if receiver.scaled and not self.scaled else self
 

@@ -22,8 +22,8 @@ TORCH_DTYPES = {
 
 
 class KVPool:
-    """Zeroed memory of blocks: `bytes` is all of it, `[block, layer, k|v, plane]`; `tensor` and `scales` are views of it as
-    numbers `[block, layer, k|v, *inner]` and, for 8 bits, as their scales `[block, layer, k|v, *inner without dim]`.
+    """Zeroed memory of blocks: `bytes` is all of it, `[block, layer, k|v, plane]`; `tensor` and `scales` are views of
+    it as numbers `[block, layer, k|v, *inner]` and, for 8 bits, their scales `[block, layer, k|v, *inner without dim]`.
 
     `read` and `write` touch the named blocks only, so other threads may send some blocks while a step computes in
     others; the holder of a block decides who may touch it. On the CPU they copy in the calling thread and use none of
@@ -177,7 +177,7 @@ class KVPool:
     def _pieces(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, skip: int
     ) -> Iterator[tuple[Any, Any]]:
-        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of but for `skip` blocks.
+        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of after `skip` blocks.
 
         NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
