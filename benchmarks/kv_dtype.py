@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py MODEL --shape 135m
     python benchmarks/kv_dtype.py MODEL --quality models/pico --out benchmarks/results/kv-dtype-2-cores.json
 
-Speed: decode steps of a batch with the same context for all, of both in turn, then of both again, and so on. The clock is
+Speed: decode steps of a batch with one context for all, of both in turn, then of both again, and so on. The clock is
 the CPU time of the stepping thread, with one thread, because others on the machine disturb it less than wall time.
 
 Bytes: of a token in a pool, and so of its hand-off; the rest of a frame is a checksum.

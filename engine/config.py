@@ -57,7 +57,7 @@ class EngineConfig:
     its workspaces and graphs were made once to measure them. On CPU at most 16 contexts of the greatest length."""
 
     kv_dtype: CacheDtype = "auto"
-    """Numbers that KV is stored and handed over in. auto: the model's dtype. int8, and fp8 (E4M3, on GPU only), have one
+    """Numbers that KV is stored and handed over in. auto: the model's dtype. int8, and fp8 (E4M3, on GPU only), have a
     scale for each token and head: they take about half the memory of bfloat16, and half the time on a link."""
 
     memory_share: Annotated[float, Automatic("auto, or a number from 0.01 to 1", 0.01, 1.0)] = AUTO
