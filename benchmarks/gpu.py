@@ -1,6 +1,6 @@
 """Checks and times the GPU kernels and the engine, and compares them with the limits of the device.
 
-    python benchmarks/gpu.py [--only SECTION,...] [--seconds 540] [--out FILE] [--dry-run]
+    python benchmarks/gpu.py [--only SECTION,...] [--seconds 540] [--out FILE] [--dry-run | --predict GPU]
 
     elementwise  add_rmsnorm, silu_mul, rope_kv_write
     gemv         products with weights of 8 and 4 bits, 1 to 16 rows, next to cuBLAS on 16 bits
@@ -16,6 +16,10 @@ CUDA events around one launch with cold caches: the median of up to 40, with the
 the rate of bytes that must move, or of operations that must be done, divided by the rate that a copy of 1 GiB (bytes
 read and written) or an 8192-cubed bfloat16 product by cuBLAS reaches on the same device just before.
 
+With --predict, each kernel's bytes, operations and expected time on that GPU are printed, from its data sheet
+(`gpu_predict`); nothing is run, and no GPU is needed. On a GPU with a known data sheet they are printed beside what was
+measured.
+
 Without a GPU, or with --dry-run, every case runs at a tiny size in Triton's interpreter and is checked, not timed. The
 exit status is 1 if any result is wrong. Results are written after each section, so an interrupted run keeps them.
 """
@@ -23,6 +27,7 @@ exit status is 1 if any result is wrong. Results are written after each section,
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import subprocess
@@ -37,6 +42,9 @@ from typing import Any
 import torch
 
 SECTIONS = ("elementwise", "gemv", "sample", "decode", "prefill", "kv", "engine", "profile")
+UNPREDICTED = ("engine", "profile")
+"""Sections that are more than kernels."""
+GPUS = ("a100", "h100", "h200", "b200")
 BATCHES = (1, 16, 64, 256)
 CONTEXTS = (128, 1024, 4096, 16384, 32768)
 RIVAL_TOKENS = 200_000
@@ -45,6 +53,8 @@ RIVAL_TOKENS = 200_000
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.predict is not None:
+        return predict(options)
     dry = options.dry_run
     if not dry and not torch.cuda.is_available():
         print("no GPU here: a dry run, in which nothing is timed", flush=True)
@@ -84,12 +94,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if sound else 1
 
 
+def predict(options: argparse.Namespace) -> int:
+    """The kernels' sections on tensors without memory."""
+    from gpu_predict import HARDWARE, PredictedMachine
+
+    machine = PredictedMachine(HARDWARE[options.predict])
+    results: dict[str, Any] = {"predicted_for": machine.hardware.name, "sections": {}}
+    for name in [name for name in options.only if name not in UNPREDICTED]:
+        print(f"-- {name}", flush=True)
+        results["sections"][name] = {"rows": (rows := [])}
+        SECTION_RUNS[name](machine, rows, math.inf)
+    save(options.out, results)
+    return 0
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}; all unless given")
     parser.add_argument("--seconds", type=float, default=540.0, help="when to start no further case")
     parser.add_argument("--out", type=Path, help="JSON; gpu.json in the folder $OUT, if that is set, unless given")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes in the interpreter, checked and not timed")
+    parser.add_argument("--predict", choices=GPUS, help="a GPU that need not be here")
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
     unknown = [name for name in options.only if name not in SECTIONS]

@@ -79,12 +79,16 @@ def moving(machine: Machine) -> Iterator[Case]:
         moved = 2 * len(frame)
         yield Case("kv_gather", name, gather, lambda expected=expected: expected, 0.0, bytes=moved, part=first)
         yield Case("kv_scatter", name, scatter, lambda expected=expected: expected, 0.0, bytes=moved, part=scattered)
-        host = torch.from_numpy(np.array([reference.kv_checksum(frame.cpu().numpy().data)], np.uint64).view(np.int32))
+
+        def checksum(frame=frame) -> Tensor:
+            number = np.array([reference.kv_checksum(frame.cpu().numpy().data)], np.uint64)
+            return torch.from_numpy(number.view(np.int32)).to(frame.device)
+
         yield Case(
             "kv_checksum",
             name,
             lambda frame=frame: kv_checksum.kv_checksum(frame),
-            lambda host=host, frame=frame: host.to(frame.device),
+            checksum,
             0.0,
             bytes=len(frame),
             part=lambda found: found.view(torch.int32),

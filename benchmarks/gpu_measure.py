@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu_predict import hardware_of
 from torch import Tensor
 
 REPEATS = 40
@@ -56,6 +57,8 @@ class Machine:
         self.processors = 132 if dry else torch.cuda.get_device_properties(0).multi_processor_count
         self._flush = torch.empty(1 if dry else FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         self.limits = Limits(1.0, 1.0) if dry else self._measure_limits()
+        self.hardware = None if dry else hardware_of(torch.cuda.get_device_name())
+        """For predictions beside what is measured; None if it isn't known."""
 
     def time(self, run: Callable[[], object], seconds: float = 1.0) -> dict[str, float]:
         """Median and percentiles, in seconds, of the runs that fit into about `seconds`, each with cold caches."""
@@ -91,6 +94,8 @@ class Machine:
         if self.dry:
             return row
         row |= self.time(case.run)
+        if self.hardware is not None:
+            row |= self.hardware.predict(case)
         if case.bytes:
             row["gb_per_s"] = case.bytes / row["median_s"] / 1e9
             row["share"] = case.bytes / row["median_s"] / self.limits.bytes_per_second
@@ -119,7 +124,12 @@ class Machine:
 def describe(row: dict[str, Any]) -> str:
     """A line to read."""
     shape = " ".join(f"{key}={value}" for key, value in row["shape"].items())
-    line = f"{row['case']:<16} {shape:<52} error {row['error']:.1e}{'' if row['sound'] else '  WRONG'}"
+    line = f"{row['case']:<16} {shape:<52}"
+    if "predicted_s" in row:
+        moved = f"{row['bytes'] / 1e6:9.1f} MB" if row["bytes"] else f"{row['flops'] / 1e9:9.1f} GFLOP"
+        line += f"  {moved:<15} predicted {row['predicted_s'] * 1e6:9.1f} us ({row['limit']})"
+    if "error" in row:
+        line += f"  error {row['error']:.1e}{'' if row['sound'] else '  WRONG'}"
     if "median_s" not in row:
         return line
     line += f"  {row['median_s'] * 1e6:9.1f} us ({row['p10_s'] * 1e6:.1f} to {row['p90_s'] * 1e6:.1f})"

@@ -26,7 +26,7 @@ from kvrelay.worker.config import WorkerConfig, WorkerRole
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode", "colocated")
 LOCAL = "local"
 AUTO: Final = "auto"
-GPUS_ALLOWED = "auto, or 0 to 1: a worker computes on one GPU, and more replicas use more"
+GPUS_ALLOWED = "auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism yet); more replicas use more"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

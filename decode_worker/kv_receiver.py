@@ -214,7 +214,8 @@ class KVReceiver(Endpoint[Receiving]):
         """Tells the machine what to expect, once the router's announcement and the sender's layout are known."""
         if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
             theirs = pair.hello.layout.sent_to(self.local.layout)
-            manifest = Manifest(*transfer.announced, theirs.token_bytes, theirs.block_size, theirs.block_size)
+            size = theirs.block_size
+            manifest = Manifest(*transfer.announced, theirs.token_bytes, size, size, theirs.layers)
             transfer.manifest = manifest
             self._feed(transfer, Expected(manifest))
 
@@ -284,7 +285,7 @@ class KVReceiver(Endpoint[Receiving]):
         return TransferStats(
             transfer_seconds=now - (transfer.granted_at or now),
             handoff_seconds=now - (transfer.finish_at or now),
-            nbytes=0 if manifest is None else (manifest.tokens - transfer.have) * manifest.token_bytes,
+            nbytes=0 if manifest is None else manifest.nbytes(manifest.tokens - transfer.have),
         )
 
     # Reservations.

@@ -2,13 +2,14 @@
 
     frame = for each block of the tokens, in order:  [layer, k|v, head, slot, D]  of its used slots (HND)
                                                      [layer, k|v, slot, head, D]                    (NHD)
-    used slots: all of a block, but of the last one only those that have a token; heads: a range of the pool's
+    used slots: all of a block, but of the last one only those that have a token
+    layers, heads: a range of the pool's
 
     pool     [block, layer, k|v, *inner, D] contiguous, of any type; inner is (Hkv, slot) for HND, (slot, Hkv) for NHD
     blocks   int64 [N] or int32 [N]: the blocks of the frame's tokens; the first token is in slot 0 of the first block
     frame    uint8, contiguous
 
-`kv_scatter` also sets the unused slots of the last block to 0, in these heads. The scales of a pool of 8
+`kv_scatter` also sets the unused slots of the last block to 0, in these layers and heads. The scales of a pool of 8
 bits are copied the same way: they are a pool with D = 1.
 
 Grid: (N, 2 * layers); a program copies the keys, or the values, of one block and layer, in vectors of 16 bytes where D
@@ -95,16 +96,17 @@ def kv_gather(
     out: Tensor,
     order: Order = "HND",
     heads: Range | None = None,
+    layers: Range | None = None,
 ) -> int:
     """Copies the KV of `num_tokens` tokens to the beginning of `out`; returns the number of bytes.
 
     Args:
-        heads: all of them unless given.
+        heads, layers: all of them unless given.
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should, or a range is outside the pool.
     """
-    return _copy(pool, blocks, num_tokens, out, order, heads, scatter=False)
+    return _copy(pool, blocks, num_tokens, out, order, (layers, heads), scatter=False)
 
 
 def kv_scatter(
@@ -114,12 +116,13 @@ def kv_scatter(
     frame: Tensor,
     order: Order = "HND",
     heads: Range | None = None,
+    layers: Range | None = None,
 ) -> int:
     """Copies the frame at the beginning of `frame` into the pool; arguments and errors as of `kv_gather`.
 
     `blocks` must not have a block twice.
     """
-    return _copy(pool, blocks, num_tokens, frame, order, heads, scatter=True)
+    return _copy(pool, blocks, num_tokens, frame, order, (layers, heads), scatter=True)
 
 
 def _copy(
@@ -128,7 +131,7 @@ def _copy(
     num_tokens: int,
     frame: Tensor,
     order: Order,
-    given_heads: Range | None,
+    given: tuple[Range | None, Range | None],
     scatter: bool,
 ) -> int:
     if order not in ("NHD", "HND"):
@@ -136,10 +139,8 @@ def _copy(
     if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
         raise ValueError(f"pool is {list(pool.shape)}; allowed: [block, layer, 2, 2 dimensions, D], contiguous")
     pool_heads, block_size = (pool.shape[3], pool.shape[4]) if order == "HND" else (pool.shape[4], pool.shape[3])
-    layers = pool.shape[1]
-    first_head, heads = given_heads or (0, pool_heads)
-    if first_head < 0 or not 1 <= heads <= pool_heads - first_head:
-        raise ValueError(f"heads are {heads} from {first_head} on; there are {pool_heads}")
+    first_layer, layers = _checked("layers", given[0], pool.shape[1])
+    first_head, heads = _checked("heads", given[1], pool_heads)
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; allowed: 1 and more")
     check_tensor("blocks", blocks, (triton.cdiv(num_tokens, block_size),), pool, torch.int32, torch.int64)
@@ -163,9 +164,9 @@ def _copy(
         blocks,
         frame[:size].view(word),
         num_tokens,
-        layers * 2 * plane,
+        pool.shape[1] * 2 * plane,
         plane,
-        first_head * (block_size if order == "HND" else 1) * words,
+        first_layer * 2 * plane + first_head * (block_size if order == "HND" else 1) * words,
         heads,
         pool_heads,
         WORDS=words,
@@ -178,3 +179,11 @@ def _copy(
         num_warps=4,
     )
     return size
+
+
+def _checked(name: str, given: Range | None, there: int) -> Range:
+    """The first one and how many, all of them if none are given."""
+    first, count = given or (0, there)
+    if first < 0 or not 1 <= count <= there - first:
+        raise ValueError(f"{name} are {count} from {first} on; there are {there}")
+    return first, count

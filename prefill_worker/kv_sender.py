@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
+from kvrelay.transfer.cut import FrameCut
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.events import (
     Committed,
@@ -39,6 +40,7 @@ from kvrelay.transfer.events import (
 )
 from kvrelay.transfer.messages import (
     MAX_FRAME_BYTES,
+    MAX_PARTS,
     Ack,
     CloseLink,
     Code,
@@ -121,16 +123,18 @@ class KVSender(Endpoint[Sending]):
     ) -> None:
         """
         Raises:
-            ValueError: one KV block is larger than a frame can be.
+            ValueError: one layer of a KV block is larger than a frame can be, or too many frames make a block.
         """
         super().__init__(context)
-        layout = self.local.layout
-        if layout.block_bytes > MAX_FRAME_BYTES:
-            raise ValueError(f"a KV block takes {layout.block_bytes} bytes; a frame takes up to {MAX_FRAME_BYTES}")
+        self._cut = cut = FrameCut.of(self.local.layout, self.config.frame_bytes)
+        if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
+            raise ValueError(
+                f"a KV block takes {self.local.layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
+                f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
+            )
         self._frames = frames
         self._host = host
         self._connect = connect
-        self._frame_tokens = max(1, self.config.frame_bytes // layout.block_bytes) * layout.block_size
 
     # For the worker.
 
@@ -159,12 +163,15 @@ class KVSender(Endpoint[Sending]):
             if refusal is not None:
                 self._refuse(key, *refusal)
                 return
+        layout, cut = self.local.layout, self._cut
         manifest = Manifest(
             len(tokens),
             tokens_digest(tokens),
             self._token_bytes(pair),
-            self.local.layout.block_size,
-            self._frame_tokens,
+            layout.block_size,
+            cut.tokens,
+            layout.layers,
+            cut.parts,
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)
@@ -246,7 +253,7 @@ class KVSender(Endpoint[Sending]):
         return TransferStats(
             transfer_seconds=now - (transfer.started_at or now),
             handoff_seconds=now - (transfer.finished_at or now),
-            nbytes=tokens * transfer.machine.manifest.token_bytes,
+            nbytes=transfer.machine.manifest.nbytes(tokens),
             grant_seconds=(transfer.granted_at or now) - transfer.offered_at,
         )
 
@@ -287,8 +294,7 @@ class KVSender(Endpoint[Sending]):
         except NoTransportError as error:
             return Code.INCOMPATIBLE, f"{pair.peer.name}: {error}"
         epoch = self._epochs.get(pair.incarnation, 0) + 1
-        frame_bytes = self._frame_tokens * self.local.layout.token_bytes
-        refusal = self._open_link(pair, epoch, transport, frame_bytes)
+        refusal = self._open_link(pair, epoch, transport, self._cut.nbytes)
         if refusal is not None:
             return Code.NO_CAPACITY, refusal
         pair.stream.put(Dial(epoch, transport))

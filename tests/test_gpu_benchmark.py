@@ -51,3 +51,23 @@ def test_an_unknown_section_is_refused() -> None:
     done = run("--only", "decode,engines")
     assert done.returncode == 2
     assert "--only has engines; allowed: elementwise, gemv, sample" in done.stderr
+
+
+def test_predictions_need_no_gpu_and_follow_from_the_data_sheet(tmp_path: Path) -> None:
+    done = run("--predict", "h200", "--out", str(tmp_path / "gpu.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    sections = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    rows = [row for section in sections.values() for row in section["rows"]]
+    assert {row["case"] for row in rows} == KERNELS
+    assert all(row["predicted_s"] > 0 and (row["bytes"] or row["flops"]) for row in rows)
+    decode = next(row for row in rows if row["case"] == "paged_decode" and row["shape"]["context"] == 32768)
+    kv = 32768 * 8 * 128 * 2 * 2
+    assert kv < decode["bytes"] < 1.01 * kv
+    assert decode["predicted_s"] == pytest.approx(3e-6 + decode["bytes"] / 4.32e12)
+    prefill = next(row for row in rows if row["case"] == "flash_prefill")
+    assert prefill["limit"] == "arithmetic"
+    assert "paged_decode" in done.stdout
+    assert "us (memory)" in done.stdout
+    refused = run("--predict", "v100")
+    assert refused.returncode == 2
+    assert "invalid choice: 'v100'" in refused.stderr

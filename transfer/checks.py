@@ -95,7 +95,8 @@ def trailer_bytes(kind: ChecksumKind, mac_key: bytes | None) -> int:
 
 def announcement(key: Key, frame: Frame) -> bytes:
     """What an announcement says of a frame."""
-    return struct.pack("<5Q", key[1], frame.epoch, frame.index, frame.first, frame.tokens) + key[0].encode()
+    place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part
+    return struct.pack("<7Q", key[1], *place) + key[0].encode()
 
 
 def trailer(checksum: int, announced: bytes) -> bytes:

@@ -23,7 +23,7 @@ class TransferConfig:
     """
 
     frame_bytes: int = 8 * 2**20
-    """KV bytes of one frame at most; 64 KiB to 16 MiB."""
+    """KV bytes of one frame at most; 64 KiB to 64 MiB. A larger KV block is sent in several frames, by layers."""
 
     checksum: bool = True
     """Verify a 64-bit checksum of every frame before its KV is used. Switch it off only to measure its cost."""
@@ -45,7 +45,10 @@ class TransferConfig:
     """How long a sender keeps exported blocks without a message of the receiver."""
 
     frame_timeout_seconds: float = 3.0
-    """How long one frame may take on a link before the link is given up."""
+    """How long one frame may take on a link before the link is given up; also for opening a link between hosts."""
+
+    dial_timeout_seconds: float = 20.0
+    """How long opening a link between GPUs (nccl, cuda_ipc) may take: the first one starts NCCL or maps memory."""
 
     grant_timeout_seconds: float = 30.0
     """How long an offer may wait for free blocks on the decode worker."""
@@ -61,10 +64,11 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         require(self.encrypt in get_args(Encrypt), "encrypt", self.encrypt, ", ".join(get_args(Encrypt)))
-        require(2**16 <= self.frame_bytes <= 2**24, "frame_bytes", self.frame_bytes, "65536 to 16777216")
+        require(2**16 <= self.frame_bytes <= 2**26, "frame_bytes", self.frame_bytes, "65536 to 67108864")
         for name in (
             "lease_seconds",
             "frame_timeout_seconds",
+            "dial_timeout_seconds",
             "grant_timeout_seconds",
             "prefill_timeout_seconds",
             "transfer_timeout_seconds",

@@ -11,7 +11,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext
 from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.links import LinkManager
+from kvrelay.transfer.links import LinkManager, LinkTimeouts
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.ports import LoopRuntime, every
 from kvrelay.transfer.transports.base import Transport
@@ -38,7 +38,11 @@ class EndpointLoop:
     def __init__(self, setup: HandoffSetup) -> None:
         config, runtime = setup.config, LoopRuntime()
         self._links = LinkManager(
-            setup.transports, config.max_links, config.frame_timeout_seconds, config.transport, runtime
+            setup.transports,
+            config.max_links,
+            LinkTimeouts(config.frame_timeout_seconds, config.dial_timeout_seconds),
+            config.transport,
+            runtime,
         )
         self.context = EndpointContext(setup.local, setup.peers, config, runtime, self._links)
         self._ticker: asyncio.Task[None] | None = None

@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.engine.kv.layout import ALL_LAYERS, LayerPart
 from kvrelay.transfer.messages import Abort, Ack, Code, Finish, Grant, Message, Nack, Offer, Push, Wait
 
 Hold = Any
@@ -51,15 +52,22 @@ class Manifest:
     block_size: int
     frame_tokens: int
     """Tokens of one frame at most: a multiple of `block_size`."""
+    layers: int = 1
+    parts: int = 1
+    """Frames, by layers, in which the same tokens are sent; more than one only if a block is too large for a frame."""
 
     def is_border(self, token: int) -> bool:
         """Whether a frame may begin or end at `token`: at a block border, or at the end of the prompt."""
         return token == self.tokens or (0 <= token < self.tokens and token % self.block_size == 0)
 
+    def nbytes(self, tokens: int, part: LayerPart = ALL_LAYERS) -> int:
+        """KV bytes of so many tokens."""
+        return tokens * self.token_bytes // self.layers * len(part.layers(self.layers))
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Tokens [first, first + tokens) of an attempt, sent over the link of `epoch`."""
+    """Tokens [first, first + tokens) of an attempt, in some or all layers, sent over the link of `epoch`."""
 
     epoch: int
     index: int
@@ -67,6 +75,7 @@ class Frame:
     first: int
     tokens: int
     nbytes: int
+    part: LayerPart = ALL_LAYERS
 
 
 class Outcome(enum.Enum):

@@ -49,6 +49,11 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield group
 
 
+def announce(key: Key, frame: Frame) -> Push:
+    """The message that announces a frame."""
+    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part)
+
+
 class FrameBuffer(Protocol):
     """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
     converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`)."""
@@ -83,7 +88,7 @@ class PoolFrame:
     def runs(self) -> list[memoryview] | None:
         if self._pool.tensor.device.type != "cpu":
             return None
-        return self._pool.runs(self._table, self._frame.first, self._frame.tokens)
+        return self._pool.runs(self._table, self._frame.first, self._frame.tokens, self._frame.part)
 
     def tail(self) -> FrameBuffer | None:
         frame, layout = self._frame, self._pool.layout
@@ -91,14 +96,14 @@ class PoolFrame:
         if not over:
             return None
         first = frame.first + frame.tokens - over
-        rest = replace(frame, first=first, tokens=over, nbytes=over * layout.token_bytes)
+        rest = replace(frame, first=first, tokens=over, nbytes=layout.nbytes(over, frame.part))
         return PoolFrame(self._pool, self._table, rest)
 
     def read(self, out: Tensor) -> None:
-        self._pool.read(self._table, self._frame.first, self._frame.tokens, out)
+        self._pool.read(self._table, self._frame.first, self._frame.tokens, out, self._frame.part)
 
     def write(self, data: Tensor) -> None:
-        self._pool.write(self._table, self._frame.first, self._frame.tokens, data)
+        self._pool.write(self._table, self._frame.first, self._frame.tokens, data, self._frame.part)
 
 
 class OtherFrame:
@@ -213,7 +218,7 @@ class SendJob(FrameJob):
             self._fill(data, check)
             self._close(Outcome.VERIFIED)
         failpoint("transfer.frame", self.key, index=frame.index)
-        self._announce(Push(*self.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
+        self._announce(announce(self.key, frame))
         if stream is None:
             return link.send(data)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.cut import FrameCut
 from kvrelay.transfer.messages import VERSION, Code, Hello
 
 
@@ -32,7 +33,7 @@ class LocalWorker:
             checksum=config.checksum,
             encrypt=config.encrypt,
             gpu=self.gpu,
-            frame_bytes=config.frame_bytes,
+            frame_bytes=FrameCut.of(self.layout, config.frame_bytes).nbytes,
         )
 
     def digest(self, config: TransferConfig) -> str:

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from kvrelay.transfer.messages import Key
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport
-from kvrelay.transfer.transports.registry import choose, entries
+from kvrelay.transfer.transports.registry import BETWEEN_GPUS, choose, entries
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,19 @@ LATE_SHARE = 0.8
 
 CLOSE_SECONDS = 2.0
 """How long the process waits for a link to close. After that its thread goes on alone."""
+
+
+class LinkTimeouts(NamedTuple):
+    """In seconds."""
+
+    frame: float
+    """For each frame, and to open a link between hosts."""
+    dial: float
+    """To open a link between GPUs."""
+
+    def to_open(self, transport: str) -> float:
+        """For a link of the transport with this name."""
+        return max(self.dial, self.frame) if transport in BETWEEN_GPUS else self.frame
 
 
 class Job(Protocol):
@@ -82,19 +95,17 @@ class LinkThread:
         self,
         spec: LinkSpec,
         transport: Transport,
-        timeout: float,
+        timeouts: LinkTimeouts,
         runtime: Runtime,
         on_end: Callable[["LinkThread", LinkEnd], None],
     ) -> None:
-        """
-        Args:
-            timeout: seconds, to open the link and for each frame.
-            on_end: runs on the event loop, once.
-        """
+        """`on_end` runs on the event loop, once."""
         self.spec = spec
-        self.meeting = Rendezvous(lambda entry, value: runtime.post(spec.tell, entry, value), timeout, spec.name)
         self._transport = transport
-        self._timeout = timeout
+        self._timeout, self._open_timeout = timeouts.frame, timeouts.to_open(spec.transport)
+        self.meeting = Rendezvous(
+            lambda entry, value: runtime.post(spec.tell, entry, value), self._open_timeout, spec.name
+        )
         self._runtime = runtime
         self._on_end = on_end
         self._jobs: deque[Job] = deque()
@@ -131,7 +142,7 @@ class LinkThread:
 
     def _run(self) -> None:
         try:
-            link = self._transport.connect(self.meeting, self.spec.rank, self._timeout)
+            link = self._transport.connect(self.meeting, self.spec.rank, self._open_timeout)
             with self._changed:
                 self._link = link
                 closed = self._reason is not None
@@ -186,8 +197,8 @@ class LinkThread:
         """Sends one byte there and back: this makes connections and buffers, and finds a link that carries nothing."""
         byte = link.buffer(1)
         first, second = (link.send, link.recv) if self.spec.rank == SENDER else (link.recv, link.send)
-        first(byte).wait(self._timeout)
-        second(byte).wait(self._timeout)
+        first(byte).wait(self._open_timeout)
+        second(byte).wait(self._open_timeout)
 
     def _serve(self, link: Link) -> None:
         buffers = [link.buffer(self.spec.frame_bytes + MAX_TRAILER_BYTES) for _ in range(BUFFERS)]
@@ -226,17 +237,21 @@ class LinkManager:
     """All links of one process, by the incarnation of the peer; implements `Links` with real transports."""
 
     def __init__(
-        self, transports: Mapping[str, Transport], max_links: int, timeout: float, wanted: str, runtime: Runtime
+        self,
+        transports: Mapping[str, Transport],
+        max_links: int,
+        timeouts: LinkTimeouts,
+        wanted: str,
+        runtime: Runtime,
     ) -> None:
         """
         Args:
             transports: those that this worker can use, best first.
-            timeout: seconds, to open a link and for each frame.
             wanted: `TransferConfig.transport`.
         """
         self._transports = transports
         self._max_links = max_links
-        self._timeout = timeout
+        self._timeouts = timeouts
         self._wanted = wanted
         self._runtime = runtime
         self._links: OrderedDict[str, LinkThread] = OrderedDict()
@@ -259,7 +274,7 @@ class LinkManager:
         self.close(spec.peer, "superseded by a later epoch")
         if len(self._links) >= self._max_links and not self._close_one_idle():
             return False
-        link = LinkThread(spec, transport, self._timeout, self._runtime, self._ended)
+        link = LinkThread(spec, transport, self._timeouts, self._runtime, self._ended)
         self._links[spec.peer] = link
         link.thread.start()
         return True
@@ -289,7 +304,7 @@ class LinkManager:
         """Ends all links and waits for their threads, as long as a transport may block at most."""
         for peer in list(self._links):
             self.close(peer, "this worker is shutting down")
-        deadline = self._runtime.now() + 2 * self._timeout + 1.0
+        deadline = self._runtime.now() + max(self._timeouts) + self._timeouts.frame + 1.0
         while any(link.thread.is_alive() for link in self._ending):
             if self._runtime.now() > deadline:
                 logger.warning("links still blocked at shutdown", extra={"links": len(self._ending)})

@@ -37,14 +37,15 @@ from kvrelay.transfer.packing import (
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 4
+VERSION = 5
 MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
 MAX_KEYS = 128
 """Attempts that one Renew names at most."""
-MAX_FRAME_BYTES = 16 * 2**20
+MAX_FRAME_BYTES = 64 * 2**20
 """KV bytes of one frame on a link at most."""
+MAX_PARTS = 1024
 
 
 class KeyRule:
@@ -141,7 +142,7 @@ class Hello:
     gpu: Annotated[bool, Flag()]
     """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
-    """Bytes of the frames that it sends, at most."""
+    """KV bytes of the largest frame that it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,9 @@ class Push(ToAttempt):
     first: Tokens
     tokens: Annotated[int, Number(1, 2**31)]
     nbytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
+    part: Annotated[int, Number(0, MAX_PARTS - 1)] = 0
+    """Which part of the layers it carries, of `parts` (see `LayerPart`); the parts of the same tokens come in order."""
+    parts: Annotated[int, Number(1, MAX_PARTS)] = 1
 
 
 @dataclass(frozen=True, slots=True)

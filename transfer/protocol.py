@@ -58,7 +58,8 @@ ended           | Reserved                          | same          | ReleaseHol
 
 COMMITTED, FAILED and CANCELLED are the states after the end. The event Deadline comes from `poll`. The action Tell
 sends a message (Abort, Nack, Wait, Grant, Ack). An event that has no row in a state changes nothing; neither does a
-Push that has come before. Invalid are: a gap between frames, lengths that don't add up, a Finish before all frames are
+Push that has come before. Invalid are: a gap between frames, or between the parts (by layers) in
+which the KV of the same tokens is sent, lengths that don't add up, a Finish before all frames are
 announced or with another count of frames, and a grant that begins inside a block.
 
 Rules for all states:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.events import (
     BlocksFreed,
     Cancel,
@@ -50,7 +51,10 @@ class ReceiveAttempt:
         self._granted_epoch = 0
         # Tokens: the first one of this epoch, and the next one to be announced. Frames: the number announced.
         self._base = self._next = self._index = 0
-        self._verified = 0
+        self._begun: Push | None = None
+        """The frame announced last, if it was one part of its tokens' KV and other parts follow."""
+        self._verified = self._verified_parts = 0
+        """Tokens whose KV is there, and how many parts of the KV of the tokens that follow them."""
         self._finish: Finish | None = None
 
     @property
@@ -167,7 +171,8 @@ class ReceiveAttempt:
             return
         self._granted_epoch = self._epoch
         self._base = self._next = self._verified
-        self._index = 0
+        self._index = self._verified_parts = 0
+        self._begun = None
         self._finish = None
         yield Tell(Grant(*self.key, self._epoch, self._base))
 
@@ -180,26 +185,39 @@ class ReceiveAttempt:
         if push.epoch != self._granted_epoch or push.epoch != self._epoch or push.index < self._index:
             self.dropped += 1
             return
-        manifest, end = self._known_manifest(), push.first + push.tokens
-        follows = push.index == self._index and push.first == self._next
-        if not (follows and manifest.is_border(end) and push.nbytes == push.tokens * manifest.token_bytes):
+        manifest, part = self._known_manifest(), LayerPart(push.part, push.parts)
+        if not self._follows(push, manifest):
             message = (
-                f"frame {push.index} of tokens {push.first} to {end}, {push.nbytes} bytes, can't follow {self._next}"
+                f"frame {push.index} of tokens {push.first} to {push.first + push.tokens}, part {part.number} of"
+                f" {part.of}, {push.nbytes} bytes, can't follow {self._next}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
-        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes)
-        self._next = end
+        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part)
+        self._begun = push if part.number + 1 < part.of else None
+        if self._begun is None:
+            self._next += push.tokens
         self._index += 1
         self._quarantine.add(frame)
         yield ReceiveFrame(frame)
+
+    def _follows(self, push: Push, manifest: Manifest) -> bool:
+        """Whether the frame is the next one: in place, whole, and of as many bytes as its tokens have in its layers."""
+        before, part = self._begun, LayerPart(push.part, push.parts)
+        if before is None:
+            in_order = push.part == 0 and push.parts <= manifest.layers
+        else:
+            in_order = (push.part, push.parts, push.tokens) == (before.part + 1, before.parts, before.tokens)
+        in_place = push.index == self._index and push.first == self._next
+        whole = manifest.is_border(push.first + push.tokens)
+        return in_order and in_place and whole and push.nbytes == manifest.nbytes(push.tokens, part)
 
     def _on_finish(self, finish: Finish, now: float) -> Iterator[ReceiveAction]:
         if finish.epoch != self._granted_epoch or finish.epoch != self._epoch or self._finish is not None:
             self.dropped += 1
             return
         manifest = self._known_manifest()
-        counts = finish.nbytes == (manifest.tokens - self._base) * manifest.token_bytes and finish.frames == self._index
+        counts = finish.nbytes == manifest.nbytes(manifest.tokens - self._base) and finish.frames == self._index
         if not counts or self._next != manifest.tokens:
             message = (
                 f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._index} were announced, up to "
@@ -217,9 +235,11 @@ class ReceiveAttempt:
             message = f"frame {frame.index} of tokens {frame.first} to {frame.first + frame.tokens} failed its checksum"
             yield from self._end(State.FAILED, Code.CORRUPT, message)
             return
-        follows = frame.epoch == self._granted_epoch and frame.first == self._verified
-        if outcome is Outcome.VERIFIED and follows:
-            self._verified += frame.tokens
+        at = self._granted_epoch, self._verified, self._verified_parts
+        if outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == at:
+            self._verified_parts += 1
+            if self._verified_parts == frame.part.of:
+                self._verified, self._verified_parts = self._verified + frame.tokens, 0
         yield from self._grant()
         yield from self._commit()
 

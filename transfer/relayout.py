@@ -24,7 +24,9 @@ def convert(pool: KVPool, table: Sequence[int], theirs: KVLayout, frame: Frame, 
     untouched.
     """
     size = pool.layout.block_size
-    mine = [_by_slot(part, pool.layout) for part in fields(pool.bytes, pool.layout)]
+    layers = frame.part.layers(theirs.layers)
+    bytes_of_layers = pool.bytes[:, layers.start : layers.stop]
+    mine = [_by_slot(part, pool.layout) for part in fields(bytes_of_layers, pool.layout)]
     blocks = torch.tensor(table, device=pool.bytes.device)
     first, end = frame.first, frame.first + frame.tokens
     if end <= keep:
@@ -32,35 +34,32 @@ def convert(pool: KVPool, table: Sequence[int], theirs: KVLayout, frame: Frame, 
     if end % size:
         for part in mine:
             part[int(blocks[end // size]), end % size :] = 0
-    for numbers, scales in _by_token(theirs, frame, data[: frame.nbytes]):
+    for numbers, scales in _by_token(theirs, frame, len(layers), data[: frame.nbytes]):
         skip = min(len(numbers), max(0, keep - first))
         at = torch.arange(first + skip, first + len(numbers), device=blocks.device)
         stored = _as_bytes(*_of_dtype(numbers[skip:], None if scales is None else scales[skip:], theirs, pool.layout))
         for part, new in zip(mine, stored, strict=True):
             part[blocks[at // size], at % size] = new.to(blocks.device)
         first += len(numbers)
+    # On a GPU the copies are only queued, while the engine reads on another stream and `data` is overwritten.
+    pool.settle()
 
 
-def read_as(pool: KVPool, table: Sequence[int], wire: KVLayout, frame: Frame, out: Tensor) -> None:
-    """Copies a frame of `pool` into the beginning of `out` (uint8) in layout `wire`, of another dtype."""
-    size = pool.layout.block_size
+def narrow(pool: KVPool, table: Sequence[int], wire: KVLayout, frame: Frame, out: Tensor) -> None:
+    """Copies a frame of `pool` into the beginning of `out` (uint8), in the 8 bits of `wire`, which the pool hasn't."""
+    size, layers = pool.layout.block_size, frame.part.layers(wire.layers)
     blocks = torch.tensor(table, device=pool.bytes.device)[frame.first // size :]
     whole, over = divmod(frame.tokens, size)
     for used, slots in ((blocks[:whole], size), (blocks[whole : whole + 1], over)):
-        if not len(used) or not slots:
-            continue
-        width = len(used) * slots * wire.token_bytes
-        numbers, scales = planes(pool.bytes[used], pool.layout)
-        numbers, scales = (_first(part, slots, pool.layout) for part in (numbers, scales))
-        framed = fields(out[:width].view(len(used), wire.layers, 2, -1), wire)
-        for part, new in zip(framed, _as_bytes(*_of_dtype(numbers, scales, pool.layout, wire)), strict=True):
-            part.copy_(new)
-        out = out[width:]
-
-
-def _first(part: Tensor | None, slots: int, layout: KVLayout) -> Tensor | None:
-    """The first slots of [block, layer, k|v, *inner, ...]."""
-    return None if part is None else part.narrow(3 if layout.order == "NHD" else 4, 0, slots)
+        if len(used) and slots:
+            width = wire.nbytes(len(used) * slots, frame.part)
+            numbers = pool.tensor[used, layers.start : layers.stop].narrow(3 if wire.order == "NHD" else 4, 0, slots)
+            stored = _as_bytes(*quantize(numbers, TORCH_DTYPES[wire.dtype]))
+            framed = fields(out[:width].view(len(used), len(layers), 2, -1), wire)
+            for part, new in zip(framed, stored, strict=True):
+                part.copy_(new)
+            out = out[width:]
+    pool.settle()
 
 
 def _of_dtype(numbers: Tensor, scales: Tensor | None, theirs: KVLayout, mine: KVLayout) -> tuple[Tensor, Tensor | None]:
@@ -84,13 +83,13 @@ def _by_slot(blocks: Tensor, layout: KVLayout) -> Tensor:
     return blocks.movedim(3 if layout.order == "NHD" else 4, 1)
 
 
-def _by_token(layout: KVLayout, frame: Frame, data: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _by_token(layout: KVLayout, frame: Frame, layers: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Numbers [token, layer, k|v, head, dim], and scales without dim: of whole blocks, then of a partial last one."""
     size = layout.block_size
     for slots, blocks in ((size, frame.tokens // size), (frame.tokens % size, 1)):
-        width = slots * blocks * layout.token_bytes
+        width = layout.nbytes(slots * blocks, frame.part)
         if width:
-            numbers, scales = planes(data[:width].view(blocks, layout.layers, 2, -1), layout)
+            numbers, scales = planes(data[:width].view(blocks, layers, 2, -1), layout)
             yield (
                 _by_slot(numbers, layout).flatten(0, 1),
                 None if scales is None else _by_slot(scales, layout).flatten(0, 1),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.events import (
     Cancel,
     Committed,
@@ -177,14 +178,15 @@ class SendAttempt:
             end -= end % manifest.block_size
         for first in range(self._next, end, manifest.frame_tokens):
             tokens = min(manifest.frame_tokens, end - first)
-            frame = Frame(self._epoch, self._index, first, tokens, tokens * manifest.token_bytes)
-            self._index += 1
-            self._quarantine.add(frame)
-            yield SendFrame(frame)
+            for part in (LayerPart(index, manifest.parts) for index in range(manifest.parts)):
+                frame = Frame(self._epoch, self._index, first, tokens, manifest.nbytes(tokens, part), part)
+                self._index += 1
+                self._quarantine.add(frame)
+                yield SendFrame(frame)
         self._next = max(self._next, end)
         if self._first_token is not None and self._finish_epoch < self._epoch:
             self._finish_epoch = self._epoch
-            nbytes = (manifest.tokens - self._base) * manifest.token_bytes
+            nbytes = manifest.nbytes(manifest.tokens - self._base)
             yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, nbytes))
 
     def _end(self, state: State, code: Code, message: str, tell: bool = False) -> Iterator[SendAction]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 SCALED = frozenset({"int8", "fp8"})
@@ -15,6 +15,20 @@ FloatDtype = Literal["float32", "bfloat16", "float16"]
 """Of weights and of what is computed."""
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 Order = Literal["NHD", "HND"]
+
+
+class LayerPart(NamedTuple):
+    """The KV of some tokens in some layers: part `number`, from 0 on, of `of` parts that are as equal as possible."""
+
+    number: int = 0
+    of: int = 1
+
+    def layers(self, layers: int) -> range:
+        """Those of a model with so many layers."""
+        return range(self.number * layers // self.of, (self.number + 1) * layers // self.of)
+
+
+ALL_LAYERS = LayerPart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,10 @@ class KVLayout:
     def block_bytes(self) -> int:
         return self.token_bytes * self.block_size
 
+    def nbytes(self, tokens: int, part: LayerPart = ALL_LAYERS) -> int:
+        """Bytes of the KV of `tokens` tokens."""
+        return tokens * self.token_bytes // self.layers * len(part.layers(self.layers))
+
     def shape(self, blocks: int) -> tuple[int, ...]:
         """Shape of a pool of `blocks` blocks."""
         return blocks, self.layers, 2, *self.inner
@@ -121,12 +139,13 @@ class KVLayout:
         return None
 
 
-def memory_runs(layout: KVLayout, blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+def memory_runs(layout: KVLayout, blocks: Iterable[int], part: LayerPart = ALL_LAYERS) -> Iterator[tuple[int, int]]:
     """[first, end) of each run of bytes that `blocks` are in a pool, in their order; neighbours make one run."""
-    size = layout.block_bytes
+    whole, size = layout.block_bytes, layout.nbytes(layout.block_size, part)
+    offset = whole // layout.layers * part.layers(layout.layers).start
     first = end = -1
     for block in blocks:
-        start = block * size
+        start = block * whole + offset
         if start != end:
             if end > first:
                 yield first, end

@@ -11,6 +11,7 @@ import fcntl
 import gc
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -112,6 +113,11 @@ class GpuMemory:
         torch.cuda.empty_cache()
 
 
+def memory_of(device: torch.device | str) -> DeviceMemory:
+    """The memory of a GPU, or of this machine."""
+    return GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory()
+
+
 def make_pool(
     layout: KVLayout,
     options: EngineConfig,
@@ -161,6 +167,24 @@ def pool_bytes(
     most = contexts * layout.blocks_for(max_context) * layout.block_bytes
     logger.info("the KV pool takes %.2f GiB: %s", min(size, most) / GIB, facts)
     return min(size, most)
+
+
+@contextmanager
+def asking(what: str, memory: DeviceMemory) -> Iterator[None]:
+    """Turns the device's lack of memory into an error that says what asked for it, and how much there was.
+
+    Raises:
+        ValueError: the body ran out of the device's memory.
+    """
+    free, total = memory.free(), memory.total()
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        tried = re.search(r"Tried to allocate [0-9.]+ \w+", str(error))
+        raise ValueError(
+            f"{what}: there is not enough memory. {free / GIB:.2f} of {total / GIB:.2f} GiB were free before it."
+            f"{f' {tried[0]} at the end.' if tried else ''}"
+        ) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout, memory_runs
+from kvrelay.engine.kv.layout import ALL_LAYERS, DTYPE_BYTES, KVLayout, LayerPart, memory_runs
 from kvrelay.kernels.kv_codes import SCALE
 
 TORCH_DTYPES = {
@@ -35,6 +35,8 @@ class KVPool:
         whole      [layer, k|v, plane] each
         partial    [layer, k|v, plane] of its first slots: numbers [slot, head, dim] (NHD) or [head, slot, dim] (HND),
                    and then their scales, if they have any
+
+    A frame may also be of a part of the layers only.
 
     In host memory, `runs` gives a frame's whole blocks in place, to be sent or received without a copy.
     """
@@ -65,7 +67,9 @@ class KVPool:
         """uint8 [block * layer * k|v, plane_bytes], every plane."""
         return self.bytes.flatten(0, 2)
 
-    def runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[memoryview]:
+    def runs(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart = ALL_LAYERS
+    ) -> list[memoryview]:
         """The whole blocks of a frame in place: writable bytes, in the frame's order, neighbours in one run.
 
         Raises:
@@ -77,67 +81,91 @@ class KVPool:
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
         memory = memoryview(self.bytes.view(-1).numpy().data)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used)]
+        return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
 
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor) -> int:
+    def read(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        out: Tensor,
+        part: LayerPart = ALL_LAYERS,
+    ) -> int:
         """Copies a frame into the beginning of `out`.
 
         Args:
             blocks: the sequence's whole block table.
-            out: uint8, contiguous, at least `num_tokens * layout.token_bytes` long.
+            out: uint8, contiguous, at least `layout.nbytes(num_tokens, part)` long.
 
         Returns:
-            The frame's bytes, `num_tokens * layout.token_bytes`.
+            The frame's bytes, `layout.nbytes(num_tokens, part)`.
 
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
-        size = self._check(blocks, first_token, num_tokens, out)
+        size = self._check(blocks, first_token, num_tokens, out, part)
         whole = num_tokens // self.layout.block_size if self._by_kernel else 0
         if whole:
-            self._gather(blocks, first_token, whole, out)
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, whole):
+            self._gather(blocks, first_token, whole, out, part)
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part, whole):
             framed[...] = pooled
-        self._settle()
+        self.settle()
         return size
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor) -> None:
+    def write(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        data: Tensor,
+        part: LayerPart = ALL_LAYERS,
+    ) -> None:
         """Copies a frame from the beginning of `data` into the pool; the rest of a partial last block becomes zero.
+
+        Only in the layers of `part`.
 
         Args:
             blocks: the sequence's whole block table.
-            data: uint8, contiguous, at least `num_tokens * layout.token_bytes` long.
+            data: uint8, contiguous, at least `layout.nbytes(num_tokens, part)` long.
 
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
-        self._check(blocks, first_token, num_tokens, data)
+        self._check(blocks, first_token, num_tokens, data, part)
         whole = num_tokens // self.layout.block_size if self._by_kernel else 0
         if whole:
-            self._scatter(blocks, first_token, whole, data)
+            self._scatter(blocks, first_token, whole, data, part)
         end = first_token + num_tokens
         if end % self.layout.block_size:
-            self.bytes[blocks[end // self.layout.block_size]].zero_()
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, whole):
+            layers = part.layers(self.layout.layers)
+            self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, part, whole):
             pooled[...] = framed
-        self._settle()
+        self.settle()
 
-    def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor) -> None:
+    def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor, part: LayerPart) -> None:
         """Reads `count` whole blocks by one kernel; `out` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
 
-        used, frame = self._used(blocks, first_token, count), out[: count * self.layout.block_bytes]
+        used = self._used(blocks, first_token, count)
+        frame = out[: self.layout.nbytes(count * self.layout.block_size, part)]
         near = frame if out.device == used.device else torch.empty_like(frame, device=used.device)
-        kv_gather(self._rows, used, count, near)
+        kv_gather(self._rows, used, count, near, layers=self._range(part))
         if near is not frame:
             frame.copy_(near)
 
-    def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor) -> None:
+    def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor, part: LayerPart) -> None:
         """Writes `count` whole blocks by one kernel; `data` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_scatter
 
-        used, frame = self._used(blocks, first_token, count), data[: count * self.layout.block_bytes]
-        kv_scatter(self._rows, used, count, frame.to(used.device))
+        used = self._used(blocks, first_token, count)
+        frame = data[: self.layout.nbytes(count * self.layout.block_size, part)]
+        kv_scatter(self._rows, used, count, frame.to(used.device), layers=self._range(part))
+
+    def _range(self, part: LayerPart) -> tuple[int, int]:
+        """The first layer of the part, and how many it has."""
+        layers = part.layers(self.layout.layers)
+        return layers.start, len(layers)
 
     @property
     def _rows(self) -> Tensor:
@@ -149,7 +177,15 @@ class KVPool:
         start = first_token // self.layout.block_size
         return torch.tensor(blocks[start : start + count], dtype=torch.int64, device=self.tensor.device)
 
-    def _settle(self) -> None:
+    def warm_up(self) -> None:
+        """Compiles the kernels that frames need on a GPU, before a frame's timeout could count it. Changes no block."""
+        if self._by_kernel:
+            frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self.bytes.device)
+            self.read([0], 0, self.layout.block_size, frame)
+            gpu_checksum(frame)
+            self.write([0], 0, self.layout.block_size, frame)
+
+    def settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
         if self.bytes.is_cuda:
             torch.cuda.current_stream(self.bytes.device).synchronize()
@@ -166,16 +202,22 @@ class KVPool:
         if min(used) < 0 or max(used) >= self.num_blocks:
             raise ValueError(f"blocks holds {min(used)} to {max(used)}; allowed: 0 to {self.num_blocks - 1}")
 
-    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor) -> int:
+    def _check(self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart) -> int:
         """Bytes of the frame, after all checks."""
         self._check_range(blocks, first_token, num_tokens)
-        needed = num_tokens * self.layout.token_bytes
+        needed = self.layout.nbytes(num_tokens, part)
         if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or len(frame) < needed:
             raise ValueError(f"frame is {frame.dtype} {list(frame.shape)}; allowed: torch.uint8 [{needed} or more]")
         return needed
 
     def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, skip: int
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        frame: Tensor,
+        part: LayerPart,
+        skip: int,
     ) -> Iterator[tuple[Any, Any]]:
         """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of after `skip` blocks.
 
@@ -184,14 +226,14 @@ class KVPool:
         on_cpu = self.bytes.device.type == frame.device.type == "cpu"
         pool: Any = self.bytes.numpy() if on_cpu else self.bytes
         rest: Any = frame.numpy() if on_cpu else frame
-        layout = self.layout
+        layout, layers = self.layout, part.layers(self.layout.layers)
         index = first_token // layout.block_size + skip
-        rest = rest[skip * layout.block_bytes :]
         num_tokens -= skip * layout.block_size
+        rest = rest[layout.nbytes(skip * layout.block_size, part) :]
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block, size = pool[blocks[index]], used * layout.token_bytes
-            framed = rest[:size].reshape(layout.layers, 2, -1)
+            block, size = pool[blocks[index], layers.start : layers.stop], layout.nbytes(used, part)
+            framed = rest[:size].reshape(len(layers), 2, -1)
             if used == layout.block_size:
                 yield block, framed
             else:

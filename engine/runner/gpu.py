@@ -25,7 +25,7 @@ from torch import Tensor
 from kvrelay.engine.attention.triton import TritonAttention
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.memory import DeviceMemory, GpuMemory, HostMemory, make_pool
+from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
@@ -99,6 +99,10 @@ class GpuRunner:
         self.pool = pool
         self.model = model
         self.device = pool.tensor.device
+        self._purpose = (
+            f"steps of max_batch_tokens {options.max_batch_tokens} and max_sequences {options.max_sequences} beside"
+            f" {pool.nbytes} bytes of KV (kv_memory_bytes)"
+        )
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         rows = min(options.max_sequences, options.max_batch_tokens)
@@ -147,11 +151,16 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles the kernels and captures the graphs; writes nothing to the pool."""
+        """Compiles the kernels, also those of the hand-off, and captures the graphs; changes nothing in the pool.
+
+        Raises:
+            ValueError: the device doesn't have the memory.
+        """
+        self.pool.warm_up()
         capture = self._capture
         if capture is None and self._stream is not None:
             capture = cuda_capture(self._stream)
-        with self._on_stream():
+        with asking(self._purpose, memory_of(self.device)), self._on_stream():
             self._prefill_once()
             if capture is not None:
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
@@ -251,17 +260,18 @@ def build_gpu_runner(
     """
     config = read_config(folder)
     checkpoint = Checkpoint(folder)
-    memory = memory or (GpuMemory(device) if torch.device(device).type == "cuda" else HostMemory())
+    memory = memory or memory_of(device)
     options = options.on("cuda", memory.total())
     run_dtype = config.dtype if dtype == "auto" else dtype
     layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
-    with torch.inference_mode():
+    with asking(f"the weights of {folder} in {run_dtype}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], gpu_ops.linear, on_loaded, device)
     model = Decoder(config, weights, gpu_ops)
     unbounded = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
     pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
-    return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
+    with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
+        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
 
 
 def _runner_bytes(
@@ -281,12 +291,9 @@ def _runner_bytes(
     memory.settle()
     before = memory.used()
     tokens = min(options.max_batch_tokens, spec.max_context)
-    try:
+    with asking(f"buffers of max_sequences {options.max_sequences} beside the weights", memory):
         pool = KVPool(layout, layout.blocks_for(tokens), device)
-        GpuRunner(spec, model, pool, options).warm_up()
-    except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(
-            f"max_batch_tokens is {options.max_batch_tokens} and max_sequences is {options.max_sequences}; the GPU has "
-            f"no memory for such steps beside the weights: {before} of {memory.total()} bytes"
-        ) from error
+        runner = GpuRunner(spec, model, pool, options)
+    runner.warm_up()
+    del runner
     return max(0, memory.used() - before - pool.num_blocks * layout.block_bytes)

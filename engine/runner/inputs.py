@@ -71,7 +71,7 @@ class InputBuffers:
         self.choices = Choices(temperature, top_k, top_p, min_p, keys, ban)
         self._bans = False
         self._sampling: tuple[SamplingParams, ...] = ()
-        self._columns: tuple[NDArray[np.generic], ...] = ()
+        self._columns = _columns(())
 
     def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int = 0) -> AttentionInputs:
         """Queues the copy of a plan to the device.

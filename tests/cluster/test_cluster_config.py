@@ -50,7 +50,8 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
         ),
         (
             "prefill: {gpus: 8}",
-            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU, and more replicas use more",
+            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism yet);"
+            " more replicas use more",
         ),
         (
             "ray: {gpus: 3}",
@@ -66,7 +67,7 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
             "workers; or prefill.replicas 0",
         ),
         ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
-        ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 16777216"),
+        ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 67108864"),
         ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: greater than or equal to 0"),
         ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),

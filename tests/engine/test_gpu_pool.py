@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.kv.layout import KVDtype, KVLayout, Order
+from kvrelay.engine.kv.layout import KVDtype, KVLayout, LayerPart, Order
 from kvrelay.engine.kv.pool import KVPool
 
 SIZE = 8
@@ -29,19 +29,23 @@ def pools(order: Order, dtype: KVDtype) -> tuple[KVPool, KVPool]:
     blocks=st.permutations(range(7)),
     first=st.integers(0, 2),
     tokens=st.integers(1, 4 * SIZE),
+    part=st.sampled_from([LayerPart(), LayerPart(0, 2), LayerPart(1, 2), LayerPart(2, 3)]),
 )
-def test_frames_are_the_same_bytes(order: Order, dtype: KVDtype, blocks: list[int], first: int, tokens: int) -> None:
+def test_frames_are_the_same_bytes(
+    order: Order, dtype: KVDtype, blocks: list[int], first: int, tokens: int, part: LayerPart
+) -> None:
     by_kernel, plain = pools(order, dtype)
     size = tokens * plain.layout.token_bytes + 5
     frames = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     sizes = [
-        pool.read(blocks, first * SIZE, tokens, frame) for pool, frame in zip((by_kernel, plain), frames, strict=True)
+        pool.read(blocks, first * SIZE, tokens, frame, part)
+        for pool, frame in zip((by_kernel, plain), frames, strict=True)
     ]
     assert sizes[0] == sizes[1]
     assert torch.equal(*frames)
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     for pool in (by_kernel, plain):
-        pool.write(blocks, first * SIZE, tokens, data)
+        pool.write(blocks, first * SIZE, tokens, data, part)
     assert torch.equal(by_kernel.bytes.cpu(), plain.bytes)
 
 

@@ -1,8 +1,6 @@
 """The GPU's runner on CPU tensors, its kernels interpreted: the tokens are those of the CPU's runner."""
 
-import contextlib
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
-from kvrelay.engine.runner.graphs import Graph, batch_sizes
+from kvrelay.engine.runner.graphs import batch_sizes
 from kvrelay.kernels import sample as sample_kernel
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from support.launches import RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
@@ -125,48 +124,25 @@ def test_special_rows_equal_the_cpus(llama: Path) -> None:
     assert likely[1] not in found[0][0][0]
 
 
-class Recorder:
-    """Stands in for `cuda_capture`: its graphs launch their step anew."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.captured: list[int] = []
-        self.replayed: list[int] = []
-        self.runner: GpuRunner | None = None
-        self._left = list(sizes)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[Graph]:
-        size = self._left.pop()
-        self.captured.append(size)
-        yield Replay(self, size)
-
-
-class Replay:
-    def __init__(self, recorder: Recorder, size: int) -> None:
-        self._recorder = recorder
-        self._size = size
-
-    def replay(self) -> None:
-        assert self._recorder.runner is not None
-        self._recorder.replayed.append(self._size)
-        self._recorder.runner._decode_step(self._size)
-
-
 @interpreted
 def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path) -> None:
+    """A graph repeats recorded operations on the same tensors with the same numbers, and runs no Python of a step."""
     plain = gpu_runner(llama)
-    recorder = Recorder(batch_sizes(3))
-    recorder.runner = runner = GpuRunner(plain.spec, plain.model, plain.pool, OPTIONS, capture=recorder)
+    graphs = RecordedGraphs()
+    runner = GpuRunner(plain.spec, plain.model, plain.pool, OPTIONS, capture=graphs)
     runner.pool.tensor.fill_(7.0)
     runner.warm_up()
-    assert recorder.captured == [3, 2, 1]
+    assert batch_sizes(3) == (1, 2, 3)
+    assert len(graphs.captured) == 3
+    of_three, _, of_one = graphs.captured
     # Nothing of the warm-up was kept.
     assert (runner.pool.tensor == 7.0).all()
     asked = [(5, SamplingParams(max_tokens=2, temperature=0.0)), (9, SamplingParams(max_tokens=5, temperature=0.0))]
     expected = serve(build_cpu_runner(llama, "float32", OPTIONS), asked)
     # One sequence more than fits a graph's size is served by a size above it: here 3 of them, then 1.
     assert serve(runner, [*asked, asked[0]])[:2] == expected
-    assert set(recorder.replayed) == {3, 1}
+    assert {graphs.captured.index(replayed) for replayed in graphs.replayed} == {0, 2}
+    assert [launch.name for launch in of_one.kernels] == [launch.name for launch in of_three.kernels]
     scored = [(9, SamplingParams(max_tokens=4, seed=2, logprobs=2, repetition_penalty=1.5)), asked[1]]
     likely, plain = serve_scored(runner, scored)
     true_likely, true_plain = serve_scored(build_cpu_runner(llama, "float32", OPTIONS), scored)

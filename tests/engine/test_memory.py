@@ -207,6 +207,46 @@ def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Pa
     assert (runner.spec.max_context, runner.spec.context_limit) == (1024, "model")
 
 
+OUT = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.02 GiB is free."
+)
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise torch.cuda.OutOfMemoryError(OUT)
+
+
+@pytest.mark.parametrize(
+    ("where", "kv_bytes", "told"),
+    [
+        ("load_weights", 2**22, r"the weights of .* in float32: "),
+        ("_prefill_once", 0, r"steps of max_batch_tokens 32 and max_sequences 2 beside \d+ bytes of KV"),
+        ("_prefill_once", 2**22, r"steps of max_batch_tokens 32 and max_sequences 2 beside 4194304 bytes"),
+        ("InputBuffers", 0, "buffers of max_sequences 2 beside the weights: "),
+        ("InputBuffers", 2**22, "buffers beside 4194304 bytes of KV"),
+        ("KVPool", 2**22, "kv_memory_bytes is 4194304"),
+    ],
+)
+def test_each_failure_says_what_asked_for_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, where: str, kv_bytes: int, told: str
+) -> None:
+    """Weights, then what a step needs, then the pool; whichever finds no memory is named, with how much it asked."""
+    if where == "KVPool":
+        monkeypatch.setattr("kvrelay.engine.kv.pool.KVPool.__init__", no_memory)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**30, 80 * 2**30))
+    elif where == "_prefill_once":
+        monkeypatch.setattr("kvrelay.engine.runner.gpu.GpuRunner._prefill_once", no_memory)
+    else:
+        monkeypatch.setattr(f"kvrelay.engine.runner.gpu.{where}", no_memory)
+    options = EngineConfig(kv_memory_bytes=kv_bytes, block_size=32, max_batch_tokens=32, max_sequences=2, threads=1)
+    memory = FakeMemory(80 * GIB, 3 * GIB, GIB)
+    with pytest.raises(ValueError, match=told) as refused:
+        build_gpu_runner(llama, "float32", options, device="cpu", memory=memory).warm_up()
+    if where != "KVPool":
+        assert "Tried to allocate 1.50 GiB" in str(refused.value)
+        assert "were free before it" in str(refused.value)
+
+
 def test_steps_are_larger_on_larger_devices() -> None:
     found = [EngineConfig().on("cpu"), EngineConfig().on("cuda", 24 * GIB), EngineConfig().on("cuda", 80 * GIB)]
     assert [(each.block_size, each.max_batch_tokens, each.max_sequences) for each in found] == [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout, Order
+from kvrelay.engine.kv.layout import KVLayout, LayerPart, Order
 from kvrelay.engine.kv.pool import KVPool, fields
 
 BLOCKS = 7
@@ -71,6 +71,35 @@ def test_a_frame_carries_its_tokens_to_any_blocks_and_touches_no_others(
     rest = len(used) * SIZE - count
     if rest:
         assert not tokens_of(receiver, other_blocks, other_first + count, rest).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(tables, st.integers(1, 3), st.sampled_from(["NHD", "HND"]))
+def test_parts_by_layers_carry_what_one_frame_does_and_each_its_own_layers(
+    source: tuple[list[int], int, int], parts: int, order: Order
+) -> None:
+    layout = layout_of(order)
+    sender, whole, pieces = filled(layout), filled(layout), filled(layout)
+    blocks, first, count = source
+    frame = torch.empty(count * layout.token_bytes, dtype=torch.uint8)
+    sender.read(blocks, first, count, frame)
+    whole.tensor.fill_(5)
+    pieces.tensor.fill_(5)
+    whole.write(blocks, first, count, frame)
+    sizes = []
+    for index in range(parts):
+        part = LayerPart(index, parts)
+        before = pieces.tensor.clone()
+        sizes.append(sender.read(blocks, first, count, frame, part))
+        pieces.write(blocks, first, count, frame, part)
+        others = [layer for layer in range(3) if layer not in part.layers(3)]
+        assert torch.equal(pieces.tensor[:, others], before[:, others])
+        runs = b"".join(sender.runs(blocks, first, count, part))
+        tail = sizes[-1] - len(runs)
+        assert runs == frame[: len(runs)].numpy().tobytes()
+        assert (tail > 0) == (count % SIZE > 0)
+    assert sum(sizes) == count * layout.token_bytes
+    assert torch.equal(pieces.tensor, whole.tensor)
 
 
 def test_whole_blocks_lie_in_a_frame_as_in_the_pool() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_kv import Sequences, blank, check_close, make_sequences
+from paged_kv import Sequences, blank, check_close, check_counts, coded_sequences, make_sequences
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
@@ -68,6 +68,22 @@ def test_kv_of_8_bits(device: torch.device, kv_dtype: torch.dtype, window: int) 
 def test_pages_through_the_copy_engine(device: torch.device, window: int) -> None:
     case = make_sequences((4, 2, 80), [150, 33], [60, 33], block_size=32, device=device)
     check_close(run(case, window, Tile(32, 32, 4, 2, tma=True)), case.expected(window))
+
+
+def check_no_key_is_lost(
+    device: torch.device, dtype: torch.dtype, context: int, length: int, block_size: int, tile: Tile = SMALL
+) -> None:
+    case = coded_sequences((4, 2, 128), [context], [length], dtype=dtype, device=device, block_size=block_size)
+    found = run(case, tile=tile)
+    check_counts(found, case.expected())
+    case.contexts[0] -= 1
+    with pytest.raises(AssertionError):
+        check_counts(found, case.expected())
+
+
+@pytest.mark.parametrize(("block_size", "tma"), [(16, False), (64, True)])
+def test_no_key_is_lost_or_read_twice(device: torch.device, block_size: int, tma: bool) -> None:
+    check_no_key_is_lost(device, torch.float16, 700, 33, block_size, Tile(32, 32, 4, 2, tma=tma))
 
 
 def test_rows_that_are_not_planned_keep_what_they_hold(device: torch.device) -> None:
@@ -215,3 +231,9 @@ def test_on_a_gpu(gpu: torch.device, dtype: torch.dtype, block_size: int, window
     )
     page = block_size if dtype.itemsize == 2 else 0
     check_close(run(case, window, choose_tile(128, query_dtype, page)), case.expected(window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_on_a_gpu_no_key_is_lost(gpu: torch.device, block_size: int) -> None:
+    check_no_key_is_lost(gpu, torch.bfloat16, 4200, 900, block_size, choose_tile(128, torch.bfloat16, block_size))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_kv import Sequences, blank, check_close, make_sequences
+from paged_kv import Sequences, blank, check_close, check_counts, coded_sequences, make_sequences
 from torch import Tensor
 from triton_compile import ARCHITECTURES, SHARED_LIMITS, Compiler
 
@@ -73,6 +73,21 @@ def test_an_unused_row_is_zero_and_changes_no_other(device: torch.device, count:
     found = run(case, count=count)
     assert not found[0].any()
     check_close(found[1], expected[1])
+
+
+def check_no_key_is_lost(device: torch.device, dtype: torch.dtype, contexts: list[int], block_size: int = 16) -> None:
+    case = coded_sequences(
+        (4, 2, 128), contexts, [1] * len(contexts), dtype=dtype, device=device, block_size=block_size
+    )
+    found = run(case, count=8, span=STEP)
+    check_counts(found, case.expected())
+    case.contexts[0] -= 1
+    with pytest.raises(AssertionError):
+        check_counts(found, case.expected())
+
+
+def test_no_key_is_lost_or_read_twice(device: torch.device) -> None:
+    check_no_key_is_lost(device, torch.float16, [1500, 77, 640])
 
 
 def test_a_span_that_is_too_short_loses_no_key(device: torch.device) -> None:
@@ -207,3 +222,9 @@ def test_on_a_gpu(gpu: torch.device, dtype: torch.dtype, window: int) -> None:
     query_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
     case = make((32, 8, 128), [1, 700, 5000, 64], gpu, dtype=query_dtype, kv_dtype=dtype)
     check_close(run(case, window, 16, 512), case.expected(window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_on_a_gpu_no_key_is_lost(gpu: torch.device, block_size: int) -> None:
+    check_no_key_is_lost(gpu, torch.bfloat16, [4200, 64, 3], block_size)

@@ -4,9 +4,10 @@ from typing import Any
 
 BLOCK = 4
 """Tokens of a block."""
+LAYERS = 3
 
 Stamp = tuple[object, ...]
-"""Stands for the KV of one block: who computed it, for which place."""
+"""Stands for the KV of one layer of one block: who computed it, for which place."""
 
 
 class Violation(AssertionError):
@@ -47,7 +48,7 @@ class Blocks:
         self.owner: list[Any] = [None] * count
         self._holds = [0] * count
         self._touched = [0] * count
-        self.content: list[Stamp] = [("nothing",)] * count
+        self.content: list[list[Stamp]] = [[("nothing",)] * LAYERS for _ in range(count)]
 
     def take(self, owner: Any, count: int) -> Hold | None:
         """A hold on `count` free blocks; None if there are fewer."""
@@ -97,10 +98,14 @@ class Blocks:
         for block in blocks:
             self._touched[block] -= 1
 
+    def fill(self, block: int, *stamp: object) -> None:
+        """Writes all layers of a block."""
+        self.content[block] = [stamp] * LAYERS
+
     def check_tokens(self, hold: Hold) -> None:
         """Every block holds what the sender of this very attempt computed for this very place."""
         for number, block in enumerate(hold.blocks):
-            if self.content[block] != (hold.owner, number):
+            if self.content[block] != [(hold.owner, number)] * LAYERS:
                 raise Violation("token", f"{hold.owner}: block {number} holds {self.content[block]}")
 
     def check_all_free(self) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
+from kvrelay.transfer.frames import announce
 from kvrelay.transfer.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec
-from support.simulated_blocks import BLOCK, Stamp
+from support.simulated_blocks import BLOCK, LAYERS, Stamp
 
 TIMEOUT = 0.5
 """Of opening a link, and of each frame."""
@@ -237,14 +238,15 @@ class Link:
         assert job.key is not None
         assert job.done is not None
         assert job.announce is not None
-        payload = tuple(self.left.blocks.content[block] for block in blocks)
+        layers, content = frame.part.layers(LAYERS), self.left.blocks.content
+        payload = tuple(content[block][layer] for block in blocks for layer in layers)
         self.left.blocks.let_go(blocks)
         self.reading = False
         job.done(Outcome.VERIFIED)
         if self.broken:
             self.end(self.left)
             return
-        job.announce(Push(*job.key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes))
+        job.announce(announce(job.key, frame))
         self._transmit((frame.nbytes, payload, (job.key, frame, payload)))
         self._read_next()
 
@@ -293,8 +295,10 @@ class Link:
         intact = not world.checksums or check == (job.key, job.frame, payload)
         # A link that breaks meanwhile may have written any part of the frame.
         stamps = iter(() if self.broken else payload)
+        assert job.frame is not None
         for block in blocks:
-            right.blocks.content[block] = next(stamps, ("torn",))
+            for layer in job.frame.part.layers(LAYERS):
+                right.blocks.content[block][layer] = next(stamps, ("torn",))
         right.blocks.let_go(blocks)
         self.writing = False
         job.done(Outcome.LOST if self.broken else Outcome.VERIFIED if intact else Outcome.CORRUPT)

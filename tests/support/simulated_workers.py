@@ -12,18 +12,19 @@ from kvrelay.transfer.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
-from support.simulated_blocks import BLOCK, Blocks, Hold, Violation
+from support.simulated_blocks import BLOCK, LAYERS, Blocks, Hold, Violation
 from support.simulated_links import SimulatedFrames, SimulatedLinks, Stream
 
 FIRST_TOKEN = 77
-LAYOUT = KVLayout(layers=1, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
+LAYOUT = KVLayout(layers=LAYERS, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
 TICK_LATE = 0.1
 """How late a process may look at its deadlines."""
 
 
-def config_of(frame_blocks: int, max_links: int) -> TransferConfig:
+def config_of(frame_layers: int, max_links: int) -> TransferConfig:
+    """Frames of so many layers of one block, or of several blocks."""
     return TransferConfig(
-        frame_bytes=frame_blocks * LAYOUT.block_bytes,
+        frame_bytes=frame_layers * LAYOUT.block_bytes // LAYERS,
         lease_seconds=2.0,
         grant_timeout_seconds=4.0,
         prefill_timeout_seconds=8.0,
@@ -169,7 +170,7 @@ class PrefillProcess(Process):
 
     def _fill(self, key: Key, hold: Hold, first: int, end: int) -> None:
         for number in range(first, end):
-            self.blocks.content[hold.blocks[number]] = (key, number)
+            self.blocks.fill(hold.blocks[number], key, number)
 
     def _connect(self, peer: Peer, sender: KVSender) -> Any:
         world = self.world
@@ -238,7 +239,7 @@ class DecodeProcess(Process):
             cached = int(world.random() * (tokens // BLOCK + 1)) if world.random() < 0.2 else 0
             hold.have_tokens = cached * BLOCK
             for number, block in enumerate(hold.blocks):
-                self.blocks.content[block] = (key, number) if number < cached else ("stale",)
+                self.blocks.fill(block, *((key, number) if number < cached else ("stale",)))
         answer(hold)
 
     def release(self, reservation: Hold) -> None:

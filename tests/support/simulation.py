@@ -27,7 +27,7 @@ from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer
 from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
-from support.simulated_blocks import Violation
+from support.simulated_blocks import LAYERS, Violation
 from support.simulated_links import Link, Stream
 from support.simulated_workers import DecodeProcess, PrefillProcess, Process, config_of
 
@@ -113,7 +113,7 @@ class World:
         self._number = 0
         self.hostile = random_() < 0.35
         self.link_noise = 0.1 if random_() < 0.25 else 0.0
-        self.config = config_of(1 + int(random_() * 2), 1 if random_() < 0.1 else 8)
+        self.config = config_of((1, 2, LAYERS, 2 * LAYERS)[int(random_() * 4)], 1 if random_() < 0.1 else 8)
         self.router = Router(self)
         self.processes: dict[str, Any] = {}
         self.streams: list[Stream] = []

@@ -19,6 +19,8 @@ class DriverTwin:
         self._exported: dict[bytes, int] = {}
         self._mapped: dict[int, int] = {}
         self.synchronized = 0
+        self.freed_while_mapped = 0
+        """What CUDA doesn't define."""
 
     @property
     def in_use(self) -> int:
@@ -33,6 +35,7 @@ class DriverTwin:
 
     def free(self, address: int) -> None:
         with self._lock:
+            self.freed_while_mapped += address in self._mapped
             del self._allocated[address]
 
     def export(self, address: int) -> bytes:

@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
@@ -22,8 +23,12 @@ from support.handoff import LAYOUT, Pair, content, pair, raw
 WAIT = 10.0
 KEY = ("r", 1)
 FRAME = Frame(1, 0, 0, 4, 16)
-PLACE = [field for field in fields(Frame) if field.name != "nbytes"]
-"""The fields that identify a frame."""
+PLACES = [
+    *(replace(FRAME, **{name: getattr(FRAME, name) + 1}) for name in ("epoch", "index", "first", "tokens")),
+    replace(FRAME, part=LayerPart(0, 2)),
+    replace(FRAME, part=LayerPart(1, 2)),
+]
+"""Frames with as many bytes for another place."""
 COUNT = 3 * LAYOUT.block_size
 BLOCKS = [0, 1, 2]
 MAC_KEY = b"k" * 32
@@ -45,13 +50,13 @@ class SlowPool(KVPool):
         if not self.go.wait(WAIT):
             raise TimeoutError("`go` was never set")
 
-    def read(self, blocks: Sequence[int], first_token: int, num_tokens: int, out: torch.Tensor) -> int:
+    def read(self, *frame: Any) -> int:
         self._stop()
-        return super().read(blocks, first_token, num_tokens, out)
+        return super().read(*frame)
 
-    def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
+    def write(self, *frame: Any) -> None:
         self._stop()
-        super().write(blocks, first_token, num_tokens, data)
+        super().write(*frame)
 
 
 def test_a_claim_lets_one_thread_in_or_is_closed_first() -> None:
@@ -214,7 +219,7 @@ def test_a_failed_link_reports_each_frame_once() -> None:
         (KEY, FRAME),
         (("r", 2), FRAME),
         (("s", 1), FRAME),
-        *((KEY, replace(FRAME, **{field.name: getattr(FRAME, field.name) + 1})) for field in PLACE),
+        *((KEY, frame) for frame in PLACES),
     ],
 )
 @of_each_kind
@@ -272,10 +277,10 @@ def test_a_pool_that_raises_fails_the_hand_off_and_the_next_one_works() -> None:
     class Broken(KVPool):
         broken = True
 
-        def write(self, blocks: Sequence[int], first_token: int, num_tokens: int, data: torch.Tensor) -> None:
+        def write(self, *frame: Any) -> None:
             if self.broken:
                 raise ValueError("no such block")
-            super().write(blocks, first_token, num_tokens, data)
+            super().write(*frame)
 
     async def test() -> None:
         pool = Broken(LAYOUT, 8)

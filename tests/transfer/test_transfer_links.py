@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.transfer import links
-from kvrelay.transfer.links import LinkManager
+from kvrelay.transfer.links import LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous
@@ -68,6 +68,7 @@ class Ends:
     transport: FakeTransport = field(default_factory=FakeTransport)
     max_links: int = 4
     timeout: float = 2.0
+    dial: float = 2.0
     busy: set[str] = field(default_factory=set)
     ended: list[tuple[str, int]] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
@@ -77,7 +78,8 @@ class Ends:
         self.sender, self.receiver = self._manager(self.max_links), self._manager(64)
 
     def _manager(self, max_links: int) -> LinkManager:
-        return LinkManager({"fake": self.transport}, max_links, self.timeout, "auto", self.runtime)
+        transports = {self.transport.name: self.transport}
+        return LinkManager(transports, max_links, LinkTimeouts(self.timeout, self.dial), "auto", self.runtime)
 
     def open(self, peer: str, epoch: int) -> bool:
         """Opens both ends of the link to `peer`."""
@@ -92,7 +94,9 @@ class Ends:
             if rank == SENDER:
                 self.ended.append((peer, end.epoch))
 
-        return LinkSpec("here", peer, epoch, "fake", rank, 64, tell, on_end, idle=lambda: peer not in self.busy)
+        return LinkSpec(
+            "here", peer, epoch, self.transport.name, rank, 64, tell, on_end, idle=lambda: peer not in self.busy
+        )
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(WAIT):
@@ -260,3 +264,33 @@ def test_a_close_that_fails_is_logged_and_ends_the_thread(caplog: pytest.LogCapt
 
     run(test)
     assert "closing a link failed" in caplog.text
+
+
+def test_a_link_between_gpus_has_longer_to_open_than_a_frame_takes() -> None:
+    """Its first operation starts NCCL, or loads what CUDA needs, which takes longer than any frame may."""
+    timeouts = LinkTimeouts(frame=3.0, dial=20.0)
+    assert [timeouts.to_open(name) for name in ("nccl", "cuda_ipc", "tcp", "shm")] == [20.0, 20.0, 3.0, 3.0]
+    assert LinkTimeouts(frame=60.0, dial=20.0).to_open("nccl") == 60.0
+
+
+def test_a_warm_up_that_outlasts_a_frames_timeout_opens_the_link() -> None:
+    class Slow(FakeTransport):
+        name = "nccl"
+
+        def connect(self, meeting: Rendezvous, rank: int, timeout: float) -> Link:
+            link = super().connect(meeting, rank, timeout)
+            # As a communicator that the first operation makes.
+            time.sleep(0.5)
+            return link
+
+    async def test() -> None:
+        ends = Ends(Slow(), timeout=0.2, dial=20.0)
+        assert ends.open("a", 1)
+        ends.sender.submit("a", 1, Sending(7, ends.reports))
+        ends.receiver.submit("a", 1, Receiving(ends.reports))
+        await ends.until(lambda: len(ends.reports) == 2)
+        assert set(ends.reports) == {"sent 7", "received 7"}
+        assert not ends.ended
+        await ends.close()
+
+    run(test)

@@ -306,6 +306,9 @@ PUSHES: dict[str, Push] = {
     "half a block": Push("r", 1, 1, 0, 0, 7, 7 * LAYOUT.token_bytes),
     "other bytes than tokens": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes + 1),
     "the second frame first": Push("r", 1, 1, 1, 0, 16, LAYOUT.block_bytes),
+    "the second half first": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3 * 2, 1, 2),
+    "half of the layers, and all bytes": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes, 0, 2),
+    "more parts than layers": Push("r", 1, 1, 0, 0, 16, LAYOUT.block_bytes // 3, 0, 4),
     "frame 2 G": Push("r", 1, 1, 2**31, 0, 16, LAYOUT.block_bytes),
 }
 FINISHES: dict[str, Finish] = {

@@ -167,6 +167,14 @@ WEAKNESSES = [
         (State.TRANSFERRING, "cancel"),
     ),
     Weakness(
+        "tokens whose KV is there in all layers",
+        ReceiveAttempt,
+        "if self._verified_parts == frame.part.of:",
+        "if True:",
+        "token",
+        protocol.test_tokens_count_once_all_of_their_parts_have_verified,
+    ),
+    Weakness(
         "no grant while an older link may write",
         ReceiveAttempt,
         "self._granted_epoch == self._epoch or self._quarantine",

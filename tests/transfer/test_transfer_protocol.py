@@ -1,9 +1,10 @@
 """The ownership protocol, row by row; `test_transfer_simulation` has its interleavings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from kvrelay.engine.kv.layout import LayerPart
 from kvrelay.transfer.events import (
     BlocksFreed,
     Cancel,
@@ -397,3 +398,22 @@ def test_a_machine_that_missed_its_deadline_ignores_queued_messages() -> None:
     sender, _ = exporting(State.TRANSFERRING)
     assert Committed() not in sender.on(Ack(*KEY, 1), TIMEOUTS.lease + 1)
     assert sender.state is State.FAILED
+
+
+def test_tokens_count_once_all_of_their_parts_have_verified() -> None:
+    shape = replace(SHAPE, token_bytes=6, layers=3)
+    receiver = ReceiveAttempt(KEY, TIMEOUTS, 0.0)
+    for event in (LinkUp(1), Expected(shape), OFFER, Reserved(Held("all"))):
+        receiver.on(event, 0.0)
+    first, second = Frame(1, 0, 0, 4, 8, LayerPart(0, 2)), Frame(1, 1, 0, 4, 16, LayerPart(1, 2))
+    for frame in (first, second):
+        pushed = receiver.on(Push(*KEY, 1, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part), 0.0)
+        assert pushed == [ReceiveFrame(frame)]
+    receiver.on(FrameEnded(first), 0.0)
+    receiver.on(FrameEnded(second, Outcome.LOST), 0.0)
+    assert receiver.on(LinkUp(2), 0.0) == [Tell(Grant(*KEY, 2, 0))], "half of the layers are no tokens"
+    other = Push(*KEY, 2, 0, 0, 4, 8, 0, 2)
+    receiver.on(other, 0.0)
+    refused = receiver.on(replace(other, index=1, part=1, parts=3, nbytes=8), 0.0)
+    assert any(isinstance(action, Tell) and isinstance(action.message, Nack) for action in refused)
+    assert any(getattr(action, "code", None) is Code.PROTOCOL for action in refused)

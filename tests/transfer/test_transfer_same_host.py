@@ -3,8 +3,11 @@
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from device_twin import DriverTwin
 from kvrelay.transfer.packing import pack
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import Link, LinkError
-from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory
+from kvrelay.transfer.transports.cuda_ipc import HANDLE_BYTES, CudaMemory, view_of
 from kvrelay.transfer.transports.same_host import SameHostLink, SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory
 from support.link_process import beside, filled, meetings, pattern
@@ -82,6 +85,14 @@ def test_an_unexpected_descriptor_is_closed() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def eventually(condition: Callable[[], bool]) -> None:
+    gc.collect()
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def exchange(transport: SameHostTransport) -> None:
     """One frame over a link of its own."""
     meeting = meetings(WAIT)
@@ -121,8 +132,8 @@ def test_device_memory_is_freed_and_unmapped_with_the_link() -> None:
     transport = SameHostTransport("cuda_ipc", "here", CudaMemory(driver))
     for _ in range(3):
         exchange(transport)
-    gc.collect()
-    assert driver.in_use == 0
+    eventually(lambda: driver.in_use == 0)
+    assert driver.freed_while_mapped == 0
     assert driver.synchronized >= 6, (
         "once before the sender announces a frame, once before the receiver returns the buffer"
     )
@@ -132,5 +143,65 @@ def test_an_invalid_handle_is_refused() -> None:
     memory = CudaMemory(DriverTwin())
     with pytest.raises(LinkError, match=f"allowed: {HANDLE_BYTES}"):
         memory.open(64, b"short", None)
-    with pytest.raises(LinkError, match="no such handle"):
-        memory.open(64, bytes(HANDLE_BYTES), None)
+    with memory_file(64) as descriptor:
+        for other in (None, descriptor):
+            with pytest.raises(LinkError, match="without its pipe"):
+                memory.open(64, bytes(HANDLE_BYTES), other)
+    for descriptor in (pipe := os.pipe()):
+        with pytest.raises(LinkError, match="no such handle"):
+            memory.open(64, bytes(HANDLE_BYTES), descriptor)
+    for descriptor in pipe:
+        os.close(descriptor)
+
+
+def test_device_memory_is_freed_only_after_the_other_end_has_unmapped_it() -> None:
+    driver = DriverTwin()
+    owner, user = CudaMemory(driver), CudaMemory(driver)
+    tensor, handle, descriptor = owner.allocate(64)
+    mapped = user.open(64, handle, descriptor)
+    assert descriptor is not None
+    os.close(descriptor)
+    address = tensor.data_ptr()
+    del tensor
+    gc.collect()
+    assert driver.in_use == 2, "the owner has let go of it, and the other end has not"
+    assert mapped.data_ptr() == address
+    del mapped
+    eventually(lambda: driver.in_use == 0)
+    assert driver.freed_while_mapped == 0
+
+
+def test_device_memory_is_freed_after_the_process_that_maps_it_was_killed() -> None:
+    driver = DriverTwin()
+    tensor, _, descriptor = CudaMemory(driver).allocate(64)
+    assert descriptor is not None
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, pass_fds=(descriptor,)) as other:
+        os.close(descriptor)
+        del tensor
+        gc.collect()
+        assert driver.in_use == 1
+        other.kill()
+        other.wait(WAIT)
+        eventually(lambda: driver.in_use == 0)
+
+
+def test_memory_that_nobody_maps_is_freed_at_once() -> None:
+    driver = DriverTwin()
+    link = SameHostLink("cuda_ipc", socket.socketpair()[0], CudaMemory(driver), WAIT)
+    buffer = link.buffer(64)
+    assert driver.in_use == 1
+    link.close()
+    del buffer
+    gc.collect()
+    assert driver.in_use == 0
+
+
+def test_a_view_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of another GPU than the one that is asked for: torch copies it once, and the copy never changes again."""
+    original = torch.arange(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "as_tensor", lambda data, device: original)
+    assert view_of(original.data_ptr(), 8, None, torch.device("cpu")) is original
+    monkeypatch.setattr(torch, "as_tensor", lambda data, device: original.clone())
+    with pytest.raises(LinkError, match="is not of cuda:1, so torch made a copy"):
+        view_of(original.data_ptr(), 8, None, torch.device("cuda", 1))

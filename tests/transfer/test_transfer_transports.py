@@ -1,11 +1,16 @@
 """Which transport a pair uses: the best that both have; without one, the error says what each has and why."""
 
+import gc
+import threading
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
 from kvrelay.transfer.ports import RECEIVER, SENDER, NoTransportError
 from kvrelay.transfer.transports import registry
 from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.nccl import scope_of
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
 from kvrelay.transfer.transports.same_host import SameHostTransport
 from kvrelay.transfer.transports.shm import SharedMemory, shm_missing
@@ -106,3 +111,74 @@ def test_ends_of_different_scopes_refuse_each_other_when_dialled() -> None:
     with pytest.raises(LinkError, match=r"refused.*machine-b"):
         here.connect(meeting[SENDER], SENDER, 5.0)
     other()
+
+
+GPU, OTHER_GPU = "nccl@GPU-1", "nccl@GPU-2"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "chosen"),
+    [
+        (["cuda_ipc@m", GPU, "tcp"], ["cuda_ipc@m", GPU, "tcp"], "cuda_ipc"),
+        ([GPU, "tcp"], [OTHER_GPU, "tcp"], "nccl"),
+        ([GPU, "tcp"], [GPU, "tcp"], "tcp"),
+        ([GPU + "+", "tcp"], [GPU + "+", "tcp"], "nccl"),
+        ([GPU + "+", "tcp"], [GPU, "tcp"], "tcp"),
+        ([GPU, "tcp"], [GPU + "+", "tcp"], "tcp"),
+    ],
+    ids=str,
+)
+def test_two_workers_on_one_gpu_use_nccl_only_where_both_can_share_it(
+    here: list[str], there: list[str], chosen: str
+) -> None:
+    assert choose("auto", here, there) == chosen
+
+
+def test_nccl_on_one_gpu_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(NoTransportError, match=r"both are on GPU-1, which NCCL shares from 2\.30 on, with NCCL_MULTI"):
+        choose("nccl", [GPU], [GPU])
+    assert scope_of("GPU-1", (2, 29, 9), "1") == scope_of("GPU-1", (2, 30, 0), "0") == "GPU-1"
+    assert scope_of("GPU-1", (2, 30, 0), "1") == "GPU-1+"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", ["tcp", "gloo", "shm"])
+def test_a_pool_on_a_gpu_gets_pinned_buffers(name: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends' buffers, and no buffer of a pool in host memory."""
+    empty, pinned = torch.empty, list[int]()
+
+    def recorded(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.extend(shape if pin_memory else ())
+        return empty(*shape, **options)
+
+    class Runtime:
+        registered: ClassVar[dict[int, int]] = {}
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # CUDA's name
+            self.registered[address] = nbytes
+            pinned.append(nbytes)
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # CUDA's name
+            del self.registered[address]
+            return 0
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    meeting, both = meetings(5.0), threading.Barrier(2)
+    transport = available_transports(HOST, name, gpu)[name]
+    found = []
+
+    def use(rank: int) -> None:
+        link = transport.connect(meeting[rank], rank, 5.0)
+        found.append(link.buffer(4096))
+        both.wait(10.0)
+        link.close()
+
+    other = beside(lambda: use(RECEIVER))
+    use(SENDER)
+    other()
+    assert pinned == ([4096, 4096] if gpu else [])
+    found.clear()
+    gc.collect()
+    assert not Runtime.registered, "memory is unmapped after CUDA has let go of it"

@@ -190,7 +190,8 @@ class Transport(Protocol):
     name: str
     """As in `transfer.transport` and in `Dial`."""
     scope: str
-    """What two ends must have in common, such as a machine's id; empty if any two ends can be linked."""
+    """What two ends must have in common, such as a machine's id; empty if any two ends can be linked. The scope of nccl
+    is a GPU, which the ends may have to have for themselves."""
 
     def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:
         """Opens one end of a link; returns when the other end is there too. Blocks.

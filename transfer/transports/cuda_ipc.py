@@ -5,23 +5,33 @@ handle always opens the whole allocation. torch's own sharing keeps shared memor
 which a killed process never does.
 
 No IPC event orders the two processes: each waits for its own CUDA stream before it announces or acknowledges a frame.
+
+CUDA doesn't define what happens if memory is freed while another process maps it. So a handle comes with the writing
+end of a pipe, which the other process closes after it has unmapped the memory; a killed process's ends close by
+themselves. The owner frees the memory when its end of the pipe says so.
 """
 
 import ctypes
 import hashlib
 import os
+import select
+import stat
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvrelay.transfer.transports.base import LinkError
+from kvrelay.transfer.transports.base import LinkError, link_errors
 from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
 from kvrelay.transfer.transports.shm import shm_missing
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_DEVICE_ORDINAL = 9
+"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
 
 
 def cuda_ipc_missing() -> str | None:
@@ -106,8 +116,10 @@ class CudaDriver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
-        """The memory as a uint8 tensor [nbytes], which keeps `owner` alive."""
-        return torch.as_tensor(_DeviceBytes(address, nbytes, owner), device=self._device)
+        """The memory as a uint8 tensor [nbytes] on the GPU that it is of, which keeps `owner` alive."""
+        ordinal = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(ordinal), _DEVICE_ORDINAL, ctypes.c_uint64(address))
+        return view_of(address, nbytes, owner, torch.device("cuda", ordinal.value))
 
     def synchronize(self) -> None:
         """Returns when the device has done what this thread has enqueued."""
@@ -126,6 +138,18 @@ class CudaDriver:
             raise LinkError(f"cuda_ipc: {name}: {(text.value or b'unknown error').decode()} ({status})")
 
 
+def view_of(address: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
+    """Device memory as a uint8 tensor [nbytes], which keeps `owner` alive.
+
+    Raises:
+        LinkError: the memory isn't of `device`; torch would copy it there, and what comes later would never be seen.
+    """
+    tensor = torch.as_tensor(_DeviceBytes(address, nbytes, owner), device=device)
+    if tensor.data_ptr() != address:
+        raise LinkError(f"cuda_ipc: memory at {address:#x} is not of {device}, so torch made a copy of it")
+    return tensor
+
+
 class CudaMemory:
     """Device memory that other processes open by a handle; a `same_host.Memory`."""
 
@@ -135,17 +159,53 @@ class CudaMemory:
         self._driver = driver
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes, int | None]:
-        address = self._driver.allocate(nbytes)
-        tensor = self._owned(address, nbytes, self._driver.free)
-        return tensor, self._driver.export(address), None
+        with link_errors("cuda_ipc: a pipe", OSError):
+            opened, unmapped = os.pipe()
+        try:
+            address = self._driver.allocate(nbytes)
+        except LinkError:
+            os.close(opened)
+            os.close(unmapped)
+            raise
+        tensor = self._owned(address, nbytes, partial(self._free, opened))
+        try:
+            return tensor, self._driver.export(address), unmapped
+        except LinkError:
+            os.close(unmapped)
+            raise
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
-        if len(handle) != HANDLE_BYTES or descriptor is not None:
+        if len(handle) != HANDLE_BYTES:
             raise LinkError(f"cuda_ipc: a handle of {len(handle)} bytes; allowed: {HANDLE_BYTES}")
-        return self._owned(self._driver.open(handle), nbytes, self._driver.close)
+        if descriptor is None or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            raise LinkError("cuda_ipc: a handle came without its pipe")
+        unmapped = os.dup(descriptor)
+        try:
+            address = self._driver.open(handle)
+        except LinkError:
+            os.close(unmapped)
+            raise
+        return self._owned(address, nbytes, partial(self._close, unmapped))
 
     def synchronize(self) -> None:
         self._driver.synchronize()
+
+    def _close(self, unmapped: int, address: int) -> None:
+        self._driver.close(address)
+        os.close(unmapped)
+
+    def _free(self, opened: int, address: int) -> None:
+        """Frees the memory now, or on a thread of its own once the other process has unmapped it."""
+
+        def free() -> None:
+            os.read(opened, 1)  # nobody writes: it returns when all writing ends are closed
+            os.close(opened)
+            self._driver.free(address)
+
+        if select.select([opened], [], [], 0)[0]:
+            free()
+        else:
+            threading.Thread(target=free, name="cuda_ipc free", daemon=True).start()
 
     def _owned(self, address: int, nbytes: int, release: Callable[[int], None]) -> torch.Tensor:
         """A tensor on this memory; `release(address)` is called when no tensor refers to it any more."""

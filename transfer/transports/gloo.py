@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroupGloo, Work
 
 from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors
+from kvrelay.transfer.transports.host_memory import host_buffer
 from kvrelay.transfer.transports.link_key import LinkKey
 
 _CONNECT_TRIES = 5
@@ -28,14 +29,15 @@ class GlooTransport:
     name = "gloo"
     scope = ""
 
-    def __init__(self, host: str, encrypt: Encrypt = "none") -> None:
-        """Binds to `host`, an address by which the other end can reach this one.
+    def __init__(self, host: str, encrypt: Encrypt = "none", pinned: bool = False) -> None:
+        """Binds to `host`, an address by which the other end can reach this one. `pinned` if the KV pool is on a GPU.
 
         Raises:
             OSError: it can't be bound.
         """
         self._host = host
         self._encrypt = encrypt
+        self._pinned = pinned
         try:
             ProcessGroupGloo.create_device(hostname=host)
         except RuntimeError as error:
@@ -49,7 +51,7 @@ class GlooTransport:
         with link_errors("gloo", RuntimeError):
             mac_key = LinkKey.agree(rendezvous, rank).derive(b"frames") if self._encrypt == "integrity" else None
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            return GlooLink(ProcessGroupGloo(rendezvous, rank, 2, options), 1 - rank, mac_key)
+            return GlooLink(ProcessGroupGloo(rendezvous, rank, 2, options), 1 - rank, mac_key, self._pinned)
 
 
 class GlooLink:
@@ -57,15 +59,16 @@ class GlooLink:
 
     stream = None
 
-    def __init__(self, group: ProcessGroupGloo, peer: int, mac_key: bytes | None) -> None:
+    def __init__(self, group: ProcessGroupGloo, peer: int, mac_key: bytes | None, pinned: bool = False) -> None:
         """`peer` is the rank of the other end."""
+        self._pinned = pinned
         self.mac_key = mac_key
         self._group: ProcessGroupGloo | None = group
         self._peer = peer
         self._sent = self._received = 0
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return host_buffer(nbytes, self._pinned)
 
     def send(self, data: torch.Tensor) -> Pending:
         self._sent += 1

@@ -4,7 +4,8 @@
 - The group's own error handling is off, because it would end the process. A watchdog thread aborts overdue operations.
 - A group is aborted and never destroyed, because destroying waits for the other end.
 - Channels are capped, because each costs memory at both ends (about 52 MB a pair at 8).
-- Two ranks on one GPU need NCCL 2.30 and an environment variable; `cuda_ipc` is the better link there.
+- Two ranks on one GPU need NCCL 2.30 and an environment variable; `cuda_ipc` is the better link there. A worker's scope
+  names its GPU, followed by + if two ranks may share it.
 """
 
 import os
@@ -49,6 +50,22 @@ def nccl_missing() -> str | None:
 def environment(version: tuple[int, ...]) -> dict[str, str]:
     """Environment variables for NCCL of this version and for torch; those that the operator has set take precedence."""
     return _ENVIRONMENT | ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if version >= OLDEST_SHARED_GPU else {})
+
+
+def scope_of(gpu: str, version: tuple[int, ...], switch: str) -> str:
+    """The scope of a worker on this GPU; `switch` is the value of NCCL_MULTI_RANK_GPU_ENABLE."""
+    return gpu + ("+" if version >= OLDEST_SHARED_GPU and switch == "1" else "")
+
+
+def not_between(here: str, there: str) -> str | None:
+    """Why workers with these scopes can't be linked; None if they can."""
+    gpu = here.removesuffix("+")
+    if not gpu or gpu != there.removesuffix("+") or (here.endswith("+") and there.endswith("+")):
+        return None
+    return (
+        f"both are on {gpu}, which NCCL shares from {_dotted(OLDEST_SHARED_GPU)} on, with"
+        " NCCL_MULTI_RANK_GPU_ENABLE=1 at both; cuda_ipc needs neither"
+    )
 
 
 def configure(options: Any, timeout: float) -> None:
@@ -99,12 +116,14 @@ class NcclTransport:
     """Opens NCCL links on this process's current CUDA device; see `nccl_missing`."""
 
     name = "nccl"
-    scope = ""
 
     def __init__(self) -> None:
-        for name, value in environment(torch.cuda.nccl.version()).items():
+        version = torch.cuda.nccl.version()
+        for name, value in environment(version).items():
             os.environ.setdefault(name, value)
         self._device = torch.device("cuda", torch.cuda.current_device())
+        gpu = str(torch.cuda.get_device_properties(self._device).uuid)
+        self.scope = scope_of(gpu, version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", ""))
         self._watchdog = Watchdog()
 
     def connect(self, rendezvous: Rendezvous, rank: int, timeout: float) -> Link:

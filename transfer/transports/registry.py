@@ -8,7 +8,7 @@ from kvrelay.transfer.ports import NoTransportError
 from kvrelay.transfer.transports.base import Transport
 from kvrelay.transfer.transports.cuda_ipc import cuda_ipc_missing, cuda_ipc_transport
 from kvrelay.transfer.transports.gloo import GlooTransport
-from kvrelay.transfer.transports.nccl import NcclTransport, nccl_missing
+from kvrelay.transfer.transports.nccl import NcclTransport, nccl_missing, not_between
 from kvrelay.transfer.transports.nixl import NixlTransport, nixl_missing
 from kvrelay.transfer.transports.shm import shm_missing, shm_transport
 from kvrelay.transfer.transports.tcp import TcpTransport
@@ -19,6 +19,9 @@ ON_GPU = ("cuda_ipc", "nccl", "nixl", "shm", "tcp", "gloo")
 ON_CPU = ("shm", "tcp", "gloo", "nixl")
 """For a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute; an
 operator whose network suits NIXL sets `transfer.transport: nixl`."""
+
+BETWEEN_GPUS = frozenset({"cuda_ipc", "nccl"})
+"""To open one takes longer than a frame may: NCCL makes a communicator, and CUDA loads what it needs on first use."""
 
 _MISSING: dict[str, Callable[[], str | None]] = {
     "cuda_ipc": cuda_ipc_missing,
@@ -100,11 +103,18 @@ def available_transports(
         "cuda_ipc": cuda_ipc_transport,
         "nccl": NcclTransport,
         "nixl": lambda: NixlTransport("cuda" if gpu else "cpu", encrypt),
-        "shm": shm_transport,
-        "tcp": lambda: TcpTransport(host, encrypt, certificates),
-        "gloo": lambda: GlooTransport(host, encrypt),
+        "shm": lambda: shm_transport(gpu),
+        "tcp": lambda: TcpTransport(host, encrypt, certificates, gpu),
+        "gloo": lambda: GlooTransport(host, encrypt, gpu),
     }
     return {name: make[name]() for name in names if missing[name] is None and unprotected[name] is None}
+
+
+def _apart(name: str, here: str, there: str) -> str | None:
+    """Why two workers with these scopes of a transport can't be linked by it; None if they can."""
+    if name == "nccl":
+        return not_between(here, there)
+    return None if here == there else "they don't share a machine or its GPUs"
 
 
 def entries(transports: Mapping[str, Transport]) -> list[str]:
@@ -124,13 +134,14 @@ def choose(wanted: str, here: Sequence[str], there: Sequence[str]) -> str:
     """
     names = [entry.partition("@")[0] for entry in here]
     names_there = [entry.partition("@")[0] for entry in there]
-    for name, entry in zip(names, here, strict=True):
-        if wanted in ("auto", name) and entry in there:
-            return name
-    reasons = [
-        f"{name} not between these two: they don't share a machine or its GPUs"
-        for name in sorted({*names} & {*names_there})
-    ]
+    scopes = dict(entry.partition("@")[::2] for entry in there)
+    reasons = []
+    for name, _, scope in (entry.partition("@") for entry in here):
+        if wanted in ("auto", name) and name in scopes:
+            apart = _apart(name, scope, scopes[name])
+            if apart is None:
+                return name
+            reasons.append(f"{name} not between these two: {apart}")
     reasons += [
         f"{name} not here: {_MISSING[name]() or 'not offered by this worker'}" for name in ON_GPU if name not in names
     ]

@@ -30,7 +30,7 @@ from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
 from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
 
-MAX_BUFFER_BYTES = 64 * 2**20
+MAX_BUFFER_BYTES = 65 * 2**20
 """Size limit of a buffer that the other end may ask this one to map."""
 MAX_BUFFERS = 64
 """Buffers that the other end may announce on one link."""
@@ -237,7 +237,8 @@ class SameHostLink:
         for _, _, descriptor in self._unannounced.values():
             if descriptor is not None:
                 os.close(descriptor)
-        for known in (self._unannounced, self._announced, self._opened, self._frames):
+        # The other end's memory first: it may wait for that.
+        for known in (self._frames, self._opened, self._announced, self._unannounced):
             known.clear()
 
     def _wait_taken(self, number: int, deadline: float) -> None:

@@ -9,6 +9,7 @@ import sys
 import torch
 
 from kvrelay.transfer.transports.base import LinkError, link_errors
+from kvrelay.transfer.transports.host_memory import PinnedMap
 from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
@@ -19,13 +20,17 @@ class SharedMemory:
 
     on_host = True
 
+    def __init__(self, pinned: bool = False) -> None:
+        """`pinned` if buffers are copied to and from a GPU."""
+        self._pinned = pinned
+
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, bytes, int | None]:
-        with link_errors(f"shm: {nbytes} bytes of shared memory", OSError):
+        with link_errors(f"shm: {nbytes} bytes of shared memory", OSError, RuntimeError):
             descriptor = os.memfd_create("kvrelay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(descriptor, nbytes)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-                return _mapped(descriptor, nbytes), b"", descriptor
+                return _mapped(descriptor, nbytes, self._pinned), b"", descriptor
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -44,9 +49,10 @@ class SharedMemory:
         """Returns at once: the CPU's memory operations are done when their call returns."""
 
 
-def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+def _mapped(descriptor: int, nbytes: int, pinned: bool = False) -> torch.Tensor:
     """The file's bytes, unmapped with the last tensor on them. The mapping is writable because torch requires it."""
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+    memory = PinnedMap(descriptor, nbytes).pin() if pinned else mmap.mmap(descriptor, nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def shm_missing() -> str | None:
@@ -65,10 +71,12 @@ def shm_missing() -> str | None:
     return None
 
 
-def shm_transport() -> SameHostTransport:
+def shm_transport(pinned: bool = False) -> SameHostTransport:
     """Links to workers of the same user on this machine (in one network namespace, as in one pod).
+
+    `pinned` if the KV pool is on a GPU.
 
     Raises:
         OSError: the machine's id can't be read.
     """
-    return SameHostTransport("shm", machine_id(), SharedMemory())
+    return SameHostTransport("shm", machine_id(), SharedMemory(pinned))

@@ -26,6 +26,7 @@ from kvrelay.rpc.certificates import CertificateFiles
 from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.ports import SENDER
 from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
+from kvrelay.transfer.transports.host_memory import host_buffer
 from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
 from kvrelay.transfer.transports.tls import secure
 
@@ -42,10 +43,16 @@ class TcpTransport:
     name = "tcp"
     scope = ""
 
-    def __init__(self, host: str, encrypt: Encrypt = "none", certificates: CertificateFiles | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        encrypt: Encrypt = "none",
+        certificates: CertificateFiles | None = None,
+        pinned: bool = False,
+    ) -> None:
         """Receiving ends listen on `host` while a link is being opened, on a port that the system chooses.
 
-        `certificates` are this worker's, for `full`.
+        `certificates` are this worker's, for `full`. `pinned` if the KV pool is on a GPU.
 
         Raises:
             OSError: it can't be bound.
@@ -53,6 +60,7 @@ class TcpTransport:
         self._host = host
         self._encrypt = encrypt
         self._certificates = certificates
+        self._pinned = pinned
         self._listener().close()
 
     def _listener(self) -> socket.socket:
@@ -78,11 +86,12 @@ class TcpTransport:
                     if self._certificates is None:
                         raise LinkError("tcp: transfer.encrypt is full, and there are no certificates")
                     secured = secure(connection, self._certificates.current(), rank, deadline)
-                    return TlsLink(secured)
+                    return TlsLink(secured, self._pinned)
             except BaseException:
                 connection.close()
                 raise
-            return TcpLink(connection, key.derive(b"frames") if self._encrypt == "integrity" else None)
+            mac_key = key.derive(b"frames") if self._encrypt == "integrity" else None
+            return TcpLink(connection, mac_key, self._pinned)
 
     def _accept(self, rendezvous: Rendezvous, key: LinkKey, deadline: float) -> socket.socket:
         with self._listener() as listener:
@@ -106,9 +115,10 @@ class TcpTransport:
 class TcpLink:
     """One end of a TCP link."""
 
-    def __init__(self, connection: socket.socket, mac_key: bytes | None) -> None:
+    def __init__(self, connection: socket.socket, mac_key: bytes | None, pinned: bool = False) -> None:
         """`connection` is in blocking mode."""
         self._connection = connection
+        self._pinned = pinned
         self.mac_key = mac_key
 
     @property
@@ -140,7 +150,7 @@ class TcpLink:
                 rest = _after(rest, moved)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return host_buffer(nbytes, self._pinned)
 
     def send(self, data: torch.Tensor) -> Pending:
         return Pending.in_wait(partial(self.write, [memoryview(data.numpy().data)]))
@@ -162,8 +172,8 @@ class TlsLink(TcpLink):
 
     _connection: ssl.SSLSocket
 
-    def __init__(self, connection: ssl.SSLSocket) -> None:
-        super().__init__(connection, None)
+    def __init__(self, connection: ssl.SSLSocket, pinned: bool = False) -> None:
+        super().__init__(connection, None, pinned)
 
     def write(self, runs: Sequence[memoryview], deadline: float) -> None:
         self._each(self._connection.send, runs, deadline)

@@ -1,0 +1,174 @@
+"""The engine in 16 bits with pages of every size: on a GPU with graphs, and here interpreted in float16.
+
+Greedy tokens of 16 bits may differ from those of float32 where two are nearly equal. So each token must be one that the
+float32 model, given the same tokens before it, finds as likely as its best one, or nearly.
+"""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.build import engine_on
+from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
+from kvrelay.kernels import sample as sample_kernel
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.transports.registry import available_transports
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.handoff import HOST, content, pair
+from support.launches import RecordedGraphs
+from support.paged import GREEDY, PagedSequence, PagedSequences, make_plan
+
+NEARLY = 0.2
+"""Difference of log-probabilities, of logits with a spread of several units."""
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time goes by the lanes of a block as well."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sample_kernel, "BLOCK", 512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("models") / "tiny",
+        "llama",
+        dtype="bfloat16",
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+    )
+
+
+def options(block_size: int) -> EngineConfig:
+    return EngineConfig(block_size=block_size, kv_memory_bytes=2**21, max_batch_tokens=128, max_sequences=3, threads=1)
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple((7 * index + length) % (VOCAB_SIZE - 4) + 4 for index in range(length))
+
+
+def serve(runner: Runner, block_size: int, asked: list[tuple[tuple[int, ...], SamplingParams]]) -> list[list[Any]]:
+    """The reports of each request, served together."""
+    engine = engine_on(runner, options(block_size))
+    for index, (tokens, params) in enumerate(asked):
+        engine.scheduler.add(Request(str(index), 1, tokens, len(tokens), params))
+    heard: list[list[Any]] = [[] for _ in asked]
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            heard[int(report.sequence.request.request_id)].append(report)
+    engine.scheduler.check_integrity()
+    return heard
+
+
+def check(runner: Runner, folder: Path, block_size: int, lengths: list[int], count: int) -> None:
+    greedy = SamplingParams(max_tokens=count, temperature=0.0)
+    prompts = [prompt(length) for length in lengths]
+    served = serve(runner, block_size, [(tokens, greedy) for tokens in prompts])
+    found = [tuple(report.token for report in reports if report.token is not None) for reports in served]
+    assert [len(tokens) for tokens in found] == [count] * len(lengths)
+    judge = build_cpu_runner(folder, "float32", options(16))
+    scored = replace(greedy, max_tokens=1, prompt_logprobs=1)
+    told = serve(judge, 16, [(tokens + more, scored) for tokens, more in zip(prompts, found, strict=True)])
+    for tokens, reports in zip(prompts, told, strict=True):
+        scores = [score for report in reports for score in report.prompt_logprobs][len(tokens) - 1 :]
+        assert len(scores) == count
+        assert all(score.top_logprobs[0] - score.logprob <= NEARLY for score in scores)
+
+
+@interpreted
+@pytest.mark.parametrize("block_size", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_pages_that_the_copy_engine_takes_in_16_bits(folder: Path, block_size: int) -> None:
+    """With prompts in chunks and recorded graphs."""
+    plain = build_gpu_runner(folder, "float16", options(block_size), device="cpu")
+    assert plain.attention._tile.tma
+    runner = GpuRunner(plain.spec, plain.model, plain.pool, options(block_size), capture=RecordedGraphs())
+    runner.warm_up()
+    check(runner, folder, block_size, [150, 9], count=4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_in_16_bits(folder: Path, dtype: Dtype, block_size: int, eager: bool) -> None:
+    runner = build_gpu_runner(folder, dtype, options(block_size))
+    assert runner.attention._tile.tma == (block_size >= 64)
+    if not eager:
+        runner.warm_up()
+    check(runner, folder, block_size, [300, 9, 64, 127], count=24)
+
+
+def steps(runner: Runner, sequence: PagedSequence, count: int) -> list[int]:
+    """Decodes so many tokens."""
+    found: list[int] = []
+    for _ in range(count):
+        token = runner.launch(make_plan([(sequence, sequence.left, GREEDY)])).result().tokens[0]
+        assert token is not None
+        sequence.computed = len(sequence.tokens)
+        sequence.tokens.append(token)
+        found.append(token)
+    return found
+
+
+def hand_over_beside(runner: Any, gpu: bool) -> None:
+    """Link threads read blocks of the pool in which a sequence decodes: neither sees anything of the other."""
+    device = "cuda" if gpu else "cpu"
+    sequences = PagedSequences(runner)
+    source, decoding, again = (sequences.add(prompt(length), extra=64) for length in (150, 9, 9))
+    steps(runner, source, 1)
+    expected = steps(runner, decoding, 40)
+    table, count = source.blocks, 150
+    kept = content(runner.pool, table, count)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(steps(runner, again, 40)))
+
+    async def test() -> None:
+        links = available_transports(HOST, "tcp", gpu), available_transports(HOST, "tcp", gpu)
+        target = KVPool(runner.layout, 64, device)
+        config = TransferConfig(frame_bytes=65536)
+        async with pair(config, source=runner.pool, target=target, blocks=64, transports=links) as world:
+            world.receiving.free = list(range(64))
+            thread.start()
+            number = 0
+            while thread.is_alive() or number < 3:
+                number += 1
+                key = (f"r{number}", 1)
+                world.announce(key, list(range(count)))
+                world.compute(key, table[: runner.layout.blocks_for(count)])
+                await world.ends.until(lambda key=key: key in world.ends.imported and key in world.ends.exported, 60)
+                there = world.ends.imported[key][0].hold.blocks
+                assert torch.equal(content(target, there, count), kept)
+                world.reuse(key)
+
+    asyncio.run(test())
+    thread.join(60)
+    assert found == expected
+
+
+def test_link_threads_beside_a_running_step(folder: Path) -> None:
+    hand_over_beside(build_cpu_runner(folder, "float32", options(16)), gpu=False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_link_threads_beside_a_running_step(folder: Path) -> None:
+    runner = build_gpu_runner(folder, "bfloat16", options(16))
+    runner.warm_up()
+    hand_over_beside(runner, gpu=True)

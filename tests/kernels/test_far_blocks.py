@@ -1,0 +1,112 @@
+"""Pools of more than 2^31 elements: the last blocks hold and give what the first blocks of a small pool do.
+
+Here the pool is memory that is only reserved, of which the test uses a few pages, and kernels are interpreted.
+"""
+
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from paged_kv import LAYER, LAYERS, Sequences, make_sequences
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+
+from kvrelay.kernels.flash_prefill import Tile, choose_tile, flash_prefill, plan_tiles
+from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
+from kvrelay.kernels.paged import PagedKV
+from kvrelay.kernels.paged_decode import STEP, DecodeSplits, paged_decode
+from kvrelay.kernels.rope_kv_write import rope_kv_write
+
+BLOCK_SIZE, KV_HEADS, DIM = 64, 8, 64
+BLOCKS = 2**31 // (LAYERS * 2 * KV_HEADS * BLOCK_SIZE * DIM) + 64
+CONTEXTS = [130, 65]
+MAP_NORESERVE = 0x4000
+"""Of Linux; Python has no name for it yet."""
+
+
+@pytest.fixture(scope="module")
+def far(device: torch.device) -> Iterator[Tensor]:
+    """A pool of more than 2^31 elements of 16 bits."""
+    shape = (BLOCKS, LAYERS, 2, KV_HEADS, BLOCK_SIZE, DIM)
+    if device.type == "cuda":
+        yield torch.zeros(shape, dtype=torch.float16, device=device)
+        return
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, 2 * int(np.prod(shape)), flags=flags)
+    with pytest.MonkeyPatch.context() as patch:
+        # It copies back whole storages, although they are the same here.
+        patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        yield torch.frombuffer(memory, dtype=torch.float16).view(shape)
+
+
+@pytest.fixture
+def cases(far: Tensor, device: torch.device) -> tuple[Sequences, PagedKV, Tensor]:
+    """Sequences in a small pool, and the same KV in the last blocks of the large one, with its block tables."""
+    near = make_sequences((2 * KV_HEADS, KV_HEADS, DIM), CONTEXTS, [20, 65], block_size=BLOCK_SIZE, device=device)
+    held = near.kv.pool
+    offset = BLOCKS - len(held)
+    far[offset:] = held
+    assert offset * far.stride(0) > 2**31
+    return near, PagedKV(far, LAYER), near.block_tables + offset
+
+
+def decode(case: Sequences, kv: PagedKV, tables: Tensor) -> Tensor:
+    query = case.query[:2]
+    splits = DecodeSplits.empty(2, query.shape[1], DIM, 2, query.device)
+    splits.span.fill_(STEP)
+    out = torch.empty_like(query)
+    contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=query.device)
+    paged_decode(query, kv, tables, contexts, splits, 0, out)
+    return out
+
+
+def prefill(case: Sequences, kv: PagedKV, tables: Tensor, tile: Tile) -> Tensor:
+    lengths = np.array(case.lengths)
+    work = plan_tiles(np.array(CONTEXTS) - lengths, lengths, tile.rows // 2)
+    out = torch.empty_like(case.query)
+    flash_prefill(case.query, kv, tables, torch.from_numpy(work).to(out.device), tile, 0, out)
+    return out
+
+
+def test_decode(cases: tuple[Sequences, PagedKV, Tensor]) -> None:
+    near, far, tables = cases
+    assert torch.equal(decode(near, far, tables), decode(near, near.kv, near.block_tables))
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_prefill(cases: tuple[Sequences, PagedKV, Tensor], tma: bool) -> None:
+    near, far, tables = cases
+    tile = Tile(32, 32, 4, 2, tma=tma)
+    if near.query.is_cuda:
+        tile = choose_tile(DIM, torch.float16, BLOCK_SIZE if tma else 16)
+    found = prefill(near, far, tables, tile)
+    assert torch.equal(found, prefill(near, near.kv, near.block_tables, tile))
+
+
+def test_writes(cases: tuple[Sequences, PagedKV, Tensor], device: torch.device) -> None:
+    _, far, _ = cases
+    qkv = torch.randn(3, 4 * KV_HEADS, DIM).to(device, torch.float16)
+    rotation = torch.randn(3, 1, DIM, device=device), torch.randn(3, 1, DIM, device=device)
+    small = PagedKV(torch.zeros_like(far.pool[:3]), LAYER)
+    slots = torch.tensor([5, BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1], device=device)
+    rope_kv_write(qkv, rotation, slots, small)
+    far.pool[-3:] = 0
+    rope_kv_write(qkv, rotation, slots + (BLOCKS - 3) * BLOCK_SIZE, far)
+    assert small.pool.any()
+    assert torch.equal(far.pool[-3:], small.pool)
+
+
+def test_frames(cases: tuple[Sequences, PagedKV, Tensor], device: torch.device) -> None:
+    _, far, _ = cases
+    tokens = 2 * BLOCK_SIZE + 9
+    frame = torch.randint(0, 256, (tokens * LAYERS * 2 * KV_HEADS * DIM * 2,), dtype=torch.uint8, device=device)
+    blocks = torch.tensor([BLOCKS - 1, BLOCKS - 3, BLOCKS - 2], device=device)
+    kv_scatter(far.pool, blocks, tokens, frame)
+    found = torch.empty_like(frame)
+    kv_gather(far.pool, blocks, tokens, found)
+    assert torch.equal(found, frame)
+    small = torch.zeros_like(far.pool[:3])
+    kv_scatter(small, torch.tensor([2, 0, 1], device=device), tokens, frame)
+    assert torch.equal(far.pool[-3:].view(torch.int16), small.view(torch.int16))

@@ -1,0 +1,171 @@
+"""A frame counts as verified once a GPU has done all that was queued for it: nothing may read or reuse memory before.
+
+On a GPU every operation is only queued. Here a recorder notes the order of operations, waits for the device, and
+reports; a GPU test beside it has the real queue.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool, gpu_checksum
+from kvrelay.transfer.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.claim import BlockClaim
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.events import Frame, Outcome
+from kvrelay.transfer.frames import ConvertedFrame, FrameBuffer, PoolFrame, ReceiveJob, SendJob
+from kvrelay.transfer.handshake import LocalWorker
+from support.handoff import RECEIVER, SENDER
+from support.launches import Launch, Launches
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=8, dtype="float16", order="HND")
+OTHER = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32", order="NHD")
+KEY = ("r", 1)
+TOKENS = 21
+TABLE = [4, 1, 6]
+SETTLED, REPORTED = "the device is waited for", "the end of the frame is reported"
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+class RecordedPool(KVPool):
+    """A pool whose frames go by kernels, as on a GPU, and which notes its waits."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__(LAYOUT, 8)
+        self._by_kernel = True
+        self.launches = launches
+
+    def settle(self) -> None:
+        self.launches.all.append(Launch(SETTLED, lambda: (), (), ()))
+
+
+class BufferLink:
+    """A link that has received a frame, or records one."""
+
+    stream = None
+    mac_key = None
+
+    def __init__(self, data: torch.Tensor | None = None) -> None:
+        self._data = data
+
+    def recv(self, into: torch.Tensor) -> None:
+        if self._data is not None:
+            into.copy_(self._data)
+
+    def send(self, data: torch.Tensor) -> None: ...
+
+
+def on_link(layout: KVLayout, seed: int = 1) -> tuple[Frame, torch.Tensor]:
+    """A frame with its checksum, from a pool of `layout`."""
+    source, frame = KVPool(layout, 16), Frame(1, 0, 0, TOKENS, layout.nbytes(TOKENS))
+    source.tensor.copy_(torch.randn(source.tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    data = torch.empty(frame.nbytes, dtype=torch.uint8)
+    source.read(list(range(layout.blocks_for(TOKENS))), 0, TOKENS, data)
+    end = FrameCheck(ChecksumKind.XXH3, None, KEY, frame).of(data)
+    return frame, torch.cat([data, torch.frombuffer(bytearray(end), dtype=torch.uint8)])
+
+
+def place(pool: KVPool, layout: KVLayout, frame: Frame, table: Sequence[int] = TABLE) -> FrameBuffer:
+    if layout == pool.layout:
+        return PoolFrame(pool, table, frame)
+    return ConvertedFrame(pool, LocalWorker(SENDER, layout, "").hello(RECEIVER, TransferConfig()), table, frame, 0)
+
+
+def touched(launch: Launch, *memory: torch.Tensor) -> bool:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in memory}
+    return any(tensor.untyped_storage().data_ptr() in storages for tensor in launch.given)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, OTHER], ids=["as it is", "converted"])
+def test_what_is_received_has_settled_when_it_is_reported(layout: KVLayout) -> None:
+    frame, data = on_link(layout)
+    buffer = torch.empty(len(data), dtype=torch.uint8)
+    with Launches() as launches:
+        pool = RecordedPool(launches)
+        begun = len(launches.all)
+
+        def ended(outcome: Outcome) -> None:
+            assert outcome is Outcome.VERIFIED
+            launches.all.append(Launch(REPORTED, lambda: (), (), ()))
+
+        job = ReceiveJob(KEY, frame, BlockClaim(), place(pool, layout, frame), ChecksumKind.XXH3, ended)
+        job.begin(BufferLink(data), buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+        job.done(buffer)
+    order = launches.all[begun:]
+    names = [launch.name for launch in order]
+    settled = len(names) - 1 - names[::-1].index(SETTLED)
+    assert settled < names.index(REPORTED)
+    assert any(touched(launch, pool.tensor) for launch in order[:settled]), "the recorder sees the copies"
+    assert not any(touched(launch, pool.tensor, buffer) for launch in order[settled:])
+
+
+def test_blocks_are_given_back_once_their_copy_has_settled() -> None:
+    frame, _ = on_link(LAYOUT)
+    buffer = torch.empty(frame.nbytes + 16, dtype=torch.uint8)
+    with Launches() as launches:
+        pool = RecordedPool(launches)
+
+        def read() -> None:
+            launches.all.append(Launch(REPORTED, lambda: (), (), ()))
+
+        job = SendJob(KEY, frame, BlockClaim(), place(pool, LAYOUT, frame), ChecksumKind.XXH3, print, read)
+        job.begin(BufferLink(), buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+    names = [launch.name for launch in launches.all]
+    assert names.index(SETTLED) < names.index(REPORTED)
+    assert not any(touched(launch, pool.tensor) for launch in launches.all[names.index(REPORTED) :])
+
+
+def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
+    pools = []
+    with Launches() as warm:
+        pools.append(RecordedPool(warm))
+        before = pools[0].tensor.fill_(3).clone()
+        pools[0].warm_up()
+    assert torch.equal(pools[0].tensor, before)
+    compiled = {launch.specialization for launch in warm.kernels}
+    assert len(compiled) == 3, "gather, checksum, scatter"
+    for tokens in (1, 8, 21, 24):
+        frame = Frame(1, 0, 0, tokens, LAYOUT.nbytes(tokens))
+        buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
+        with Launches() as launches:
+            pool = RecordedPool(launches)
+            for part in (frame.part, frame.part._replace(number=1, of=3), frame.part._replace(number=2, of=3)):
+                size = pool.read(TABLE, 0, tokens, buffer, part)
+                pool.write(TABLE, 0, tokens, buffer[:size], part)
+            gpu_checksum(buffer)
+        assert {launch.specialization for launch in launches.kernels} <= compiled
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("layout", [LAYOUT, OTHER], ids=["as it is", "converted"])
+def test_on_a_gpu_another_stream_sees_what_was_reported(layout: KVLayout) -> None:
+    """The link's thread has much work queued before the frame; a step on its own stream reads after the report."""
+    frame, data = on_link(layout)
+    pool, expected = KVPool(LAYOUT, 8, "cuda"), KVPool(LAYOUT, 8)
+    place(expected, layout, frame).write(data)
+    on_gpu, buffer = data.cuda(), torch.empty(len(data), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    reported = threading.Event()
+    found: list[Any] = []
+
+    def receive() -> None:
+        torch.cuda._sleep(200_000_000)
+        job = ReceiveJob(
+            KEY, frame, BlockClaim(), place(pool, layout, frame), ChecksumKind.XXH3, lambda outcome: reported.set()
+        )
+        job.begin(BufferLink(on_gpu), buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+        job.done(buffer)
+        buffer.zero_()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert reported.wait(60)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found.append(pool.tensor.cpu())
+    thread.join(60)
+    assert torch.equal(found[0], expected.tensor)
