@@ -41,26 +41,20 @@ def convert(pool: KVPool, table: Sequence[int], theirs: KVLayout, frame: Frame, 
         first += len(numbers)
 
 
-def read_as(pool: KVPool, table: Sequence[int], wire: KVLayout, frame: Frame, out: Tensor) -> None:
-    """Copies a frame of `pool` into the beginning of `out` (uint8) in layout `wire`, of another dtype."""
+def narrow(pool: KVPool, table: Sequence[int], wire: KVLayout, frame: Frame, out: Tensor) -> None:
+    """Copies a frame of `pool` into the beginning of `out` (uint8), in the 8 bits of `wire`, which the pool hasn't."""
     size = pool.layout.block_size
     blocks = torch.tensor(table, device=pool.bytes.device)[frame.first // size :]
     whole, over = divmod(frame.tokens, size)
     for used, slots in ((blocks[:whole], size), (blocks[whole : whole + 1], over)):
-        if not len(used) or not slots:
-            continue
-        width = len(used) * slots * wire.token_bytes
-        numbers, scales = planes(pool.bytes[used], pool.layout)
-        numbers, scales = (_first(part, slots, pool.layout) for part in (numbers, scales))
-        framed = fields(out[:width].view(len(used), wire.layers, 2, -1), wire)
-        for part, new in zip(framed, _as_bytes(*_of_dtype(numbers, scales, pool.layout, wire)), strict=True):
-            part.copy_(new)
-        out = out[width:]
-
-
-def _first(part: Tensor | None, slots: int, layout: KVLayout) -> Tensor | None:
-    """The first slots of [block, layer, k|v, *inner, ...]."""
-    return None if part is None else part.narrow(3 if layout.order == "NHD" else 4, 0, slots)
+        if len(used) and slots:
+            width = len(used) * slots * wire.token_bytes
+            numbers = pool.tensor[used].narrow(3 if wire.order == "NHD" else 4, 0, slots)
+            stored = _as_bytes(*quantize(numbers, TORCH_DTYPES[wire.dtype]))
+            framed = fields(out[:width].view(len(used), wire.layers, 2, -1), wire)
+            for part, new in zip(framed, stored, strict=True):
+                part.copy_(new)
+            out = out[width:]
 
 
 def _of_dtype(numbers: Tensor, scales: Tensor | None, theirs: KVLayout, mine: KVLayout) -> tuple[Tensor, Tensor | None]:
