@@ -25,7 +25,7 @@ from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Hello, Key, Push
-from kvrelay.transfer.relayout import convert, read_as
+from kvrelay.transfer.relayout import convert, narrow
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 PIECE_BYTES = 2**19
@@ -148,7 +148,7 @@ class NarrowedFrame(OtherFrame):
     """A frame for a receiver that keeps KV in 8 bits: it is converted when it is read."""
 
     def read(self, out: Tensor) -> None:
-        read_as(self._pool, self._table, self._wire, self._frame, out)
+        narrow(self._pool, self._table, self._wire, self._frame, out)
 
 
 class FrameJob:
