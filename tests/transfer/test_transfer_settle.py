@@ -72,7 +72,7 @@ def on_link(layout: KVLayout, seed: int = 1) -> tuple[Frame, torch.Tensor]:
 def place(pool: KVPool, layout: KVLayout, frame: Frame, table: Sequence[int] = TABLE) -> FrameBuffer:
     if layout == pool.layout:
         return PoolFrame(pool, table, frame)
-    return ConvertedFrame(pool, LocalWorker(SENDER, layout, "").hello(RECEIVER, TransferConfig()), table, frame, 0)
+    return ConvertedFrame(pool, layout, table, frame, 0)
 
 
 def touched(launch: Launch, *memory: torch.Tensor) -> bool:
