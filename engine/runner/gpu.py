@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.triton import TritonAttention
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.attention.triton import TritonAttention, architecture_of
+from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
@@ -42,6 +42,8 @@ from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
+FP8_ARCHITECTURE = 89
+"""Compute capability, times ten, from which on GPUs convert to and from E4M3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,8 @@ def build_gpu_runner(
     checkpoint = Checkpoint(folder)
     memory = memory or memory_of(device)
     options = options.on("cuda", memory.total())
+    coded = options.kv_dtype != "fp8" or architecture_of(torch.device(device)) >= FP8_ARCHITECTURE
+    require(coded, "kv_dtype", options.kv_dtype, "auto, or int8 on a GPU of compute capability below 8.9")
     run_dtype = config.dtype if dtype == "auto" else dtype
     layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
     with asking(f"the weights of {folder} in {run_dtype}", memory), torch.inference_mode():

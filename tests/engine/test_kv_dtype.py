@@ -128,3 +128,10 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"head_dim is 15; with dtype 'int8' it must be even"):
         KVLayout(2, 2, 15, 8, "int8")
     assert EngineConfig(kv_dtype="fp8").on("cuda").kv_dtype == "fp8"
+
+
+def test_fp8_is_refused_by_a_gpu_that_cannot_convert_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pytest.importorskip("kvrelay.engine.runner.gpu")
+    monkeypatch.setattr(gpu, "architecture_of", lambda device: 80)
+    with pytest.raises(ValueError, match=r"kv_dtype is 'fp8'; allowed: auto, or int8 on a GPU of .* below 8\.9"):
+        gpu.build_gpu_runner(pico(), "float32", EngineConfig(kv_dtype="fp8", kv_memory_bytes=2**24), device="cpu")
