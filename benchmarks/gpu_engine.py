@@ -79,7 +79,7 @@ class Bench:
             max_context=64 if machine.dry else 32768 + 256,
             prefix_cache=False,
         ).on("cpu" if machine.dry else "cuda")
-        layout = self.config.kv_layout(self.config.dtype, options.block_size, "HND")
+        layout = self.config.kv_layout(self.config.dtype, options.kv_dtype, options.block_size, "HND")
         pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()
         spec = ModelSpec(

@@ -213,7 +213,7 @@ class KVReceiver(Endpoint[Receiving]):
     def _expect(self, transfer: Receiving, pair: Pair | None) -> None:
         """Tells the machine what to expect, once the router's announcement and the sender's layout are known."""
         if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
-            theirs = pair.hello.layout
+            theirs = pair.hello.layout.sent_to(self.local.layout)
             size = theirs.block_size
             manifest = Manifest(*transfer.announced, theirs.token_bytes, size, size, theirs.layers)
             transfer.manifest = manifest
@@ -326,7 +326,7 @@ class KVReceiver(Endpoint[Receiving]):
 
     def accept(self, stream: ControlStream, hello: Hello) -> None:
         """Takes a control stream of a peer to which there is no `objection`; an older one of that peer ends."""
-        conversion = self.local.layout.conversion(hello.layout)
+        conversion = self.local.layout.conversion(hello.layout.sent_to(self.local.layout))
         if conversion is not None:
             logger.warning("KV is converted on arrival", extra={"peer": stream.peer.name, "differing": conversion})
         older = self._pairs.get(stream.peer.incarnation)

@@ -66,7 +66,7 @@ def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:
     if not options.kv_memory_bytes:
         return replace(options, memory_share=part)
     target, draft = (
-        read_config(path).kv_layout("float32", options.block_size, "NHD").block_bytes
+        read_config(path).kv_layout("float32", options.kv_dtype, options.block_size, "NHD").block_bytes
         for path in (folder, Path(options.speculation.draft_model))
     )
     return replace(options, kv_memory_bytes=max(1, options.kv_memory_bytes * draft // target))

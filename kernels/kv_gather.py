@@ -9,8 +9,8 @@
     blocks   int64 [N] or int32 [N]: the blocks of the frame's tokens; the first token is in slot 0 of the first block
     frame    uint8, contiguous
 
-`kv_scatter` also sets the unused slots of the last block to 0, in these layers and heads. The scales of a pool of 8
-bits are copied the same way: they are a pool with D = 1.
+`kv_scatter` also sets the unused slots of the last block to 0, in these layers and heads. A pool with scales is copied
+as one of planes: one head, one slot, and D bytes of numbers and scales.
 
 Grid: (N, 2 * layers); a program copies the keys, or the values, of one block and layer, in vectors of 16 bytes where D
 allows it. Limit: memory: each byte of the frame is read once and written once.

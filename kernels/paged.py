@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.kv_codes import LARGEST, SCALE
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number of each 8-bit type that KV may be stored in. A pool of these types has scales."""
 DIMS = (16, 256)
 """Smallest and largest head size that attention takes."""
 LOG2_E = 1.4426950408889634
@@ -21,10 +20,10 @@ class PagedKV(NamedTuple):
     """One layer of a paged KV pool."""
 
     pool: Tensor
-    """[block, layer, k|v, Hkv, slot, D]."""
+    """[block, layer, k|v, Hkv, slot, D]; contiguous but for gaps between planes, where the scales may be."""
     layer: int
     scales: Tensor | None = None
-    """float32 [block, layer, k|v, Hkv, slot]; only with a pool of 8 bits."""
+    """bfloat16 [block, layer, k|v, Hkv, slot], the same; only with a pool of 8 bits (see `kv_codes`)."""
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int]:
         """What an attention kernel takes: keys, values, the scales of both, block strides of pool and scales."""
@@ -42,15 +41,17 @@ def check_pool(kv: PagedKV, like: Tensor) -> None:
         ValueError: it isn't, or doesn't.
     """
     pool, layer, scales = kv
-    if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
-        raise ValueError(f"pool is {list(pool.shape)}; allowed: [block, layer, 2, Hkv, slot, D], contiguous")
+    if pool.dim() != 6 or pool.shape[2] != 2 or not pool[0, 0, 0].is_contiguous():
+        raise ValueError(f"pool is {list(pool.shape)}; allowed: [block, layer, 2, Hkv, slot, D], contiguous planes")
     if not 0 <= layer < pool.shape[1]:
         raise ValueError(f"layer is {layer}; allowed: 0 to {pool.shape[1] - 1}")
-    check_tensor("pool", pool, tuple(pool.shape), like, like.dtype, *LARGEST)
+    check_tensor("pool", pool[0, 0, 0], tuple(pool.shape[3:]), like, like.dtype, *LARGEST)
     if (pool.dtype in LARGEST) != (scales is not None):
         raise ValueError(f"scales are {'missing' if scales is None else 'given'} for a pool of {pool.dtype}")
     if scales is not None:
-        check_tensor("scales", scales, tuple(pool.shape[:5]), like, torch.float32)
+        if scales.shape != pool.shape[:5]:
+            raise ValueError(f"scales is {list(scales.shape)}; allowed: {list(pool.shape[:5])}")
+        check_tensor("scales", scales[0, 0, 0], tuple(pool.shape[3:5]), like, SCALE)
 
 
 def check_attention(
@@ -165,7 +166,7 @@ def attend_keys(
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
         if key_scales is not None:
             scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
-            s *= tl.load(key_scales + scale_offset, mask=present, other=0.0)[None, :]
+            s *= tl.load(key_scales + scale_offset, mask=present, other=0.0).to(tl.float32)[None, :]
         if MASKED:
             if position is None:
                 seen = present[None, :]
@@ -181,7 +182,7 @@ def attend_keys(
         total = total * rescale[:, None]
         if value_scales is not None:
             scale_offset = blocks.to(tl.int64) * scale_block_stride + slot
-            p *= tl.load(value_scales + scale_offset, mask=present, other=0.0)[None, :]
+            p *= tl.load(value_scales + scale_offset, mask=present, other=0.0).to(tl.float32)[None, :]
         total = tl.dot(p.to(q.dtype), v.to(q.dtype), total, input_precision=PRECISION)
         largest = new_largest
         blocks = _block_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)

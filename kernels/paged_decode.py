@@ -111,7 +111,7 @@ def bytes_moved(
 ) -> int:
     """Bytes that must move: the KV that is seen, with scales if of 8 bits, queries in and results out."""
     seen = sum(min(context, window) if window else context for context in contexts)
-    kv = 2 * kv_heads * (dim * kv_element_size + (4 if kv_element_size == 1 else 0))
+    kv = 2 * kv_heads * (dim * kv_element_size + (2 if kv_element_size == 1 else 0))
     return seen * kv + 2 * len(contexts) * heads * dim * element_size
 
 

@@ -9,8 +9,7 @@
     cos, sin  float32 [T, 1, D], as `reference.rope` takes them (the first half of sin is negated)
     slots     int64 [T], block * block_size + position in the block; negative for a token whose KV isn't kept
     pool      [block, layer, k|v, Hkv, slot, D], of qkv's type, int8 or float8_e4m3fn
-    scales    float32 [block, layer, k|v, Hkv, slot], with a pool of 8 bits: value = number in the pool * scale,
-              scale = largest magnitude of that head's D numbers / 127 (int8), / 448 (float8)
+    scales    bfloat16 [block, layer, k|v, Hkv, slot], with a pool of 8 bits; `kv_codes` has the formulas
     out       [T, H, D]
 
 Grid: (T, ceil((H + 2 Hkv) / HEADS)). Limit: memory. `bytes_moved` counts it.
@@ -23,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.paged import LARGEST, PagedKV, check_pool
+from kvrelay.kernels.kv_codes import LARGEST
+from kvrelay.kernels.paged import PagedKV, check_pool
 
 HEADS = 4
 """Heads of one program."""
@@ -31,7 +31,7 @@ HEADS = 4
 
 def bytes_moved(tokens: int, heads: int, kv_heads: int, dim: int, element_size: int, kv_element_size: int) -> int:
     """Bytes that must move: the projection, half of cos and sin, and slots are read; queries, KV and scales written."""
-    kv = 2 * kv_heads * (dim * kv_element_size + (4 if kv_element_size == 1 else 0))
+    kv = 2 * kv_heads * (dim * kv_element_size + (2 if kv_element_size == 1 else 0))
     return tokens * (((2 * heads + 2 * kv_heads) * dim) * element_size + kv + 4 * dim + 8)
 
 
@@ -47,7 +47,9 @@ def rope_kv_write_kernel(
     out,
     eps,
     block_stride,
+    plane_stride,
     scale_block_stride,
+    scale_plane_stride,
     HEADS_Q: tl.constexpr,
     HEADS_KV: tl.constexpr,
     DIM: tl.constexpr,
@@ -89,23 +91,28 @@ def rope_kv_write_kernel(
         keys_values = (head >= HEADS_Q) & (head < HEADS_Q + 2 * HEADS_KV)
         kept = inside & keys_values
         block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        # Dimensions k|v and head as one: the heads of keys, then those of values.
-        head_slot = (head - HEADS_Q) * BLOCK_SIZE + position
-        kv_target = layer_pool + block * block_stride + head_slot * DIM + column
+        plane = (head >= HEADS_Q + HEADS_KV).to(tl.int64)
+        head_slot = (head - HEADS_Q - plane * HEADS_KV) * BLOCK_SIZE + position
+        kv_target = layer_pool + block * block_stride + plane * plane_stride + head_slot * DIM + column
         if LARGEST > 0.0:
             x, y = first.to(tl.float32), second.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))[:, None]
-            inverse = LARGEST / tl.where(largest > 0.0, largest, 1.0)
+            # As integers, because a NaN is larger than all numbers then.
+            bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            exact = tl.max(bits, 1)[:, None].to(tl.float32, bitcast=True) / LARGEST
+            up = ((exact.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+            scale = tl.where(exact == exact, tl.where(exact < 2.0**-126, 0.0, up), exact)
+            divisor = tl.where(scale > 0.0, scale, float("inf"))
             # Rounding may push the largest number out of the type's range.
-            x = tl.clamp(x * inverse, -LARGEST, LARGEST)
-            y = tl.clamp(y * inverse, -LARGEST, LARGEST)
+            x = tl.clamp(x / divisor, -LARGEST, LARGEST)
+            y = tl.clamp(y / divisor, -LARGEST, LARGEST)
             if layer_pool.dtype.element_ty == tl.int8:
                 # A cast truncates: this rounds, half away from zero.
                 x = tl.where(x >= 0.0, x + 0.5, x - 0.5)
                 y = tl.where(y >= 0.0, y + 0.5, y - 0.5)
             tl.store(kv_target, x.to(layer_pool.dtype.element_ty), mask=kept)
             tl.store(kv_target + half_dim, y.to(layer_pool.dtype.element_ty), mask=kept)
-            tl.store(layer_scales + block * scale_block_stride + head_slot, largest / LARGEST, mask=keys_values)
+            scale_target = layer_scales + block * scale_block_stride + plane * scale_plane_stride + head_slot
+            tl.store(scale_target, scale.to(tl.bfloat16), mask=keys_values)
         else:
             tl.store(kv_target, first, mask=kept)
             tl.store(kv_target + half_dim, second, mask=kept)
@@ -150,7 +157,9 @@ def rope_kv_write(
             out,
             eps,
             pool.stride(0),
+            pool.stride(2),
             0 if scales is None else scales.stride(0),
+            0 if scales is None else scales.stride(2),
             HEADS_Q=heads,
             HEADS_KV=kv_heads,
             DIM=dim,

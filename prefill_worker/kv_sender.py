@@ -12,7 +12,7 @@ and the next hand-off opens another. A link that ends is opened again under the 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -100,7 +100,6 @@ class Sending(Transfer[SendAttempt]):
     """One attempt of this worker to hand KV over."""
 
     pair: Pair
-    manifest: Manifest
     started_at: float | None = None
     """When the first frame was queued."""
     finished_at: float | None = None
@@ -168,7 +167,7 @@ class KVSender(Endpoint[Sending]):
         manifest = Manifest(
             len(tokens),
             tokens_digest(tokens),
-            layout.token_bytes,
+            self._token_bytes(pair),
             layout.block_size,
             cut.tokens,
             layout.layers,
@@ -176,7 +175,7 @@ class KVSender(Endpoint[Sending]):
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)
-        self._transfers[key] = Sending(machine=machine, pair=pair, manifest=manifest, offered_at=now)
+        self._transfers[key] = Sending(machine=machine, pair=pair, offered_at=now)
         pair.stream.put(machine.offer)
 
     def progress(self, key: Key, hold: Hold) -> None:
@@ -189,7 +188,7 @@ class KVSender(Endpoint[Sending]):
             self._host.release(hold)
             return
         transfer.table.extend(hold.blocks)
-        self._feed(transfer, Computed(len(transfer.table) * transfer.manifest.block_size, hold))
+        self._feed(transfer, Computed(len(transfer.table) * transfer.machine.manifest.block_size, hold))
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
         """All of the prompt is computed, and `first_token` was sampled: `hold` keeps the whole block table.
@@ -250,11 +249,11 @@ class KVSender(Endpoint[Sending]):
 
     def _stats(self, transfer: Sending) -> TransferStats:
         now = self.runtime.now()
-        tokens = transfer.manifest.tokens - (transfer.machine.have or 0)
+        tokens = transfer.machine.manifest.tokens - (transfer.machine.have or 0)
         return TransferStats(
             transfer_seconds=now - (transfer.started_at or now),
             handoff_seconds=now - (transfer.finished_at or now),
-            nbytes=transfer.manifest.nbytes(tokens),
+            nbytes=transfer.machine.manifest.nbytes(tokens),
             grant_seconds=(transfer.granted_at or now) - transfer.offered_at,
         )
 
@@ -275,11 +274,18 @@ class KVSender(Endpoint[Sending]):
 
     def _on_hello(self, pair: Pair, hello: Hello) -> None:
         pair.hello = hello
+        for transfer in self._of(pair):
+            transfer.machine.manifest = replace(transfer.machine.manifest, token_bytes=self._token_bytes(pair))
         objection = self.local.objection(hello, self.config)
         if hello.incarnation != pair.incarnation:
             objection = Code.UNKNOWN_PEER, f"{pair.peer.address} is {hello.worker} {hello.incarnation}"
         if objection is not None:
             pair.stream.end(*objection)
+
+    def _token_bytes(self, pair: Pair) -> int:
+        """Bytes of a token on the link, as far as the receiver's layout is known."""
+        mine = self.local.layout
+        return (mine if pair.hello is None else mine.sent_to(pair.hello.layout)).token_bytes
 
     def _dial(self, pair: Pair) -> tuple[Code, str] | None:
         """Starts to open a link of the next epoch; why it can't be, or None."""

@@ -38,7 +38,8 @@ class TransferConfig:
     """
 
     convert_dtype: bool = True
-    """Convert KV where the decode worker's dtype differs from the prefill worker's; off refuses such a pair."""
+    """Convert KV where the decode worker's dtype or `kv_dtype` differs from the prefill worker's; off refuses such a
+    pair."""
 
     lease_seconds: float = 5.0
     """How long a sender keeps exported blocks without a message of the receiver."""

@@ -7,7 +7,8 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
                              straight out of the blocks             the reserved blocks, which nobody reads before the
                                                                     commit; a partial last block goes through a buffer
     buffers only, or other   copies the blocks to the link's        receives into the link's buffer, verifies, and
-    layouts, or a GPU's      buffer, hashes, sends                  then copies (or converts) into the blocks
+    layouts, or a GPU's      buffer (or converts them to 8 bits),   then copies (or converts) into the blocks
+                             hashes, sends
 """
 
 from abc import ABC, abstractmethod
@@ -18,13 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Hello, Key, Push
-from kvrelay.transfer.relayout import convert
+from kvrelay.transfer.relayout import convert, narrow
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 PIECE_BYTES = 2**19
@@ -54,7 +56,8 @@ def announce(key: Key, frame: Frame) -> Push:
 
 
 class FrameBuffer(Protocol):
-    """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another (`ConvertedFrame`)."""
+    """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
+    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`)."""
 
     def runs(self) -> list[memoryview] | None:
         """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
@@ -104,16 +107,15 @@ class PoolFrame:
         self._pool.write(self._table, self._frame.first, self._frame.tokens, data, self._frame.part)
 
 
-class ConvertedFrame:
-    """A received frame of another layout: it is converted when it is written. Nothing is sent from one."""
+class OtherFrame:
+    """Common part of frames whose layout on the link isn't that of this pool: they go through a buffer."""
 
-    def __init__(self, pool: KVPool, peer: Hello, table: Sequence[int], frame: Frame, keep: int) -> None:
-        """The first `keep` tokens have their KV here already, in blocks that others may share: they stay untouched."""
+    def __init__(self, pool: KVPool, wire: KVLayout, table: Sequence[int], frame: Frame) -> None:
+        """`wire` is the layout on the link."""
         self._pool = pool
-        self._peer = peer
+        self._wire = wire
         self._table = table
         self._frame = frame
-        self._keep = keep
 
     def nbytes(self) -> int:
         return self._frame.nbytes
@@ -125,10 +127,29 @@ class ConvertedFrame:
         return None
 
     def read(self, out: Tensor) -> None:
-        raise RuntimeError("a frame in another worker's layout can only be written")
+        raise RuntimeError("a received frame can only be written")
 
     def write(self, data: Tensor) -> None:
-        convert(self._pool, self._table, self._peer.layout, self._frame, data, self._keep)
+        raise RuntimeError("a frame to send can only be read")
+
+
+class ConvertedFrame(OtherFrame):
+    """A received frame of another layout: it is converted when it is written."""
+
+    def __init__(self, pool: KVPool, wire: KVLayout, table: Sequence[int], frame: Frame, keep: int) -> None:
+        """The first `keep` tokens have their KV here already, in blocks that others may share: they stay untouched."""
+        super().__init__(pool, wire, table, frame)
+        self._keep = keep
+
+    def write(self, data: Tensor) -> None:
+        convert(self._pool, self._table, self._wire, self._frame, data, self._keep)
+
+
+class NarrowedFrame(OtherFrame):
+    """A frame for a receiver that keeps KV in 8 bits: it is converted when it is read."""
+
+    def read(self, out: Tensor) -> None:
+        narrow(self._pool, self._table, self._wire, self._frame, out)
 
 
 class FrameJob(ABC):
@@ -357,7 +378,12 @@ class PoolFrames:
         on_read: Callable[[], None],
     ) -> SendJob:
         """See `SendJob`; `table` is the sequence's block table."""
-        return SendJob(key, frame, claim, PoolFrame(self._pool, table, frame), self._kind(peer), announce, on_read)
+        place: FrameBuffer = PoolFrame(self._pool, table, frame)
+        mine = self._pool.layout
+        wire = mine if peer is None else mine.sent_to(peer.layout)
+        if wire != mine:
+            place = NarrowedFrame(self._pool, wire, table, frame)
+        return SendJob(key, frame, claim, place, self._kind(peer), announce, on_read)
 
     def receive(
         self,
@@ -371,8 +397,9 @@ class PoolFrames:
     ) -> ReceiveJob:
         """See `ReceiveJob`; the first `keep` tokens have their KV here already."""
         place: FrameBuffer = PoolFrame(self._pool, table, frame)
-        if self._pool.layout.conversion(peer.layout) is not None:
-            place = ConvertedFrame(self._pool, peer, table, frame, keep)
+        wire = peer.layout.sent_to(self._pool.layout)
+        if self._pool.layout.conversion(wire) is not None:
+            place = ConvertedFrame(self._pool, wire, table, frame, keep)
         return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
 
     def drain(self, nbytes: int, peer: Hello) -> DrainJob:

@@ -42,7 +42,8 @@ class SendAttempt:
         self.dropped = 0
         self.have: int | None = None
         """Tokens that the receiver had before the first frame; None before its first grant."""
-        self._manifest = manifest
+        self.manifest = manifest
+        """Its `token_bytes` may be replaced until the first grant: they depend on the receiver's layout."""
         self._timeouts = timeouts
         self._deadline = now + timeouts.grant + timeouts.lease
         self._lease = now + timeouts.lease
@@ -60,7 +61,7 @@ class SendAttempt:
     @property
     def offer(self) -> Offer:
         """The first message to the receiver."""
-        return Offer(*self.key, self._manifest.tokens, self._manifest.digest)
+        return Offer(*self.key, self.manifest.tokens, self.manifest.digest)
 
     @property
     def over(self) -> bool:
@@ -96,7 +97,7 @@ class SendAttempt:
                 yield from self._send()
             case Finished(first_token, hold):
                 self._holds.append(hold)
-                self._computed = self._manifest.tokens
+                self._computed = self.manifest.tokens
                 self._first_token = first_token
                 self._enter(now)
                 yield from self._send()
@@ -145,8 +146,8 @@ class SendAttempt:
     def _on_grant(self, grant: Grant, now: float) -> Iterator[SendAction]:
         if grant.epoch <= self._epoch:
             self.dropped += 1
-        elif not self._manifest.is_border(grant.have):
-            message = f"grant from token {grant.have} of {self._manifest.tokens}"
+        elif not self.manifest.is_border(grant.have):
+            message = f"grant from token {grant.have} of {self.manifest.tokens}"
             yield from self._end(State.FAILED, Code.PROTOCOL, message, tell=True)
         else:
             self.have = grant.have if self.have is None else self.have
@@ -169,7 +170,7 @@ class SendAttempt:
 
     def _send(self) -> Iterator[SendAction]:
         """Frames for what is computed and granted, and Finish after the last one."""
-        manifest = self._manifest
+        manifest = self.manifest
         if not self._granted:
             return
         end = self._computed

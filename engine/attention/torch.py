@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.pool import KVPool, planes
 from kvrelay.kernels.cpu import ops
+from kvrelay.kernels.kv_codes import dequantize, quantize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +45,8 @@ class TorchAttention:
         if layout.order != "NHD":
             raise ValueError(f"KVLayout.order is {layout.order}; attention on CPU takes NHD")
         self._layout = layout
-        self._pool = pool.tensor
-        self._pages = pool.tensor.view(-1, layout.block_size * layout.kv_heads * layout.head_dim)
+        self._pool = pool
+        self._pages = pool.pages
         self._windows = windows
         self._rows: dict[int, list[Row]] = {}
         self._places = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
@@ -63,11 +64,11 @@ class TorchAttention:
         if norm is not None:
             qk = ops.rms_norm(qk, norm.weight, norm.eps)
         query, key = ops.rope(qk, rotation.cos, rotation.sin).split_with_sizes((heads, kv_heads), 1)
-        self._pool[:, layer, 0][self._places] = key
-        self._pool[:, layer, 1][self._places] = value
+        self._write(layer, 0, key)
+        self._write(layer, 1, value)
         out = torch.empty_like(query)
         for row in self._rows[self._windows[layer]]:
-            pages = self._pages.index_select(0, row.pages + 2 * layer)
+            pages = self._read(row.pages + 2 * layer).to(query.dtype)
             keys, values = pages.view(2, -1, kv_heads, dim)[:, row.keys].transpose(1, 2)
             # [Hkv, G, tokens, D]. For one token the group takes the place of the tokens: each key is read once.
             grouped = query[row.queries].view(-1, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
@@ -84,6 +85,18 @@ class TorchAttention:
                 result = result.transpose(1, 2)
             out[row.queries] = result.permute(2, 0, 1, 3).flatten(1, 2)
         return out.flatten(1)
+
+    def _write(self, layer: int, kind: int, numbers: Tensor) -> None:
+        """Writes the step's keys (kind 0) or values (1), [T, Hkv, D], into the pool."""
+        scales = self._pool.scales
+        if scales is not None:
+            numbers, scales[:, layer, kind][self._places] = quantize(numbers, self._pool.tensor.dtype)
+        self._pool.tensor[:, layer, kind][self._places] = numbers
+
+    def _read(self, pages: Tensor) -> Tensor:
+        """Numbers [pages, slot, Hkv, D] of these pages."""
+        numbers, scales = planes(self._pages.index_select(0, pages), self._layout)
+        return numbers if scales is None else dequantize(numbers, scales)
 
     def _plan_rows(self, inputs: AttentionInputs, window: int) -> list[Row]:
         size, page_stride = self._layout.block_size, 2 * self._layout.layers

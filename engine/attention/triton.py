@@ -78,9 +78,12 @@ class TritonAttention:
     decode rows changes on the device lies in tensors that the graph reads at fixed addresses.
     """
 
-    def __init__(self, pool: KVPool, windows: tuple[int, ...], heads: int, rows: int, longest: int) -> None:
+    def __init__(
+        self, pool: KVPool, dtype: torch.dtype, windows: tuple[int, ...], heads: int, rows: int, longest: int
+    ) -> None:
         """
         Args:
+            dtype: of queries.
             windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
@@ -94,7 +97,8 @@ class TritonAttention:
         self._pool = pool
         self._windows = windows
         layout, device = pool.layout, pool.tensor.device
-        self._tile = choose_tile(layout.head_dim, pool.tensor.dtype, layout.block_size, architecture_of(device))
+        page = 0 if layout.scaled else layout.block_size
+        self._tile = choose_tile(layout.head_dim, dtype, page, architecture_of(device))
         self._tile_tokens = self._tile.rows // (heads // layout.kv_heads)
         self._step: PlannedStep | None = None
         self._workspace = SplitWorkspace(layout, heads, rows, longest, processors_of(device), device)
@@ -127,7 +131,7 @@ class TritonAttention:
         if step is None:
             raise RuntimeError("attention runs before a step was planned")
         inputs = step.inputs
-        kv, window = PagedKV(self._pool.tensor, layer), self._windows[layer]
+        kv, window = PagedKV(self._pool.tensor, layer, self._pool.scales), self._windows[layer]
         query = rope_kv_write(qkv, rotation, inputs.slots, kv, norm)
         out = torch.empty_like(query)
         first = step.decodes

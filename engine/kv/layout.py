@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
+SCALED = frozenset({"int8", "fp8"})
+"""The dtypes of 8 bits; fp8 is E4M3 without infinities. Each head of a token has a scale for its keys and one for its
+values, a bfloat16."""
+SCALE_BYTES = 2
 
-KVDtype = Literal["float32", "bfloat16", "float16"]
+FloatDtype = Literal["float32", "bfloat16", "float16"]
+"""Of weights and of what is computed."""
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 Order = Literal["NHD", "HND"]
 
 
@@ -27,10 +33,12 @@ ALL_LAYERS = LayerPart()
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape and order of a block-first KV pool: `[block, layer, k|v, *inner]`.
+    """Shape and order of a block-first KV pool: `[block, layer, k|v, plane]`.
 
-    A block across all layers is one contiguous run of `block_bytes`. `inner` is `[slot, head, dim]` for NHD (CPU) and
-    `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of heads then stays contiguous).
+    A block across all layers is one contiguous run of `block_bytes`. A plane is the keys, or the values, of one layer
+    in one block: numbers `[*inner]` and, if the dtype is one of SCALED, then their scales `[*inner without dim]`.
+    `inner` is `[slot, head, dim]` for NHD (CPU) and `[head, slot, dim]` for HND (GPU, where a tensor-parallel slice of
+    heads then stays contiguous).
     """
 
     layers: int
@@ -51,6 +59,8 @@ class KVLayout:
             raise ValueError(f"KVLayout.tp_rank is {self.tp_rank}; it must be in [0, {self.tp_size})")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KVLayout.dtype is {self.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
+        if self.scaled and self.head_dim % 2:
+            raise ValueError(f"KVLayout.head_dim is {self.head_dim}; with dtype {self.dtype!r} it must be even")
 
     @property
     def inner(self) -> tuple[int, int, int]:
@@ -60,9 +70,24 @@ class KVLayout:
         return self.kv_heads, self.block_size, self.head_dim
 
     @property
+    def scaled(self) -> bool:
+        """Whether numbers are codes that have scales."""
+        return self.dtype in SCALED
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one token's keys, or values, in one head: `head_dim` numbers and their scale."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.scaled else 0)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_dim * dtype`."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one token's KV over all layers: `2 * layers * kv_heads * head_bytes`."""
+        return 2 * self.layers * self.kv_heads * self.head_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of the keys, or values, of one layer in one block."""
+        return self.block_size * self.kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -90,6 +115,13 @@ class KVLayout:
         if blocks < 1:
             raise ValueError(f"kv_memory_bytes is {memory_bytes}; one KV block of this model takes {self.block_bytes}")
         return blocks
+
+    def sent_to(self, receiver: "KVLayout") -> "KVLayout":
+        """The layout of frames from a pool of this layout to one of `receiver`'s.
+
+        It has 8 bits if either has them: the sender converts to them. All other conversions are the receiver's.
+        """
+        return replace(self, dtype=receiver.dtype) if receiver.scaled and not self.scaled else self
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Names the first field that keeps KV of `other` from being converted to this layout; None if nothing does."""

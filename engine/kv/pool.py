@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import ALL_LAYERS, KVLayout, LayerPart, memory_runs
+from kvrelay.engine.kv.layout import ALL_LAYERS, DTYPE_BYTES, KVLayout, LayerPart, memory_runs
+from kvrelay.kernels.kv_codes import SCALE
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 class KVPool:
-    """One zeroed tensor `[block, layer, k|v, *inner]`.
+    """Zeroed memory of blocks: `bytes` is all of it, `[block, layer, k|v, plane]`; `tensor` and `scales` are views of
+    it as numbers `[block, layer, k|v, *inner]` and, for 8 bits, their scales `[block, layer, k|v, *inner without dim]`.
 
     `read` and `write` touch the named blocks only, so other threads may send some blocks while a step computes in
     others; the holder of a block decides who may touch it. On the CPU they copy in the calling thread and use none of
@@ -24,8 +32,9 @@ class KVPool:
     A frame is the KV of tokens [first_token, first_token + num_tokens) of one sequence, where `first_token` is the
     first of a block: whole blocks as they lie in the pool, then what the tokens use of a partial last block, compacted.
 
-        whole      [layer, k|v, *inner] each
-        partial    [layer, k|v, slot, head, dim] of its first slots (NHD), or [layer, k|v, head, slot, dim] (HND)
+        whole      [layer, k|v, plane] each
+        partial    [layer, k|v, plane] of its first slots: numbers [slot, head, dim] (NHD) or [head, slot, dim] (HND),
+                   and then their scales, if they have any
 
     A frame may also be of a part of the layers only.
 
@@ -37,15 +46,26 @@ class KVPool:
         self.num_blocks = num_blocks
         # Zeroed now, so that all memory is taken at start, where running out of it is a clear error. Otherwise a
         # worker's size would grow as blocks are first used.
-        self.tensor = _empty(layout.shape(num_blocks), TORCH_DTYPES[layout.dtype], torch.device(device)).zero_()
-        self._bytes = self.tensor.view(torch.uint8)
+        self.bytes = _empty((num_blocks, layout.layers, 2, layout.plane_bytes), torch.device(device))
+        self.bytes.zero_()
+        self.tensor, self.scales = planes(self.bytes, layout)
         # Block by block, a GPU would spend its time on starting copies.
-        self._by_kernel = self._bytes.is_cuda
+        self._by_kernel = self.bytes.is_cuda
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pool holds at most."""
         return self.num_blocks * self.layout.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.bytes.nbytes
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [block * layer * k|v, plane_bytes], every plane."""
+        return self.bytes.flatten(0, 2)
 
     def runs(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart = ALL_LAYERS
@@ -55,12 +75,12 @@ class KVPool:
         Raises:
             ValueError: as `read`, or the pool isn't in host memory.
         """
-        if self._bytes.device.type != "cpu":
-            raise ValueError(f"the KV pool is on {self._bytes.device}; runs are of host memory only")
+        if self.bytes.device.type != "cpu":
+            raise ValueError(f"the KV pool is on {self.bytes.device}; runs are of host memory only")
         self._check_range(blocks, first_token, num_tokens)
         start = first_token // self.layout.block_size
         used = blocks[start : start + num_tokens // self.layout.block_size]
-        memory = memoryview(self._bytes.view(-1).numpy().data)
+        memory = memoryview(self.bytes.view(-1).numpy().data)
         return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
 
     def read(
@@ -84,11 +104,12 @@ class KVPool:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `out` is too short.
         """
         size = self._check(blocks, first_token, num_tokens, out, part)
-        if self._by_kernel:
-            self._gather(self._used(blocks, first_token, num_tokens), num_tokens, out[:size], part)
-        else:
-            for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part):
-                framed[...] = pooled
+        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        if whole:
+            self._gather(blocks, first_token, whole, out, part)
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, out, part, whole):
+            framed[...] = pooled
+        self.settle()
         return size
 
     def write(
@@ -110,59 +131,64 @@ class KVPool:
         Raises:
             ValueError: the tokens don't begin a block or are not all in `blocks`, or `data` is too short.
         """
-        size = self._check(blocks, first_token, num_tokens, data, part)
-        if self._by_kernel:
-            self._scatter(self._used(blocks, first_token, num_tokens), num_tokens, data[:size], part)
-            return
+        self._check(blocks, first_token, num_tokens, data, part)
+        whole = num_tokens // self.layout.block_size if self._by_kernel else 0
+        if whole:
+            self._scatter(blocks, first_token, whole, data, part)
         end = first_token + num_tokens
         if end % self.layout.block_size:
             layers = part.layers(self.layout.layers)
-            self._bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
-        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, part):
+            self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, data, part, whole):
             pooled[...] = framed
+        self.settle()
 
-    def _gather(self, blocks: Tensor, num_tokens: int, out: Tensor, part: LayerPart) -> None:
-        """`read` by one kernel; `out`, as long as the frame, may be on another device."""
+    def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor, part: LayerPart) -> None:
+        """Reads `count` whole blocks by one kernel; `out` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
 
-        near = out.device == blocks.device
-        frame = out if near else torch.empty(len(out), dtype=torch.uint8, device=blocks.device)
-        kv_gather(self.tensor, blocks, num_tokens, frame, self.layout.order, layers=self._range(part))
-        if not near:
-            out.copy_(frame)
-        self.settle()
+        used = self._used(blocks, first_token, count)
+        frame = out[: self.layout.nbytes(count * self.layout.block_size, part)]
+        near = frame if out.device == used.device else torch.empty_like(frame, device=used.device)
+        kv_gather(self._rows, used, count, near, layers=self._range(part))
+        if near is not frame:
+            frame.copy_(near)
 
-    def _scatter(self, blocks: Tensor, num_tokens: int, data: Tensor, part: LayerPart) -> None:
-        """`write` by one kernel; `data`, as long as the frame, may be on another device."""
+    def _scatter(self, blocks: Sequence[int], first_token: int, count: int, data: Tensor, part: LayerPart) -> None:
+        """Writes `count` whole blocks by one kernel; `data` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_scatter
 
-        frame = data.to(blocks.device)
-        kv_scatter(self.tensor, blocks, num_tokens, frame, self.layout.order, layers=self._range(part))
-        self.settle()
+        used = self._used(blocks, first_token, count)
+        frame = data[: self.layout.nbytes(count * self.layout.block_size, part)]
+        kv_scatter(self._rows, used, count, frame.to(used.device), layers=self._range(part))
 
     def _range(self, part: LayerPart) -> tuple[int, int]:
         """The first layer of the part, and how many it has."""
         layers = part.layers(self.layout.layers)
         return layers.start, len(layers)
 
-    def _used(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-        """int64, on the pool's device: the blocks of a frame."""
-        size = self.layout.block_size
-        used = blocks[first_token // size : self.layout.blocks_for(first_token + num_tokens)]
-        return torch.tensor(used, dtype=torch.int64, device=self.tensor.device)
+    @property
+    def _rows(self) -> Tensor:
+        """uint8 [block, layer, k|v, 1, 1, plane_bytes]: for a copy, a whole plane is one row of one slot."""
+        return self.bytes[:, :, :, None, None]
+
+    def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
+        """int64 [count], on the pool's device: the blocks from that of `first_token` on."""
+        start = first_token // self.layout.block_size
+        return torch.tensor(blocks[start : start + count], dtype=torch.int64, device=self.tensor.device)
 
     def warm_up(self) -> None:
         """Compiles the kernels that frames need on a GPU, before a frame's timeout could count it. Changes no block."""
         if self._by_kernel:
-            frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self._bytes.device)
+            frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self.bytes.device)
             self.read([0], 0, self.layout.block_size, frame)
             gpu_checksum(frame)
             self.write([0], 0, self.layout.block_size, frame)
 
     def settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
-        if self._bytes.is_cuda:
-            torch.cuda.current_stream(self._bytes.device).synchronize()
+        if self.bytes.is_cuda:
+            torch.cuda.current_stream(self.bytes.device).synchronize()
 
     def _check_range(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> None:
         size, end = self.layout.block_size, first_token + num_tokens
@@ -185,26 +211,57 @@ class KVPool:
         return needed
 
     def _pieces(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        frame: Tensor,
+        part: LayerPart,
+        skip: int,
     ) -> Iterator[tuple[Any, Any]]:
-        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of.
+        """Pairs of equal shape, (part of the pool, part of the frame), that the frame consists of after `skip` blocks.
 
         NumPy arrays if both are on the CPU, because torch would split a copy of this size over threads; else tensors.
         """
-        on_cpu = self._bytes.device.type == frame.device.type == "cpu"
-        pool: Any = self._bytes.numpy() if on_cpu else self._bytes
+        on_cpu = self.bytes.device.type == frame.device.type == "cpu"
+        pool: Any = self.bytes.numpy() if on_cpu else self.bytes
         rest: Any = frame.numpy() if on_cpu else frame
         layout, layers = self.layout, part.layers(self.layout.layers)
-        index = first_token // layout.block_size
+        index = first_token // layout.block_size + skip
+        num_tokens -= skip * layout.block_size
+        rest = rest[layout.nbytes(skip * layout.block_size, part) :]
         while num_tokens > 0:
             used = min(num_tokens, layout.block_size)
-            block = pool[blocks[index], layers.start : layers.stop]
-            piece = block[:, :, :used] if layout.order == "NHD" else block[:, :, :, :used]
-            size = layout.nbytes(used, part)
-            yield piece, rest[:size].reshape(piece.shape)
+            block, size = pool[blocks[index], layers.start : layers.stop], layout.nbytes(used, part)
+            framed = rest[:size].reshape(len(layers), 2, -1)
+            if used == layout.block_size:
+                yield block, framed
+            else:
+                for there, here in zip(fields(block, layout), fields(framed, layout), strict=True):
+                    yield (there[:, :, :used] if layout.order == "NHD" else there[:, :, :, :used]), here
             rest = rest[size:]
             num_tokens -= used
             index += 1
+
+
+def planes(data: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
+    """Views of bytes as numbers [..., *inner], and their scales [..., *inner without dim] if they have any.
+
+    Args:
+        data: uint8 [..., plane]; a plane may have fewer slots than a block.
+    """
+    numbers, *scales = fields(data, layout)
+    return numbers.view(TORCH_DTYPES[layout.dtype]), scales[0].view(SCALE).squeeze(-1) if scales else None
+
+
+def fields(array: Any, layout: KVLayout) -> list[Any]:
+    """Views [..., *inner, bytes] of the numbers of planes [..., plane], and of their scales if they have any."""
+    size, heads = array.shape[-1], layout.kv_heads
+    slots = size // (heads * layout.head_bytes)
+    inner = (slots, heads) if layout.order == "NHD" else (heads, slots)
+    end = slots * heads * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    parts = [array[..., :end], array[..., end:]] if layout.scaled else [array]
+    return [part.reshape(*array.shape[:-1], *inner, part.shape[-1] // (slots * heads)) for part in parts]
 
 
 def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | str = "cpu") -> KVPool:
@@ -221,17 +278,17 @@ def allocate_pool(layout: KVLayout, memory_bytes: int, device: torch.device | st
         raise ValueError(f"kv_memory_bytes is {memory_bytes}; {free} of {total} bytes are free on {device}") from error
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of that shape; on CPU in huge pages if the system has them.
+def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bytes of that shape; on CPU in huge pages if the system has them.
 
     Decode reads blocks all over the pool, and with small pages the look-up of their addresses slows it down.
     """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel has none
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
 
 def gpu_checksum(data: Tensor) -> int:

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvrelay.engine.kv.layout import KVDtype, KVLayout, Order
+from kvrelay.engine.config import CacheDtype
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout, Order
 from kvrelay.engine.models.architecture import Architecture, Traits
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.registry import ARCHITECTURES
 from kvrelay.engine.models.stored import StoredFormat, stored_format
 
 RopeKind = Literal["default", "linear", "llama3"]
-DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+DTYPES: tuple[FloatDtype, ...] = get_args(FloatDtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,15 @@ class ModelConfig:
     tie_embeddings: bool
     traits: Traits
     eos_token_ids: tuple[int, ...]
-    dtype: KVDtype
+    dtype: FloatDtype
     """Of the weights in the files that aren't quantized, as config.json says."""
     stored: StoredFormat | None = None
     """How the files' linear layers are quantized; None if they aren't."""
 
-    def kv_layout(self, dtype: KVDtype, block_size: int, order: Order) -> KVLayout:
-        """The layout of this model's KV."""
-        return KVLayout(self.layers, self.kv_heads, self.head_dim, block_size, dtype, order)
+    def kv_layout(self, dtype: FloatDtype, kv_dtype: CacheDtype, block_size: int, order: Order) -> KVLayout:
+        """The layout of this model's KV, which is stored in `dtype`, of the weights, if `kv_dtype` is auto."""
+        stored = dtype if kv_dtype == "auto" else kv_dtype
+        return KVLayout(self.layers, self.kv_heads, self.head_dim, block_size, stored, order)
 
     def windows(self, max_context: int) -> tuple[int, ...]:
         """[layers] the window of each layer, as in `Traits`; 0 too if no context is longer than it."""
@@ -157,7 +159,7 @@ def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, 
     return ()
 
 
-def _dtype(fields: Fields) -> KVDtype:
+def _dtype(fields: Fields) -> FloatDtype:
     """From `dtype`, as transformers 5 writes it, or `torch_dtype`; float32 if neither is there."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     return fields.choice(name, DTYPES, default="float32")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvrelay.engine.kv.layout import KVDtype
+from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig
 
@@ -23,8 +23,8 @@ class ModelSpec:
     max_context: int
     """Prompt plus completion, in tokens, at most."""
     eos_token_ids: tuple[int, ...]
-    dtype: KVDtype
-    """Of weights and KV as they run, whatever the files hold."""
+    dtype: FloatDtype
+    """Of the weights as they run, whatever the files hold."""
     fingerprint: str
     """Hexadecimal SHA-256 over the config and the weights; see `Checkpoint.fingerprint`."""
     context_limit: ContextLimit = "model"
@@ -32,7 +32,7 @@ class ModelSpec:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: KVDtype, *, max_context: int, pool_tokens: int
+        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: FloatDtype, *, max_context: int, pool_tokens: int
     ) -> "ModelSpec":
         """The spec of a checkpoint.
 

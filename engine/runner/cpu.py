@@ -15,7 +15,7 @@ from kvrelay.engine.attention.base import Attention, AttentionInputs
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig, Quantization
-from kvrelay.engine.kv.layout import KVDtype, KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
@@ -142,13 +142,14 @@ def build_cpu_runner(
     checkpoint = Checkpoint(folder)
     options = options.on("cpu")
     check_stored(options.quantization, config.stored)
-    layout = config.kv_layout(_run_dtype(dtype, config), options.block_size, "NHD")
-    spec = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
+    run_dtype = _run_dtype(dtype, config)
+    layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
+    spec = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    team = _team(config, layout, threads)
+    team = _team(config, run_dtype, layout, threads)
     with torch.inference_mode():
-        weights = _load(checkpoint, config, TORCH_DTYPES[layout.dtype], team, options.quantization, on_loaded)
+        weights = _load(checkpoint, config, TORCH_DTYPES[run_dtype], team, options.quantization, on_loaded)
     pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
     spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
@@ -162,9 +163,10 @@ def build_cpu_runner(
         return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1)
 
 
-def _team(config: ModelConfig, layout: KVLayout, threads: int) -> Team | None:
+def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:
     """The threads of the native kernels; None if those aren't available, or don't support the model."""
-    kernels = library() if supports(TORCH_DTYPES[layout.dtype]) and fits(config) else None
+    served = dtype != "float16" and supports(TORCH_DTYPES[layout.dtype]) and fits(config)
+    kernels = library() if served else None
     return None if kernels is None else Team(kernels, threads)
 
 
@@ -189,7 +191,7 @@ def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor 
     return ops.linear(weight.dequantize().to(dtype) if isinstance(weight, CodedWeight) else weight, bias)
 
 
-def _run_dtype(dtype: Dtype, config: ModelConfig) -> KVDtype:
+def _run_dtype(dtype: Dtype, config: ModelConfig) -> FloatDtype:
     if dtype != "auto":
         return dtype
     return "float32" if config.dtype == "float16" else config.dtype

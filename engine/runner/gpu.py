@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.triton import TritonAttention
-from kvrelay.engine.config import Dtype, EngineConfig
+from kvrelay.engine.attention.triton import TritonAttention, architecture_of
+from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
@@ -47,6 +47,8 @@ from kvrelay.kernels.sample import NONFINITE, Choices, sample
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
+FP8_ARCHITECTURE = 89
+"""Compute capability, times ten, from which on GPUs convert to and from E4M3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class GpuRunner:
         self.device = pool.tensor.device
         self._purpose = (
             f"steps of max_batch_tokens {options.max_batch_tokens} and max_sequences {options.max_sequences} beside"
-            f" {pool.tensor.nbytes} bytes of KV (kv_memory_bytes)"
+            f" {pool.nbytes} bytes of KV (kv_memory_bytes)"
         )
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
@@ -117,7 +119,9 @@ class GpuRunner:
         self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
         self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
         windows = model.config.windows(spec.max_context)
-        self.attention = TritonAttention(pool, windows, model.config.heads, rows, spec.max_context)
+        self.attention = TritonAttention(
+            pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, spec.max_context
+        )
         self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
@@ -266,23 +270,25 @@ def build_gpu_runner(
     checkpoint = Checkpoint(folder)
     memory = memory or memory_of(device)
     options = options.on("cuda", memory.total())
-    layout = config.kv_layout(config.dtype if dtype == "auto" else dtype, options.block_size, "HND")
-    run_dtype, quantization = TORCH_DTYPES[layout.dtype], options.quantization
+    coded = options.kv_dtype != "fp8" or architecture_of(torch.device(device)) >= FP8_ARCHITECTURE
+    require(coded, "kv_dtype", options.kv_dtype, "auto, or int8 on a GPU of compute capability below 8.9")
+    run_dtype, quantization = config.dtype if dtype == "auto" else dtype, options.quantization
+    layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "HND")
 
     def lay_out(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
         if isinstance(weight, CodedWeight):
-            return quant_linear(weight, bias, run_dtype, torch.device(device))
+            return quant_linear(weight, bias, TORCH_DTYPES[run_dtype], torch.device(device))
         return gpu_ops.linear(weight, bias)
 
     linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
-    kept = layout.dtype if quantization == "none" else quantization
+    kept = run_dtype if quantization == "none" else quantization
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, run_dtype, linear, on_loaded, device, Head(head))
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
-    unbounded = ModelSpec.of(checkpoint, config, layout.dtype, max_context=options.max_context, pool_tokens=0)
+    unbounded = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
     pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
-    with asking(f"buffers beside {pool.tensor.nbytes} bytes of KV (kv_memory_bytes)", memory):
+    with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
         return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
 
 

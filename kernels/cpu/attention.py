@@ -1,7 +1,7 @@
 """Paged attention on the native kernels: passes the description of a step to them through ctypes.
 
-Queries, keys, values and results of a step are float32; the pool is float32 or bfloat16. The operations are
-`reference.rms_norm`, `rope` and `paged_attention`.
+Queries, keys, values and results of a step are float32; the pool is float32, bfloat16 or int8 with scales. The
+operations are `reference.rms_norm`, `rope` and `paged_attention`, and `kv_codes.quantize`.
 """
 
 import ctypes
@@ -22,6 +22,9 @@ WRITE = "kvrelay_rope_kv_write"
 ATTEND = "kvrelay_attention"
 """Attends, after WRITE has written."""
 
+POOL_TYPES = (torch.float32, torch.bfloat16, torch.int8)
+"""In the order of `KVType` in attention.h."""
+
 
 class AttentionArgs(ctypes.Structure):
     """The arguments of both kernels for one layer; `AttentionArgs` in attention.h."""
@@ -37,8 +40,8 @@ class AttentionArgs(ctypes.Structure):
 class _Shape(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_int32, "heads kv_heads head_dim block_size"),
-        ("block_stride", ctypes.c_int64),
-        *fields(ctypes.c_int32, "kv_bf16 threads"),
+        *fields(ctypes.c_int64, "block_stride plane_stride"),
+        *fields(ctypes.c_int32, "kv_type threads"),
     )
 
 
@@ -48,7 +51,8 @@ class PagedAttention:
     def __init__(self, library: ctypes.CDLL, pool: Tensor, heads: int, windows: Sequence[int], threads: int) -> None:
         """
         Args:
-            pool: [block, layer, k|v, slot, Hkv, D], float32 or bfloat16, contiguous.
+            pool: [block, layer, k|v, slot, Hkv, D], float32, bfloat16 or int8, its last three dimensions contiguous.
+                Those of int8 are followed by their scales, bfloat16 [slot, Hkv].
             heads: query heads.
             windows: of each layer; see `reference.paged_attention`.
             threads: that share the work of a step.
@@ -58,7 +62,7 @@ class PagedAttention:
             MemoryError: no memory for the step.
         """
         if not supports(pool.dtype):
-            raise ValueError(f"pool is {pool.dtype}; allowed: torch.float32, torch.bfloat16")
+            raise ValueError(f"pool is {pool.dtype}; allowed: {', '.join(map(str, POOL_TYPES))}")
         self._library = library
         self._pool = pool
         self._heads = heads
@@ -67,7 +71,14 @@ class PagedAttention:
         self._rotation: tuple[Tensor, Tensor] | None = None
         _, _, _, block_size, kv_heads, head_dim = pool.shape
         shape = _Shape(
-            heads, kv_heads, head_dim, block_size, pool.stride(0), int(pool.dtype == torch.bfloat16), threads
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            pool.stride(0),
+            pool.stride(2),
+            POOL_TYPES.index(pool.dtype),
+            threads,
         )
         library.kvrelay_attention_new.restype = ctypes.c_void_p
         library.kvrelay_attention_plan.restype = ctypes.c_bool
@@ -130,7 +141,7 @@ class PagedAttention:
 
 def supports(dtype: torch.dtype) -> bool:
     """Whether the kernels read a pool of this type."""
-    return dtype in (torch.float32, torch.bfloat16)
+    return dtype in POOL_TYPES
 
 
 def _address(array: Indices) -> ctypes.c_void_p:

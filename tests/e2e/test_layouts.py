@@ -53,3 +53,25 @@ def test_a_prefill_in_float32_serves_a_decode_in_bfloat16(tmp_path: Path) -> Non
         log = (tmp_path / "decode-0.log").read_text()
     assert "KV is converted on arrival" in log
     assert "dtype: bfloat16 here, float32 there" in log
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("auto", "int8"), pytest.param("int8", "int8", marks=SLOW), pytest.param("int8", "auto", marks=SLOW)],
+)
+def test_either_role_may_keep_kv_in_int8(prefill: str, decode: str, tmp_path: Path) -> None:
+    kinds = {"prefill": prefill, "decode": decode}
+    roles = {role: {"engine": {**ENGINE, "kv_dtype": kind}} for role, kind in kinds.items()}
+    with process_cluster(tmp_path, "pico", worker={"engine": ENGINE}, roles=roles) as cluster:
+        prompts = [random.Random(length).choices(range(2, 200), k=length) for length in LENGTHS]
+        first = [ask(cluster.router, prompt) for prompt in prompts]
+        assert all(len(tokens) == OUT for tokens in first)
+        # The second time, decode has the KV of most of the prompt in its prefix cache: the very same codes.
+        assert [ask(cluster.router, prompt) for prompt in prompts] == first
+        cluster.wait_idle()
+        log = (tmp_path / "decode-0.log").read_text()
+    # The sender makes the 8 bits, and the receiver everything else of them.
+    assert ("KV is converted on arrival" in log) == (decode == "auto")

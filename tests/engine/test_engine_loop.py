@@ -278,7 +278,7 @@ def test_one_wrong_bit_changes_the_next_token(data: st.DataObject, length: int) 
     position = data.draw(st.integers(0, length - 1))
     layer, part, head, byte = (data.draw(st.integers(0, most)) for most in (1, 1, 1, 15))
     where = (blocks[position // 8], position % 8, layer, part, head, byte)
-    runner.slots[where] ^= 1 << data.draw(st.integers(0, 7))
+    runner.parts[0][where] ^= 1 << data.draw(st.integers(0, 7))
     assert runner.run(plan).tokens != (right,)
     runner.fill(blocks, tokens, 0)
     if length >= 16:

@@ -59,6 +59,15 @@ def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> list[list[
     return heard
 
 
+@interpreted
+def test_kv_in_int8_yields_the_cpu_runners_tokens(llama: Path) -> None:
+    options = replace(OPTIONS, kv_dtype="int8")
+    asked = [(40, SamplingParams(max_tokens=3, temperature=0.0)), (5, SamplingParams(max_tokens=4, temperature=0.0))]
+    runner = gpu_runner(llama, options)
+    assert runner.pool.tensor.dtype == torch.int8
+    assert serve(runner, asked) == serve(build_cpu_runner(llama, "float32", options), asked)
+
+
 def serve_scored(
     runner: Runner, asked: list[tuple[int, SamplingParams]]
 ) -> list[tuple[list[int], list[TokenLogprobs]]]:

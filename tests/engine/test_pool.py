@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout, LayerPart, Order
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.pool import KVPool, fields
 
 BLOCKS = 7
 SIZE = 8
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def layout_of(order: Order = "NHD", dtype: str = "float32") -> KVLayout:
@@ -23,16 +23,20 @@ def layout_of(order: Order = "NHD", dtype: str = "float32") -> KVLayout:
 def filled(layout: KVLayout) -> KVPool:
     """A pool in which all numbers differ, as far as the type can tell them apart."""
     pool = KVPool(layout, BLOCKS)
-    pool.tensor.copy_(torch.arange(pool.tensor.numel()).remainder(2039).view(pool.tensor.shape))
+    if layout.scaled:
+        pool.bytes.copy_(torch.arange(pool.nbytes).remainder(251).view(pool.bytes.shape))
+    else:
+        pool.tensor.copy_(torch.arange(pool.tensor.numel()).remainder(2039).view(pool.tensor.shape))
     return pool
 
 
 def tokens_of(pool: KVPool, blocks: list[int], first: int, count: int) -> Tensor:
-    """The tokens' KV, gathered one by one: [token, layer, k|v, head, dim]."""
+    """The bytes of the tokens' KV, gathered one by one: [token, layer, k|v, head, bytes]."""
+    held = torch.cat(fields(pool.bytes, pool.layout), -1)
     slots = [(blocks[token // SIZE], token % SIZE) for token in range(first, first + count)]
     if pool.layout.order == "NHD":
-        return torch.stack([pool.tensor[block, :, :, slot] for block, slot in slots])
-    return torch.stack([pool.tensor[block, :, :, :, slot] for block, slot in slots])
+        return torch.stack([held[block, :, :, slot] for block, slot in slots])
+    return torch.stack([held[block, :, :, :, slot] for block, slot in slots])
 
 
 tables = st.permutations(range(BLOCKS)).flatmap(
@@ -49,13 +53,13 @@ def test_a_frame_carries_its_tokens_to_any_blocks_and_touches_no_others(
 ) -> None:
     layout = layout_of(order, dtype)
     sender = filled(layout)
-    before = sender.tensor.clone()
+    before = sender.bytes.clone()
     blocks, first, count = source
     other_blocks, other_first, room = target
     count = min(count, room)
     frame = torch.full((count * layout.token_bytes + 5,), 77, dtype=torch.uint8)
     assert sender.read(blocks, first, count, frame) == count * layout.token_bytes
-    assert torch.equal(sender.tensor, before)
+    assert torch.equal(sender.bytes, before)
     assert (frame[-5:] == 77).all()
 
     receiver = filled(layout)
@@ -63,7 +67,7 @@ def test_a_frame_carries_its_tokens_to_any_blocks_and_touches_no_others(
     assert torch.equal(tokens_of(receiver, other_blocks, other_first, count), tokens_of(sender, blocks, first, count))
     used = other_blocks[other_first // SIZE : layout.blocks_for(other_first + count)]
     others = [block for block in range(BLOCKS) if block not in used]
-    assert torch.equal(receiver.tensor[others], before[others])
+    assert torch.equal(receiver.bytes[others], before[others])
     rest = len(used) * SIZE - count
     if rest:
         assert not tokens_of(receiver, other_blocks, other_first + count, rest).any()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import ALL_TRANSPORTS, CHUNK, TRANSFER, Scene, scene
+from support.faults import ALL_TRANSPORTS, CHUNK, Scene, over, scene
 from support.hash_worker import STEP_SECONDS
 
 RETRIED = {
@@ -50,14 +50,13 @@ FIRST = 30
 AT_ONCE = 12
 
 
-@pytest.fixture(scope="module", params=ALL_TRANSPORTS)
+@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, "int8"])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = []
     for name, text in (RETRIED | SURVIVED | ALONE).items():
         place, action = text.split(":")
         rules.append(f"{place},request={name},attempt=1,times=1:{action}")
-    transfer = {**TRANSFER, "transport": request.param}
-    with scene(tmp_path_factory.mktemp("corruption"), rules, transfer=transfer) as it:
+    with scene(tmp_path_factory.mktemp("corruption"), rules, **over(request.param)) as it:
         yield it
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.faults import ALL_TRANSPORTS, TRANSFER, Scene, scene
+from support.faults import ALL_TRANSPORTS, Scene, over, scene
 from support.processes import wait_until
 
 FREE_SECONDS = 3.0
@@ -36,11 +36,10 @@ def name_of(place: str, action: str) -> str:
     return f"{action} {place}".replace(",", " ").replace("=", " ")
 
 
-@pytest.fixture(scope="module", params=ALL_TRANSPORTS)
+@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, pytest.param("int8", marks=pytest.mark.slow)])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = [rule(place, "kill") for place in KILLS] + [rule(place, "exit(3)") for place in EXITS]
-    transfer = {**TRANSFER, "transport": request.param}
-    with scene(tmp_path_factory.mktemp("kills"), rules, losses=True, transfer=transfer) as it:
+    with scene(tmp_path_factory.mktemp("kills"), rules, losses=True, **over(request.param)) as it:
         yield it
 
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.paged import LARGEST, PagedKV
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels.kv_codes import LARGEST, SCALE, dequantize, quantize
+from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.reference import paged_attention
 
 LAYERS = 2
@@ -27,7 +30,7 @@ class Sequences:
     def expected(self, window: int = 0) -> Tensor:
         """[T, H, D] by the definition, in float32 or better."""
         pool, layer, scales = self.kv
-        held = pool.float() if scales is None else pool.float() * scales[..., None]
+        held = pool.float() if scales is None else dequantize(pool, scales)
         # What nobody wrote must not count.
         held = held.nan_to_num(0.0, 0.0, 0.0).transpose(3, 4)
         rows = []
@@ -64,22 +67,23 @@ def make_sequences(
     for table, mine in zip(tables, order.split(counts), strict=True):
         table[: len(mine)] = mine
     values = torch.randn(blocks, LAYERS, 2, kv_heads, block_size, dim, generator=generator)
-    scales = None
     written = torch.zeros(blocks, block_size, dtype=torch.bool)
     for table, context in zip(tables, contexts, strict=True):
         positions = torch.arange(context)
         written[table[positions // block_size].long(), positions % block_size] = True
     unwritten = ~written[:, None, None, None, :, None]
     if kv_dtype in LARGEST:
-        scales = values.abs().amax(-1) / LARGEST[kv_dtype]
-        values = values / scales[..., None]
-        values = (values.round() if kv_dtype == torch.int8 else values).masked_fill(unwritten, 127.0)
-        scales = scales.masked_fill(unwritten[..., 0], torch.nan).to(device)
+        codes, scales = quantize(values, kv_dtype)
+        layout = KVLayout(LAYERS, kv_heads, dim, block_size, "int8" if kv_dtype == torch.int8 else "fp8", "HND")
+        held = KVPool(layout, blocks, device)
+        held.tensor.copy_(codes.float().masked_fill(unwritten, 127.0).to(kv_dtype))
+        held.scales.copy_(scales.masked_fill(unwritten[..., 0], torch.nan))
+        kv = PagedKV(held.tensor, LAYER, held.scales)
     else:
-        values = values.masked_fill(unwritten, torch.nan)
+        kv = PagedKV(values.masked_fill(unwritten, torch.nan).to(kv_dtype or dtype).to(device), LAYER)
     return Sequences(
         torch.randn(sum(lengths), heads, dim, generator=generator).to(device, dtype),
-        PagedKV(values.to(kv_dtype or dtype).to(device), LAYER, scales),
+        kv,
         tables.to(device),
         list(contexts),
         list(lengths),
@@ -136,7 +140,7 @@ def blank(
     """Query, KV and block tables of so many tokens: as much as a launch that is only compiled needs."""
     heads, kv_heads, dim = shape
     pool = torch.zeros(2, LAYERS, 2, kv_heads, block_size, dim, dtype=kv_dtype)
-    scales = torch.zeros(pool.shape[:5]) if kv_dtype in LARGEST else None
+    scales = torch.zeros(pool.shape[:5], dtype=SCALE) if kv_dtype in LARGEST else None
     # A width that is no multiple of 16, as contexts make it.
     tables = torch.zeros(rows, 17, dtype=torch.int32)
     return torch.zeros(rows, heads, dim, dtype=dtype), PagedKV(pool, LAYER, scales), tables

@@ -20,13 +20,14 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.program import Team
+from kvrelay.kernels.kv_codes import dequantize, quantize
 
 LIBRARY = library()
 native_only = pytest.mark.skipif(LIBRARY is None, reason="no native kernels: no compiler, or the CPU lacks AVX2")
 
 pytestmark = pytest.mark.usefixtures("products")
 
-TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2, torch.int8: 3e-2}
 LAYERS = 2
 """The first without a window, the second with one."""
 
@@ -54,16 +55,22 @@ class Step:
         )
         needed = [layout.blocks_for(start + length) for start, length in rows]
         self.pool = KVPool(layout, sum(needed) + 2)
-        self.pool.tensor.fill_(torch.nan)
+        self.pool.tensor.fill_(127 if layout.scaled else torch.nan)
+        if self.pool.scales is not None:
+            self.pool.scales.fill_(torch.nan)
         self._random = torch.Generator().manual_seed(seed)
         order = np.random.default_rng(seed).permutation(self.pool.num_blocks)
         self.tables = np.zeros((len(rows), max(needed)), np.int32)
         for row, (start, _) in enumerate(rows):
             self.tables[row, : needed[row]] = order[sum(needed[:row]) : sum(needed[: row + 1])]
             if start:
-                frame = self._normal(start * layout.token_bytes // self.pool.tensor.element_size())
-                frame = frame.to(self.pool.tensor.dtype).view(torch.uint8)
-                self.pool.write(self.tables[row].tolist(), 0, start, frame)
+                positions = np.arange(start)
+                places = self.tables[row, positions // shape.block], positions % shape.block
+                numbers = self._normal(start, LAYERS, 2, shape.kv_heads, shape.dim)
+                if self.pool.scales is not None:
+                    numbers, scales = quantize(numbers, self.pool.tensor.dtype)
+                    self.pool.scales[places[0], :, :, places[1]] = scales
+                self.pool.tensor[places[0], :, :, places[1]] = numbers.to(self.pool.tensor.dtype)
         self.tokens = sum(length for _, length in rows)
         self.qkv = self._normal(self.tokens, shape.heads + 2 * shape.kv_heads, shape.dim)
         angles = self._normal(self.tokens, 1, shape.dim // 2)
@@ -91,7 +98,14 @@ class Step:
 
     @property
     def tiled(self) -> bool:
-        return LIBRARY is not None and self.pool.tensor.dtype == torch.bfloat16 and bool(LIBRARY.kvrelay_tiles_used())
+        wide = self.pool.tensor.dtype == torch.float32
+        return LIBRARY is not None and not wide and bool(LIBRARY.kvrelay_tiles_used())
+
+    @property
+    def held(self) -> Tensor:
+        """The numbers in the pool."""
+        pool = self.pool
+        return pool.tensor if pool.scales is None else dequantize(pool.tensor, pool.scales)
 
     def run(self, attention: Attention, layer: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """[T, H, D]."""
@@ -120,17 +134,18 @@ class Step:
                 context = start + length
                 blocks = self.tables[row, : -(-context // shape.block)].tolist()
                 expected = reference.paged_attention(
-                    turned[here, : shape.heads], self.pool.tensor, layer, blocks, context, layer * shape.window
+                    turned[here, : shape.heads], self.held, layer, blocks, context, layer * shape.window
                 )
                 # Tiles round queries and weights to bfloat16, like any prefill attention in that type.
                 near = 2e-2 if self.tiled else 6e-6 * scale
                 torch.testing.assert_close(found[here], expected, atol=near, rtol=near)
                 positions = np.arange(start, context)
-                written = self.pool.tensor[
-                    self.tables[row, positions // shape.block], layer, :, positions % shape.block
-                ]
+                written = self.held[self.tables[row, positions // shape.block], layer, :, positions % shape.block]
                 torch.testing.assert_close(written[:, 0].float(), turned[here, shape.heads :], atol=bound, rtol=bound)
-                assert torch.equal(written[:, 1], self.qkv[here, rotated:].to(written.dtype))
+                values = self.qkv[here, rotated:]
+                if self.pool.layout.scaled:
+                    values = dequantize(*quantize(values, self.pool.tensor.dtype))
+                assert torch.equal(written[:, 1], values.to(written.dtype))
                 first += length
 
 
@@ -150,15 +165,16 @@ def native(step: Step, threads: int = 2) -> NativeAttention:
 @pytest.mark.parametrize("backend", [torch_backend, pytest.param(native, marks=native_only)])
 @settings(max_examples=15, deadline=None)
 @given(
+    st.sampled_from(["float32", "int8"]),
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 2, 7, 16, 130, 150])), min_size=1, max_size=6),
     st.sampled_from([0, 1, 20, 140]),
     st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     st.integers(0, 2**16),
 )
 def test_any_mixture_of_rows(
-    backend: Callable[[Step], Attention], rows: Rows, window: int, heads: tuple[int, int], seed: int
+    backend: Callable[[Step], Attention], dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
 ) -> None:
-    step = Step(Shape(*heads, dim=16, window=window), rows, seed)
+    step = Step(Shape(*heads, dim=16, window=window), rows, seed, dtype)
     step.check(backend(step))
 
 
@@ -168,7 +184,7 @@ any_shape = given(
     st.integers(1, 9),
     st.sampled_from([1, 3, 8, 16, 32]),
     st.sampled_from([0, 1, 20, 140, 300]),
-    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
     st.integers(1, 4),
     st.integers(0, 2**16),
 )
@@ -189,14 +205,14 @@ test_many_shapes = pytest.mark.slow(native_only(settings(max_examples=150, deadl
 
 
 @native_only
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_long_context(dtype: KVDtype) -> None:
     step = Step(Shape(9, 3, 64, 16, 3000), [(9000, 1), (7777, 70), (5, 1)], 7, dtype)
     step.check(native(step, 3))
 
 
 @native_only
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("length", [1, 3, 100])
 def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: KVDtype) -> None:
     """Bit by bit, so that a sequence's tokens don't depend on the other requests."""
@@ -205,7 +221,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
     alone = Step(shape, rows[:1], 5, dtype)
     together = Step(shape, rows, 5, dtype)
     blocks = -(-(700 + length) // shape.block)
-    together.pool.tensor[together.tables[0, :blocks]] = alone.pool.tensor[alone.tables[0, :blocks]]
+    together.pool.bytes[together.tables[0, :blocks]] = alone.pool.bytes[alone.tables[0, :blocks]]
     together.qkv[:length] = alone.qkv
     for mine, others in zip(together.rotation, alone.rotation, strict=True):
         mine[:length] = others

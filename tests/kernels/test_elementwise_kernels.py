@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from triton_compile import ARCHITECTURES, Compiler
 
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import add_rmsnorm, reference, silu_mul
+from kvrelay.kernels.kv_codes import SCALE, dequantize
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.rope_kv_write import rope_kv_write
 
@@ -120,10 +123,12 @@ def test_kv_of_8_bits(kind: torch.dtype, share: float, norm: bool) -> None:
     case = Rope(9, (4, 2), 24, norm, torch.float32)
     case.qkv[2, -1] = 0.0
     case.kv[2, 1, -1] = 0.0
-    pool = case.pool(kind)
-    scales = torch.full(pool.shape[:5], torch.nan, device=DEVICE)
+    layout = KVLayout(3, case.kv_heads, 24, BLOCK, "int8" if kind == torch.int8 else "fp8", "HND")
+    held = KVPool(layout, case.blocks, DEVICE)
+    pool, scales = held.tensor, held.scales
+    scales.fill_(torch.nan)
     close(rope_kv_write(case.qkv, case.rotation, case.slots, PagedKV(pool, 2, scales), case.norm), case.query)
-    found = case.written(pool, 2).float() * case.written(scales, 2)[..., None]
+    found = dequantize(case.written(pool, 2), case.written(scales, 2))
     bound = case.kept.abs().amax(-1, keepdim=True) * share * 1.01
     assert ((found - case.kept).abs() <= bound).all()
     assert scales[:, :2].isnan().all()
@@ -173,7 +178,7 @@ def launch_gate() -> None:
 
 def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
     pool = torch.zeros(2, 1, 2, 8, 16, dim).to(kv)
-    scales = torch.zeros(2, 1, 2, 8, 16) if kv.itemsize == 1 else None
+    scales = torch.zeros(2, 1, 2, 8, 16, dtype=SCALE) if kv.itemsize == 1 else None
     weights = (torch.zeros(40, dim, dtype=torch.bfloat16), 1e-5) if norm else None
     angles = torch.zeros(4, 1, dim)
     qkv = torch.zeros(4, 48, dim, dtype=torch.bfloat16)

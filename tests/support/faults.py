@@ -7,6 +7,7 @@ with scene(folder, ["prefill.after_finish,request=one,attempt=1:kill"]) as it:
 
 import json
 import math
+import os
 import random
 import signal
 import threading
@@ -52,6 +53,8 @@ TRANSFER = {
     "lease_seconds": 2.0,
     "transfer_timeout_seconds": 4.0,
 }
+KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
+"""Of every scene: the whole suite can be run with KV in int8."""
 CLIENT_SECONDS = 90.0
 AT_ONCE = 20
 """Of the requests of `asking`."""
@@ -59,6 +62,13 @@ TRANSPORTS = ("shm", "tcp")
 """What `auto` picks: between workers on one machine, and on two."""
 SLOW_GLOO = pytest.param("gloo", marks=pytest.mark.slow)
 ALL_TRANSPORTS = (*TRANSPORTS, SLOW_GLOO)
+
+
+def over(kind: str) -> dict[str, dict[str, Any]]:
+    """Options of a scene: over a transport, or "int8" for what `auto` picks with KV in int8."""
+    if kind == "int8":
+        return {"transfer": TRANSFER, "engine": {"kv_dtype": "int8"}}
+    return {"transfer": {**TRANSFER, "transport": kind}}
 
 
 class Running:
@@ -269,7 +279,7 @@ def scene(
     environment = {name: str(value) for name, value in times.items()}
     for variable, of_damage in ((failpoints.VARIABLE, False), (damage.VARIABLE, True)):
         environment[variable] = ";".join(rule for rule in rules if rule.startswith(damage.PLACES) == of_damage)
-    engine = {**ENGINE, **options.get("engine", {})}
+    engine = {**ENGINE, "kv_dtype": KV_DTYPE, **options.get("engine", {})}
     decode_engine = {**engine, **options.get("decode_engine", {})}
     roles: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {"engine": decode_engine}}
     with ExitStack() as stack:

@@ -54,7 +54,7 @@ def links_of(kind: str) -> tuple[Mapping[str, Transport], Mapping[str, Transport
 
 def raw(pool: KVPool) -> torch.Tensor:
     """View of the pool's bytes, [blocks, block_bytes]."""
-    return pool.tensor.view(torch.uint8).reshape(pool.num_blocks, -1)
+    return pool.bytes.flatten(1)
 
 
 def content(pool: KVPool, blocks: Sequence[int], tokens: int, first: int = 0) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.pool import KVPool, fields
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
@@ -45,8 +45,8 @@ def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec
 
 
 def kv_bytes(tokens: Sequence[int], first_position: int, layout: KVLayout = LAYOUT) -> NDArray[np.uint8]:
-    """The KV of consecutive tokens: uint8 [token, layer, k|v, head, bytes of a head]."""
-    head_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+    """The KV of consecutive tokens: uint8 [token, layer, k|v, head, bytes of a head], scales included."""
+    head_bytes = layout.head_bytes
     layer_bytes = 2 * layout.kv_heads * head_bytes
     words = -(-layer_bytes // 8)
     token = np.asarray(tokens, np.uint64)[:, None, None]
@@ -104,11 +104,11 @@ class HashRunner:
         self.spec = hash_spec() if spec is None else spec
         self.layout = layout
         self.pool = KVPool(layout, num_blocks)
-        memory = self.pool.tensor.view(torch.uint8).numpy()
+        memory = self.pool.bytes.numpy()
         # Noise, as in memory that others have used.
         memory[...] = np.random.default_rng(num_blocks).integers(0, 256, memory.shape, np.uint8)
-        self.slots = np.moveaxis(memory, 3 if layout.order == "NHD" else 4, 1)
-        """View [block, slot, layer, k|v, head, bytes of a head] of the pool."""
+        self.parts = [np.moveaxis(part, 3 if layout.order == "NHD" else 4, 1) for part in fields(memory, layout)]
+        """Views [block, slot, layer, k|v, head, bytes] of the pool: numbers and, if there are any, their scales."""
         self.steps = 0
         self._last: HashStep | None = None
 
@@ -147,12 +147,15 @@ class HashRunner:
         positions = np.arange(first_position, first_position + len(tokens))
         size = self.layout.block_size
         where = np.asarray(blocks)[positions // size]
-        self.slots[where, positions % size] = kv_bytes(tokens, first_position, self.layout)
+        data = kv_bytes(tokens, first_position, self.layout)
+        for part in self.parts:
+            part[where, positions % size] = data[..., : part.shape[-1]]
+            data = data[..., part.shape[-1] :]
 
     def held_bytes(self, blocks: Sequence[int] | NDArray[np.int32], num_tokens: int) -> NDArray[np.uint8]:
         """The KV of a sequence's first tokens as it is in the pool, in the shape of `kv_bytes`."""
         used = np.asarray(blocks, np.int64)[: -(-num_tokens // self.layout.block_size)]
-        slots = self.slots[used]
+        slots = np.concatenate([part[used] for part in self.parts], -1)
         return slots.reshape(-1, *slots.shape[2:])[:num_tokens]
 
     def holds_kv_of(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,8 @@ BEAT_SECONDS = "HASH_BEAT_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
+# As many bytes in int8, so that hash models of both have the same KV bytes and yield the same tokens.
+INT8_LAYOUT = replace(WORKER_LAYOUT, head_dim=62, dtype="int8")
 KV_BYTES = 8 * 2**20
 """Of a pool whose size is `auto`."""
 ROLES: dict[WorkerRole, type[HandoffRole]] = {"prefill": PrefillRole, "decode": DecodeRole}
@@ -64,8 +67,9 @@ class SlowHashRunner(HashRunner):
 def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[float], None]) -> tuple[Engine, Runner]:
     """Replaces `build_engine` for the hash model, with WORKER_LAYOUT's block size."""
     config = config.on("cpu")
-    blocks = (config.kv_memory_bytes or KV_BYTES) // WORKER_LAYOUT.block_bytes
-    runner = SlowHashRunner(blocks, WORKER_LAYOUT, hash_spec(MAX_CONTEXT))
+    layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
+    blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
+    runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
     guesses = None if config.speculation.method == "off" else HashGuesses(WORKER_LAYOUT)

@@ -32,6 +32,8 @@ SLICES = 10
 SEED = os.environ.get("KVRELAY_SEED")
 FRAME_BLOCKS = 2
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, block_size=4, dtype="float32")
+# As many bytes a token, scales included.
+LAYOUTS = (LAYOUT, replace(LAYOUT, head_dim=14, dtype="int8"))
 POOL = 32
 REFUSED = {Code.CORRUPT, Code.PROTOCOL, Code.LINK}
 
@@ -194,8 +196,9 @@ def damaged(number: int, source: KVPool, target: KVPool, streams: bool) -> set[C
 
 def run_cases(numbers: Iterable[int]) -> None:
     codes: set[Code] = set()
-    pools = KVPool(LAYOUT, POOL), KVPool(LAYOUT, POOL)
+    pairs = [(KVPool(layout, POOL), KVPool(layout, POOL)) for layout in LAYOUTS]
     for number in numbers:
+        pools = pairs[number // (3 * len(DAMAGES)) % len(LAYOUTS)]
         try:
             codes |= damaged(number, *pools, streams=number % 3 == 0)
         except BaseException as error:

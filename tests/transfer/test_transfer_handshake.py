@@ -16,7 +16,7 @@ layouts = st.builds(
     kv_heads=st.sampled_from((2, 4)),
     head_dim=st.sampled_from((8, 16)),
     block_size=st.sampled_from((16, 32)),
-    dtype=st.sampled_from(("float32", "bfloat16")),
+    dtype=st.sampled_from(("float32", "bfloat16", "int8")),
     order=st.sampled_from(("NHD", "HND")),
 )
 workers = st.builds(LocalWorker, st.just(WorkerId("w", "1")), layouts, st.sampled_from(("model", "other")))

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.kernels.kv_codes import dequantize, quantize
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame
-from kvrelay.transfer.frames import ConvertedFrame, PoolFrame
-from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.frames import ConvertedFrame, NarrowedFrame, PoolFrame
 from kvrelay.transfer.messages import Key
-from support.handoff import RECEIVER, SENDER, Pair, links_of, pair
+from support.handoff import Pair, links_of, pair
 
 LAYERS, HEADS, DIM = 3, 2, 4
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 layouts = st.builds(
     lambda size, dtype, order: KVLayout(LAYERS, HEADS, DIM, size, dtype, order),
@@ -29,18 +29,33 @@ layouts = st.builds(
 )
 
 
-def filled(layout: KVLayout, blocks: int, seed: int) -> KVPool:
-    pool = KVPool(layout, blocks)
+def fill(pool: KVPool, seed: int) -> KVPool:
+    """The same pool, with random numbers."""
     values = torch.rand(pool.tensor.shape, generator=torch.Generator().manual_seed(seed)) * 8 - 4
+    if pool.scales is not None:
+        values, scales = quantize(values, pool.tensor.dtype)
+        pool.scales.copy_(scales)
     pool.tensor.copy_(values)
     return pool
 
 
-def token(pool: KVPool, table: list[int], position: int, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """One token's KV [layer, k|v, head, dim], in the pool or in `tensor`, an earlier copy of it."""
-    size = pool.layout.block_size
-    block = (pool.tensor if tensor is None else tensor)[table[position // size]]
-    return block[:, :, position % size] if pool.layout.order == "NHD" else block[:, :, :, position % size]
+def held(pool: KVPool) -> torch.Tensor:
+    """A copy of the numbers in the pool."""
+    return pool.tensor.clone() if pool.scales is None else dequantize(pool.tensor, pool.scales)
+
+
+def converted(values: torch.Tensor, theirs: KVLayout, mine: KVLayout) -> torch.Tensor:
+    """What becomes of numbers of a pool of `theirs` in one of `mine`."""
+    if mine.dtype == theirs.dtype:
+        return values
+    dtype = TORCH_DTYPES[mine.dtype]
+    return dequantize(*quantize(values, dtype)) if mine.scaled else values.to(dtype)
+
+
+def token(tensor: torch.Tensor, layout: KVLayout, table: list[int], position: int) -> torch.Tensor:
+    """One token's KV [layer, k|v, head, dim], in the numbers of a pool."""
+    block, slot = tensor[table[position // layout.block_size]], position % layout.block_size
+    return block[:, :, slot] if layout.order == "NHD" else block[:, :, :, slot]
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,31 +64,32 @@ def test_every_number_lands_where_it_belongs_and_nothing_else_moves(
     data: st.DataObject, theirs: KVLayout, mine: KVLayout, count: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    source, target = filled(theirs, 48, seed), filled(mine, 48, seed + 1)
+    source, target = fill(KVPool(theirs, 48), seed), fill(KVPool(mine, 48), seed + 1)
     table, there = (rng.sample(range(48), layout.blocks_for(count)) for layout in (theirs, mine))
-    before = target.tensor.clone()
+    sent, before, wire = held(source), held(target), theirs.sent_to(mine)
     keep = data.draw(st.integers(0, count // mine.block_size)) * mine.block_size
     first = keep // theirs.block_size * theirs.block_size
-    hello = LocalWorker(SENDER, theirs, "").hello(RECEIVER, TransferConfig())
     written = []
     while first < count:
         frame_tokens = min(count - first, rng.randrange(1, 4) * theirs.block_size)
-        frame = Frame(1, 0, first, frame_tokens, frame_tokens * theirs.token_bytes)
+        frame = Frame(1, 0, first, frame_tokens, frame_tokens * wire.token_bytes)
         buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
-        PoolFrame(source, table, frame).read(buffer)
-        ConvertedFrame(target, hello, there, frame, keep).write(buffer)
+        place = PoolFrame(source, table, frame) if wire == theirs else NarrowedFrame(source, wire, table, frame)
+        place.read(buffer)
+        ConvertedFrame(target, wire, there, frame, keep).write(buffer)
         written.append((first, frame_tokens))
         first += frame_tokens
+    after = held(target)
     for position in range(keep, count):
-        wanted = token(source, table, position).to(target.tensor.dtype)
-        assert torch.equal(token(target, there, position), wanted), f"token {position} of frames {written}"
+        wanted = converted(token(sent, theirs, table, position), theirs, mine)
+        assert torch.equal(token(after, mine, there, position), wanted), f"token {position} of frames {written}"
     for position in range(keep):
-        assert torch.equal(token(target, there, position), token(target, there, position, before)), position
+        assert torch.equal(token(after, mine, there, position), token(before, mine, there, position)), position
     others = [block for block in range(48) if block not in there]
-    assert torch.equal(target.tensor[others], before[others])
+    assert torch.equal(after[others], before[others])
     if keep < count:
         for position in range(count, len(there) * mine.block_size):
-            assert not token(target, there, position).any(), "slots behind the last token are not zero"
+            assert not token(after, mine, there, position).any(), "slots behind the last token are not zero"
 
 
 BASE = KVLayout(LAYERS, HEADS, DIM, 16, "float32", "NHD")
@@ -89,6 +105,8 @@ BASE = KVLayout(LAYERS, HEADS, DIM, 16, "float32", "NHD")
         {"order": "HND"},
         {"dtype": "bfloat16"},
         {"dtype": "float16", "order": "HND", "block_size": 5},
+        {"dtype": "int8"},
+        {"dtype": "int8", "order": "HND", "block_size": 32},
     ],
     ids=str,
 )
@@ -99,8 +117,7 @@ def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], trans
 
     async def test() -> None:
         async with pair(config, layout=BASE, receiver_layout=mine, transports=links_of(transport), blocks=320) as world:
-            values = torch.rand(world.source.tensor.shape, generator=torch.Generator().manual_seed(1))
-            world.source.tensor.copy_(values)
+            fill(world.source, 1)
             await hand_over(world, ("r", 1), have=0)
             await hand_over(world, ("r", 2), have=48)
             await hand_over(world, ("r", 3), have=count)
@@ -113,13 +130,16 @@ def test_a_pair_of_different_layouts_hands_over(change: dict[str, object], trans
         await world.ends.until(lambda: key in world.ends.imported and key in world.ends.exported)
         reservation, _, stats = world.ends.imported[key]
         there = reservation.hold.blocks
+        sent, found = held(world.source), held(world.target)
         for position in range(have, count):
-            wanted = token(world.source, table, position).to(world.target.tensor.dtype)
-            assert torch.equal(token(world.target, there, position), wanted), position
-        kept = [token(world.target, there, position) for position in range(have)]
+            wanted = converted(token(sent, BASE, table, position), BASE, mine)
+            assert torch.equal(token(found, mine, there, position), wanted), position
+        kept = [token(found, mine, there, position) for position in range(have)]
         assert not kept or not torch.stack(kept).any(), "tokens that were there already were overwritten"
+        begin = have if have == count else have - have % BASE.block_size
+        assert stats.nbytes == (count - begin) * BASE.sent_to(mine).token_bytes
         assert stats.nbytes == world.ends.exported[key].nbytes
-        world.target.tensor.zero_()
+        world.target.bytes.zero_()
         world.receiving.free += there
 
     asyncio.run(test())
@@ -129,7 +149,7 @@ def test_the_field_that_cannot_be_converted_is_named() -> None:
     for change in ({"layers": 4}, {"head_dim": 8}, {"kv_heads": 4}, {"tp_size": 2}):
         other = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the loop
         assert str(BASE.mismatch(other)).startswith(next(iter(change)))
-    for change in ({"block_size": 8}, {"order": "HND"}, {"dtype": "float16"}):
+    for change in ({"block_size": 8}, {"order": "HND"}, {"dtype": "float16"}, {"dtype": "int8"}):
         other = replace(BASE, **change)  # type: ignore[arg-type]  # the fields named by the loop
         assert BASE.mismatch(other) is None
         assert str(BASE.conversion(other)).startswith(next(iter(change)))

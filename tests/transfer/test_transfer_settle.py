@@ -15,11 +15,8 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, gpu_checksum
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.claim import BlockClaim
-from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.frames import ConvertedFrame, FrameBuffer, PoolFrame, ReceiveJob, SendJob
-from kvrelay.transfer.handshake import LocalWorker
-from support.handoff import RECEIVER, SENDER
 from support.launches import Launch, Launches
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, block_size=8, dtype="float16", order="HND")
@@ -72,7 +69,7 @@ def on_link(layout: KVLayout, seed: int = 1) -> tuple[Frame, torch.Tensor]:
 def place(pool: KVPool, layout: KVLayout, frame: Frame, table: Sequence[int] = TABLE) -> FrameBuffer:
     if layout == pool.layout:
         return PoolFrame(pool, table, frame)
-    return ConvertedFrame(pool, LocalWorker(SENDER, layout, "").hello(RECEIVER, TransferConfig()), table, frame, 0)
+    return ConvertedFrame(pool, layout, table, frame, 0)
 
 
 def touched(launch: Launch, *memory: torch.Tensor) -> bool:

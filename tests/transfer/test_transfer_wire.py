@@ -200,7 +200,7 @@ def test_an_impossible_layout_is_refused() -> None:
     layout = KVLayout(2, 2, 8, 16, "float32")
     batch = encode([Hello(1, "p", "i", "j", "f", layout, True, "none", False, 65536)])
     plain = msgpack.unpackb(batch)
-    for field, value in (("layers", 0), ("dtype", "int8"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
+    for field, value in (("layers", 0), ("dtype", "int4"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
         changed = [plain[0] | {"layout": plain[0]["layout"] | {field: value}}]
         with pytest.raises(WireError, match="layout"):
             decode(msgpack.packb(changed))

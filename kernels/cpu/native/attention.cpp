@@ -25,7 +25,7 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
     int64_t next_part = 0;
     std::vector<std::pair<double, Item>> costed;
     const int64_t group = shape.group();
-    const double key_cost = shape.kv_bf16 && tiles::used ? TILED_KEY : PREFILL_KEY;
+    const double key_cost = shape.kv_type != KV_FLOAT && tiles::used ? TILED_KEY : PREFILL_KEY;
     auto first_seen = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
 
     // Items of all KV heads read memory in longer runs, but there must still be enough items for all threads.
@@ -99,14 +99,15 @@ bool kvrelay_attention_plan(
     const AttentionShape& shape = step->shape;
     step->blocks.assign(tables, tables + rows * width);
     step->rows.clear();
-    step->slots.clear();
+    step->places.clear();
     int64_t token = 0;
     for (int64_t r = 0; r < rows; token += lengths[r++]) {
         const int64_t* blocks = step->blocks.data() + r * width;
         step->rows.push_back({token, lengths[r], starts[r], blocks});
         for (int64_t position = starts[r]; position < starts[r] + lengths[r]; position++) {
-            const int64_t slot = position % shape.block_size;
-            step->slots.push_back(blocks[position / shape.block_size] * shape.block_stride + slot * shape.token_stride());
+            step->places.push_back(
+                {blocks[position / shape.block_size] * shape.block_stride, position % shape.block_size}
+            );
         }
     }
     for (Worklist& list : step->worklists) list.plan(shape, step->rows);
@@ -122,12 +123,20 @@ void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float
 
 void kvrelay_rope_kv_write(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    a.step->shape.kv_bf16 ? write_bf16(a, thread, threads) : write_float(a, thread, threads);
+    switch (a.step->shape.kv_type) {
+        case KV_FLOAT: return write_float(a, thread, threads);
+        case KV_BF16: return write_bf16(a, thread, threads);
+        case KV_INT8: return write_int8(a, thread, threads);
+    }
 }
 
 void kvrelay_attention(const void* args, int thread, int threads) {
     const auto& a = *static_cast<const AttentionArgs*>(args);
-    a.step->shape.kv_bf16 ? attend_bf16(a, thread, threads) : attend_float(a, thread, threads);
+    switch (a.step->shape.kv_type) {
+        case KV_FLOAT: return attend_float(a, thread, threads);
+        case KV_BF16: return attend_bf16(a, thread, threads);
+        case KV_INT8: return attend_int8(a, thread, threads);
+    }
 }
 
 // Sizes of the structs that Python fills in; a test compares them with its own.

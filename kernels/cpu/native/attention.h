@@ -17,19 +17,35 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
 
+enum KVType : int32_t { KV_FLOAT = 0, KV_BF16 = 1, KV_INT8 = 2 };
+
 struct AttentionShape {
     int32_t heads, kv_heads, head_dim, block_size;
     int64_t block_stride;  // numbers from one block of the pool to the next
-    int32_t kv_bf16;       // 1: the pool is bfloat16; 0: float32
+    int64_t plane_stride;  // numbers from a layer's keys in a block to its values
+    KVType kv_type;        // of the pool
     int32_t threads;
 
     int64_t group() const { return heads / kv_heads; }
     int64_t token_stride() const { return int64_t{kv_heads} * head_dim; }
-    int64_t page() const { return block_size * token_stride(); }
+
+    // Scales of int8 follow the numbers of the plane: bfloat16 [slot, Hkv].
+    template <typename P>
+    auto scales(P* plane) const {
+        using Scale = std::conditional_t<std::is_const_v<P>, const bf16, bf16>;
+        return reinterpret_cast<Scale*>(plane + block_size * token_stride());
+    }
+};
+
+// Where a token's keys are, in every layer.
+struct Place {
+    int64_t block;  // offset of its block in a layer's pool, in numbers
+    int64_t slot;
 };
 
 struct Row {
@@ -72,7 +88,7 @@ struct AttentionStep {
     std::vector<Worklist> worklists;
     std::vector<Row> rows;
     std::vector<int64_t> blocks;  // the rows' block tables
-    std::vector<int64_t> slots;   // for each token: offset of its keys in a layer's pool, in numbers
+    std::vector<Place> places;    // of each token
     const float* cos = nullptr;   // [T, D], as `reference.rope` takes them
     const float* sin = nullptr;
 };
@@ -94,6 +110,8 @@ void write_float(const AttentionArgs& args, int thread, int threads);
 void write_bf16(const AttentionArgs& args, int thread, int threads);
 void attend_float(const AttentionArgs& args, int thread, int threads);
 void attend_bf16(const AttentionArgs& args, int thread, int threads);
+void write_int8(const AttentionArgs& args, int thread, int threads);
+void attend_int8(const AttentionArgs& args, int thread, int threads);
 
 extern "C" {
 // `windows`: the distinct windows of the layers. Null if there is no memory.

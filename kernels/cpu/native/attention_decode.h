@@ -3,6 +3,8 @@
 //     scores [G, keys] = query [G, D] . key [keys, D]          a vector is part of a key; HEADS * KEYS sums at a time
 //     sums   [G, D]    = weights [G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS sums at a time
 //
+// Scores of keys in int8 are multiplied by the scales of the keys, and weights by those of the values.
+//
 // Limit: memory; 2 * keys * D numbers of the pool must be read.
 #pragma once
 
@@ -179,6 +181,14 @@ struct ItemKeys {
         count = find(args.step->shape, pool, blocks, item.head, item.key_first, item.key_last, segments);
     }
 
+    // Writes the scales of all keys, or of all values, of KV head `item.head + head` to `to` [CHUNK].
+    void scales(bool values, int64_t head, int64_t stride, float* to) const {
+        for (int64_t i = 0; i < count; i++) {
+            const bf16* from = (values ? segments[i].value_scales : segments[i].key_scales) + head;
+            for (int64_t k = 0; k < segments[i].count; k++, from += stride) *to++ = number(*from);
+        }
+    }
+
     // Writes the addresses of all keys, or of all values, to `rows`; returns their number.
     int64_t list(bool values, int64_t stride, const T** rows) const {
         int64_t listed = 0;
@@ -189,6 +199,13 @@ struct ItemKeys {
         return listed;
     }
 };
+
+// Multiplies each row of x [rows, SCORES] by `scales`, for the first `count` columns; may overwrite up to W - 1 more.
+inline void scale_columns(float* x, int64_t rows, const float* scales, int64_t count) {
+    for (int64_t i = 0; i < rows; i++, x += SCORES) {
+        for (int64_t k = 0; k < count; k += W) store(x + k, load(x + k) * load(scales + k));
+    }
+}
 
 // `next`: this thread's next item, whose keys are prefetched during this one, or null.
 template <typename T>
@@ -208,6 +225,8 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
     const T* rows[CHUNK];
     Prefetcher prefetcher;
 
+    const int64_t keys = item.key_last - item.key_first;
+    [[maybe_unused]] float scales[CHUNK] = {};
     prefetcher.begin(rows, found.list(true, stride, rows), item.heads * dim, visits);
     for (int64_t head = 0; head < item.heads; head++) {
         each_heads(group, [&]<int H>(int64_t member) {
@@ -220,6 +239,10 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
                 score<H>(shape, query + row * dim, segment, to);
             }
         });
+        if constexpr (scaled<T>) {
+            found.scales(false, head, shape.kv_heads, scales);
+            scale_columns(scores + head * group * SCORES, group, scales, keys);
+        }
     }
 
     int64_t rows_ahead = 0;
@@ -231,9 +254,13 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
         const Part part(shape, item.merge < 0 ? parts : parts + item.part * Part::size(shape));
         for (int64_t member = 0; member < group; member++) {
             float* of_member = scores + (head * group + member) * SCORES;
-            auto [largest, weights] = soften(of_member, item.key_last - item.key_first);
+            auto [largest, weights] = soften(of_member, keys);
             part.largest[member] = largest;
             part.weights[member] = weights;
+        }
+        if constexpr (scaled<T>) {
+            found.scales(true, head, shape.kv_heads, scales);
+            scale_columns(scores + head * group * SCORES, group, scales, keys);
         }
         each_heads(group, [&]<int H>(int64_t member) {
             const float* weights = scores + (head * group + member) * SCORES;

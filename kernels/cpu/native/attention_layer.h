@@ -25,6 +25,33 @@ inline float* thread_workspace(int64_t count) {
     return lines.data()->numbers;
 }
 
+// Writes the codes of x [dim] and returns their scale; `kernels/kv_codes.py` has the formula.
+inline bf16 quantize(const float* x, int64_t dim, int8_t* codes) {
+    // As integers, because a NaN is larger than all numbers then.
+    uint32_t largest = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        uint32_t bits;
+        memcpy(&bits, x + d, sizeof bits);
+        largest = std::max(largest, bits & 0x7fffffff);
+    }
+    float most;
+    memcpy(&most, &largest, sizeof most);
+    if (most != most) {
+        std::fill_n(codes, dim, int8_t{});
+        return 0x7fc0;
+    }
+    most /= 127.0f;
+    memcpy(&largest, &most, sizeof most);
+    const bf16 scale = most < 0x1p-126f ? 0 : bf16((largest + 0xffff) >> 16);
+    const float divisor = number(scale);
+    for (int64_t d = 0; d < dim; d++) {
+        // The sum is rounded to an integer, ties to even; infinity divided by itself is no number.
+        const float code = x[d] / divisor;
+        codes[d] = scale && code == code ? int8_t(code + 12582912.0f - 12582912.0f) : int8_t{};
+    }
+    return scale;
+}
+
 template <typename T>
 void write(const AttentionArgs& args, int64_t token, int64_t head) {
     const AttentionStep& step = *args.step;
@@ -49,18 +76,24 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
     }
     if (key < 0) return;
     const bool value = key >= shape.kv_heads;
-    T* to = static_cast<T*>(args.pool) + step.slots[token] + (value ? shape.page() : 0) +
-            (value ? key - shape.kv_heads : key) * dim;
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) store(to + d, load(x + d));
-    for (; d < dim; d++) put(to + d, x[d]);
+    const auto [block, slot] = step.places[token];
+    T* plane = static_cast<T*>(args.pool) + block + (value ? shape.plane_stride : 0);
+    const int64_t kv_head = value ? key - shape.kv_heads : key;
+    T* to = plane + slot * shape.token_stride() + kv_head * dim;
+    if constexpr (scaled<T>) {
+        shape.scales(plane)[slot * shape.kv_heads + kv_head] = quantize(x, dim, to);
+    } else {
+        int64_t d = 0;
+        for (; d + W <= dim; d += W) store(to + d, load(x + d));
+        for (; d < dim; d++) put(to + d, x[d]);
+    }
 }
 
 template <typename T>
 void write_all(const AttentionArgs& args, int thread, int threads) {
     const AttentionStep& step = *args.step;
     const int64_t heads = step.shape.heads + 2 * step.shape.kv_heads;
-    Share share(int64_t(step.slots.size()) * heads, thread, threads);
+    Share share(int64_t(step.places.size()) * heads, thread, threads);
     for (int64_t i = share.begin; i < share.end; i++) write<T>(args, i / heads, i % heads);
 }
 

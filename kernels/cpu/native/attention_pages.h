@@ -11,7 +11,13 @@ struct Segment {
     const T* keys;
     const T* values;
     int64_t count;
+    const bf16* key_scales;  // of int8; each is Hkv from the next
+    const bf16* value_scales;
 };
+
+// Whether numbers of type T are codes, to be multiplied by a scale.
+template <typename T>
+constexpr bool scaled = std::is_same_v<T, int8_t>;
 
 // Finds keys [first, last) of a KV head, in order. Returns the number of segments, at most one for each key.
 template <typename T>
@@ -22,9 +28,15 @@ inline int64_t find(
     int64_t index = first / shape.block_size, slot = first % shape.block_size, segments = 0;
     for (; first < last; index++, slot = 0) {
         int64_t count = std::min(shape.block_size - slot, last - first);
-        const T* keys =
-            pool + blocks[index] * shape.block_stride + slot * shape.token_stride() + head * shape.head_dim;
-        found[segments++] = {keys, keys + shape.page(), count};
+        const T* plane = pool + blocks[index] * shape.block_stride;
+        const T* keys = plane + slot * shape.token_stride() + head * shape.head_dim;
+        found[segments] = {keys, keys + shape.plane_stride, count, nullptr, nullptr};
+        if constexpr (scaled<T>) {
+            const int64_t scale = slot * shape.kv_heads + head;
+            found[segments].key_scales = shape.scales(plane) + scale;
+            found[segments].value_scales = shape.scales(plane + shape.plane_stride) + scale;
+        }
+        segments++;
         first += count;
     }
     return segments;

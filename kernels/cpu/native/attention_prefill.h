@@ -145,13 +145,17 @@ inline void attend(const Tile& tile, int64_t panel, int64_t dim, int64_t begin, 
     P::template add<N>(tile, panel, dim, count, scale);
 }
 
-// Copies keys or values into `to` [count, rows], with zeros beyond `dim`.
+// Copies keys or values into `to` [count, rows], multiplied by their scales if they have any, with zeros beyond `dim`.
 template <typename T>
-inline void copy(const T* from, int64_t stride, int64_t count, int64_t dim, float* to, int64_t rows) {
-    for (int64_t k = 0; k < count; k++, from += stride, to += rows) {
+inline void copy(
+    const T* from, const bf16* scales, const AttentionShape& shape, int64_t count, float* to, int64_t rows
+) {
+    const int64_t dim = shape.head_dim;
+    for (int64_t k = 0; k < count; k++, from += shape.token_stride(), to += rows) {
+        const float scale = scaled<T> ? number(scales[k * shape.kv_heads]) : 1.0f;
         int64_t d = 0;
-        for (; d + W <= dim; d += W) store(to + d, load(from + d));
-        if (d < dim) store(to + d, load(from + d, dim - d));
+        for (; d + W <= dim; d += W) store(to + d, load(from + d) * scale);
+        if (d < dim) store(to + d, load(from + d, dim - d) * scale);
     }
 }
 
@@ -161,13 +165,13 @@ struct VectorProducts {
     // Loads the `count` keys of these segments and their values.
     template <typename T>
     static void take(
-        const Tile& tile, const Segment<T>* segments, int64_t found, int64_t stride, int64_t count, int64_t dim
+        const Tile& tile, const Segment<T>* segments, int64_t found, const AttentionShape& shape, int64_t count
     ) {
         int64_t at = 0;
         for (int64_t i = 0; i < found; at += segments[i++].count) {
-            const Segment<T>& segment = segments[i];
-            copy(segment.keys, stride, segment.count, dim, tile.keys + at * tile.rows, tile.rows);
-            copy(segment.values, stride, segment.count, dim, tile.values + at * tile.rows, tile.rows);
+            const auto& [keys, values, held, key_scales, value_scales] = segments[i];
+            copy(keys, key_scales, shape, held, tile.keys + at * tile.rows, tile.rows);
+            copy(values, value_scales, shape, held, tile.values + at * tile.rows, tile.rows);
         }
         std::fill(tile.keys + count * tile.rows, tile.keys + round_up(count, ROWS) * tile.rows, 0.0f);
     }
@@ -265,7 +269,7 @@ inline void prefill(const AttentionArgs& args, const Worklist& list, const Item&
         const int64_t count = std::min(BLOCK, item.key_last - begin), end = begin + count;
         const int64_t found =
             find(shape, static_cast<const T*>(args.pool), row.blocks, item.head, begin, end, segments);
-        P::take(tile, segments, found, shape.token_stride(), count, dim);
+        P::take(tile, segments, found, shape, count);
         for (int64_t panel = 0; panel < tile.panels; panel++) {
             const int64_t head = panel * PANEL, tail = head + PANEL - 1;
             if (begin > tile.last[tail] || end <= tile.first[head]) continue;

@@ -1,4 +1,4 @@
-// The two products of prefill by AMX, for keys and values in bfloat16.
+// The two products of prefill by AMX, for keys and values in bfloat16, or in int8 that is converted to it.
 //
 // These arrays of a tile have bfloat16 in another layout:
 //
@@ -18,18 +18,32 @@
 struct TileProducts {
     using Registers = tiles::Registers;
 
+    template <typename T>
     static void take(
-        const Tile& tile, const Segment<bf16>* segments, int64_t found, int64_t stride, int64_t count, int64_t dim
+        const Tile& tile, const Segment<T>* segments, int64_t found, const AttentionShape& shape, int64_t count
     ) {
+        const int64_t dim = shape.head_dim, stride = shape.token_stride();
         const int64_t width = round_up(dim, tiles::INPUTS), whole = round_up(count, tiles::INPUTS);
         bf16* keys = as_bf16(tile.keys);
-        const bf16* values[BLOCK];
+        const T* values[BLOCK];
+        [[maybe_unused]] float scales[BLOCK];
         int64_t at = 0;
         for (int64_t i = 0; i < found; i++) {
-            for (int64_t k = 0; k < segments[i].count; k++, at++) {
-                memcpy(keys + at * width, segments[i].keys + k * stride, dim * sizeof(bf16));
-                std::fill_n(keys + at * width + dim, width - dim, bf16{});
-                values[at] = segments[i].values + k * stride;
+            const Segment<T>& segment = segments[i];
+            for (int64_t k = 0; k < segment.count; k++, at++) {
+                const T* key = segment.keys + k * stride;
+                bf16* to = keys + at * width;
+                if constexpr (scaled<T>) {
+                    const float scale = number(segment.key_scales[k * shape.kv_heads]);
+                    scales[at] = number(segment.value_scales[k * shape.kv_heads]);
+                    int64_t d = 0;
+                    for (; d + W <= dim; d += W) store(to + d, load(key + d) * scale);
+                    for (; d < dim; d++) ::put(to + d, number(key[d]) * scale);
+                } else {
+                    memcpy(to, key, dim * sizeof(bf16));
+                }
+                std::fill_n(to + dim, width - dim, bf16{});
+                values[at] = segment.values + k * stride;
             }
         }
         // Rows after the last key get a weight of 0, so they must not be NaN.
@@ -39,6 +53,7 @@ struct TileProducts {
                 vf x[W] = {};
                 for (int64_t i = 0; i < W && k + i < count; i++) {
                     x[i] = d + W <= dim ? load(values[k + i] + d) : load(values[k + i] + d, dim - d);
+                    if constexpr (scaled<T>) x[i] *= scales[k + i];
                 }
                 transpose(x);
                 for (int64_t i = 0; i < W; i++) store(as_bf16(tile.values) + (d + i) * BLOCK + k, x[i]);

@@ -1,4 +1,4 @@
-// Vectors of the CPU's full width. Arithmetic is in float32; loads and stores convert from and to bfloat16.
+// Vectors of the CPU's full width. Arithmetic is in float32; loads convert from bfloat16 and int8, and stores to bfloat16.
 #pragma once
 
 #include <immintrin.h>
@@ -41,6 +41,14 @@ inline vf load(const bf16* p) {
 #endif
 }
 
+inline vf load(const int8_t* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#endif
+}
+
 inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
 // Rounds to the nearest bfloat16, ties to even; NaN stays NaN. The CPU's own instruction flushes numbers below 2^-126 to 0.
@@ -57,6 +65,7 @@ inline void store(bf16* p, vf x) {
 }
 
 inline float number(float x) { return x; }
+inline float number(int8_t x) { return x; }
 inline float number(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float y;
