@@ -30,8 +30,7 @@ class Engine:
         """
         self.scheduler = scheduler
         self.runner = runner
-        self.computed_tokens = 0
-        """Tokens computed since start."""
+        self._computed_tokens = 0
         self.steps = 0
         """Steps since start."""
         self.step_seconds = 0.0
@@ -47,6 +46,12 @@ class Engine:
         self.runner.warm_up()
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.measure(self.runner)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens computed since start, without drafts that were not kept."""
+        guesses = self.scheduler.speculation
+        return self._computed_tokens - (0 if guesses is None else guesses.counts.proposed - guesses.counts.accepted)
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +79,7 @@ class Engine:
                 return []
             oldest, handle = self._in_flight.popleft()
             out = handle.result()
-            self.computed_tokens += oldest.num_tokens
+            self._computed_tokens += oldest.num_tokens
             reports = self.scheduler.commit(oldest, out)
             ended = now()
             self.steps += 1

@@ -1,6 +1,7 @@
 """What every handler needs of an exchange: who calls, in which form, and a stream of server-sent events."""
 
 import asyncio
+from typing import cast
 
 from aiohttp import HttpVersion11, web
 
@@ -43,9 +44,9 @@ class Events:
 
     def write_now(self, events: bytes) -> None:
         """Writes without waiting; while `ready`. `StreamResponse.write`, which may wait, takes twice the time."""
-        transport = self._request.transport
-        if isinstance(transport, asyncio.WriteTransport):
-            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+        # uvloop's transports have this method too, though they are no WriteTransport.
+        transport = cast(asyncio.WriteTransport, self._request.transport)
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events))
 
     async def write(self, events: bytes) -> None:
         """As `Writer.write`."""

@@ -211,7 +211,9 @@ PENDING_TOKENS = _family(
     "tokens",
     "Tokens of the engine's requests that are still to be computed.",
 )
-COMPUTED_TOKENS = _family("worker", "worker_computed_tokens_total", "counter", "tokens", "Tokens computed.")
+COMPUTED_TOKENS = _family(
+    "worker", "worker_computed_tokens_total", "counter", "tokens", "Tokens computed, drafts among them."
+)
 PREFIX_QUERIES = _family(
     "worker",
     "worker_prefix_queried_tokens_total",

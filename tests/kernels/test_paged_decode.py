@@ -131,7 +131,7 @@ def test_one_long_row_fills_the_device(kv_heads: int, processors: int) -> None:
 def test_bytes_are_those_of_the_keys_that_are_seen() -> None:
     kv = 2 * 8 * 128
     assert bytes_moved([100, 7], 32, 8, 128, 2, 2) == 107 * kv * 2 + 2 * 2 * 32 * 128 * 2
-    assert bytes_moved([100, 7], 32, 8, 128, 2, 1, window=10) == 17 * (kv + 2 * 8 * 4) + 2 * 2 * 32 * 128 * 2
+    assert bytes_moved([100, 7], 32, 8, 128, 2, 1, window=10) == 17 * (kv + 2 * 8 * 2) + 2 * 2 * 32 * 128 * 2
 
 
 @pytest.mark.parametrize(

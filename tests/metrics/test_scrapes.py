@@ -24,6 +24,9 @@ REQUESTS = 6
 PORT = {"metrics_port": 0}
 
 
+DRAFTS = ("proposed", "accepted")
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
     """A cluster whose processes serve their metrics, after some load."""
@@ -138,7 +141,9 @@ def test_requests_tokens_and_hand_offs_are_counted_once(watched: Watched) -> Non
     assert value("decode-0", "kvrelay_worker_decode_queue_seconds_count") == count
     computed = count * PROMPT - cached
     assert value("prefill-0", "kvrelay_worker_computed_tokens_total") == computed
-    assert value("decode-0", "kvrelay_worker_computed_tokens_total") == count * (OUT - 1)
+    drafts = {which: value("decode-0", "kvrelay_worker_draft_tokens_total", event=which) for which in DRAFTS}
+    wrong = drafts["proposed"] - drafts["accepted"]
+    assert value("decode-0", "kvrelay_worker_computed_tokens_total") == count * (OUT - 1) + wrong
     for worker in ("prefill-0", "decode-0"):
         steps = value(worker, "kvrelay_worker_step_seconds_count")
         assert steps == value(worker, "kvrelay_worker_launches_total") > 0
