@@ -215,10 +215,10 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
     keys, values = paged.contiguous()
     kv, exact_keys, exact_values = paged.kv, keys, values
     if kind != machine.dtype:
-        scale = 2.0 / 127 if kind == torch.int8 else 1 / 64
+        scale = float(torch.tensor(2.0 / 127).bfloat16()) if kind == torch.int8 else 1 / 64
         pool = (paged.pool.float() / scale).clamp(-127, 127)
         pool = pool.round().to(kind) if kind == torch.int8 else pool.to(kind)
-        kv = PagedKV(pool, 0, torch.full(pool.shape[:5], scale, device=machine.device))
+        kv = PagedKV(pool, 0, torch.full(pool.shape[:5], scale, dtype=torch.bfloat16, device=machine.device))
         paged.pool = pool.float() * scale
         exact_keys, exact_values = paged.contiguous()
     count = count_splits(rows, kv_heads, machine.processors, context)

@@ -235,6 +235,15 @@ def _workers(make: Panels) -> Dashboard:
                 ],
             ),
             Row(
+                "Speculative decoding",
+                [
+                    make.rate(table.DRAFTS, "Guessed tokens", "event", "worker"),
+                    make.rate(table.DRAFT_STEPS, "Steps with guesses", "worker"),
+                    make.rate(table.DRAFT_STEP_TOKENS, "Tokens of steps with guesses", "worker"),
+                    make.rate(table.DRAFT_SECONDS, "Time of steps with guesses", "case"),
+                ],
+            ),
+            Row(
                 "Requests",
                 [
                     make.gauge(table.WORKER_REQUESTS, "Requests", "worker", "state"),

@@ -81,7 +81,9 @@ def test_series_whose_labels_are_known_exist_before_their_first_event(part: str)
 
 def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
     prefix = SimpleNamespace(queried_tokens=0, hit_tokens=0, pool=SimpleNamespace(evictions=0))
-    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(prefix=prefix, preemptions=0), on_step=None)
+    engine: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None), on_step=None
+    )
     metrics = WorkerMetrics("worker-0", "prefill")
     metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None)
 
