@@ -26,7 +26,7 @@ def test_every_step_could_be_run_and_fits_the_time(tmp_path: Path) -> None:
 
 def test_it_goes_on_where_it_stopped_also_in_another_folder(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    done = run(first, "--dry-run", "--seconds", "300")
+    done = run(first, "--dry-run", "--seconds", "299")  # some steps may take 300
     assert done.returncode == 3
     assert "call again" in done.stdout
     finished = [name for name in STEPS if (first / f"{name}.result").exists()]
