@@ -18,7 +18,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
     Role,
 )
-from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
 ROLES = (ROLE_PREFILL, ROLE_DECODE, ROLE_COLOCATED, ROLE_ROUTER)
@@ -39,7 +39,7 @@ class SupervisorMetrics:
         self._membership = membership
         self._scaler = scaler
         self._decided = {kind: metrics.total(families.SCALING_DECISIONS, kind) for kind in DECISION_KINDS}
-        self._queued = {role: metrics.total(families.POOL_QUEUE_SECONDS, role) for role in families.POOL.values}
+        self._queued = {role: metrics.total(families.POOL_QUEUE_SECONDS, role) for role in labels.POOL.values}
         self._ages: set[str] = set()
         counts = membership.counts
         self._by_role = [

@@ -21,9 +21,10 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
-from kvrelay.engine.speculate.ngram import NgramProposer
+from kvrelay.engine.speculate.lookup import LookupProposer
+from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
-from kvrelay.engine.speculate.suffix import SuffixProposer
+from kvrelay.engine.speculate.suffix import SuffixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
 def proposer_of(config: SpeculationConfig) -> Proposer | None:
     """The proposer that needs no model of its own; None if guesses are off."""
     if config.method == "ngram":
-        return NgramProposer(config.shortest_match, config.longest_match)
+        return LookupProposer(lambda: NgramIndex(config.shortest_match, config.longest_match))
     if config.method == "suffix":
-        return SuffixProposer(config.shortest_match)
+        return LookupProposer(lambda: SuffixIndex(config.shortest_match))
     return None

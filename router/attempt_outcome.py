@@ -35,7 +35,7 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/families.py)."""
+        """Why it failed, in one word, for metrics and spans (`ATTEMPT_REASON` in rpc/metrics/labels.py)."""
         if self.lost or self.silent:
             return "lost" if self.lost else "silent"
         return _CAUSES.get(self.cause) or _CODES.get(self.code, "other")

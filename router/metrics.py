@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvrelay.router.classes import DEFAULT
 from kvrelay.router.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
-from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.metric_set import MetricSet
 
 MAX_TENANTS = 50
@@ -24,7 +24,7 @@ class RouterMetrics:
         """
         self.metrics = metrics = MetricSet("router", router=router)
         for service in (DEFAULT, NO_CLASS, *classes):
-            for outcome in families.OUTCOMES:
+            for outcome in labels.OUTCOMES:
                 metrics.counter(families.REQUESTS, outcome, service)
         self._tenants: set[str] = set()
         self._attempts = metrics.counter(families.ATTEMPTS)
@@ -59,7 +59,7 @@ class RouterMetrics:
                 metrics.gauge(families.QUEUE_REQUESTS, queue).set(count)
             metrics.gauge(families.RUNNING_REQUESTS).set(running())
             ready: list[str] = [worker.role for worker in workers() if worker.ready]
-            for role in families.ROLES:
+            for role in labels.ROLES:
                 metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
 
         metrics.before_scrape(update)
@@ -69,7 +69,7 @@ class RouterMetrics:
         self._attempts.inc()
 
     def attempt_failed(self, reason: str) -> None:
-        """A placement has failed, because of one of `families.ATTEMPT_REASON`."""
+        """A placement has failed, because of one of `labels.ATTEMPT_REASON`."""
         self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
 
     def superseded(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.internal.v1.worker_pb2 import DecodeReport, Failure, Load, PrefillReport
-from kvrelay.rpc.metrics import families
+from kvrelay.rpc.metrics import families, labels
 from kvrelay.rpc.metrics.family import Family
 from kvrelay.rpc.metrics.metric_set import MetricSet, Total
 from kvrelay.transfer.endpoint import Endpoint, TransferStats
@@ -55,7 +55,7 @@ class WorkerMetrics:
     def _bind(self) -> None:
         """Looks up the series of the present role."""
         metrics = self.metrics
-        self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in families.STEP.values}
+        self._steps = {kind: metrics.histogram(families.STEP_SECONDS, kind) for kind in labels.STEP.values}
         self._sequences = metrics.histogram(families.BATCH_SEQUENCES)
         self._tokens = metrics.histogram(families.BATCH_TOKENS)
         self._computed = metrics.counter(families.COMPUTED_TOKENS)
@@ -99,7 +99,7 @@ class WorkerMetrics:
             ]
             counts += [
                 (families.HANDOFF_FAILURES, (code,), partial(endpoint.failures.__getitem__, code))
-                for code in families.HANDOFF_REASON.values
+                for code in labels.HANDOFF_REASON.values
             ]
         total = self.metrics.total
         self._totals = [(total(family, *values).begin(count()), count) for family, values, count in counts]

@@ -6,7 +6,7 @@ quotations, answers with the question's names.
 
 from collections.abc import Sequence
 
-from kvrelay.engine.speculate.base import Want
+from kvrelay.engine.speculate.lookup import copied
 
 
 class NgramIndex:
@@ -26,6 +26,11 @@ class NgramIndex:
                     ends[tuple(tokens[end - length : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
 
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Index.guess`."""
+        begin = self.find(tokens)
+        return [] if begin is None else copied(tokens, begin, most)
+
     def find(self, tokens: Sequence[int]) -> int | None:
         """The index behind the last occurrence of the longest n-gram that ends `tokens`; None if there is none."""
         for length, ends in zip(self._lengths, self._ends, strict=True):
@@ -33,44 +38,3 @@ class NgramIndex:
             if end is not None:
                 return end
         return None
-
-
-class NgramProposer:
-    """Implements `Proposer`."""
-
-    passes = False
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        """
-        Args:
-            shortest, longest: tokens of the n-grams that are looked up.
-        """
-        self._shortest = shortest
-        self._longest = longest
-        self._indexes: dict[int, NgramIndex] = {}
-
-    def warm_up(self) -> None:
-        """See `Proposer.warm_up`."""
-
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        return [self._propose(want) for want in wants]
-
-    def forget(self, handle: int) -> None:
-        self._indexes.pop(handle, None)
-
-    def _propose(self, want: Want) -> list[int]:
-        index = self._indexes.get(want.handle)
-        if index is None:
-            index = self._indexes[want.handle] = NgramIndex(self._shortest, self._longest)
-        index.extend(want.tokens)
-        begin = index.find(want.tokens)
-        return [] if begin is None else copied(want.tokens, begin, want.most)
-
-
-def copied(tokens: Sequence[int], begin: int, count: int) -> list[int]:
-    """`count` tokens from `begin` on; behind the end of `tokens` what was copied is copied again: text that repeats."""
-    period = len(tokens) - begin
-    found = list(tokens[begin : begin + count])
-    while len(found) < count:
-        found.append(found[len(found) - period])
-    return found

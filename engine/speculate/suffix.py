@@ -10,8 +10,7 @@ long copies come in few steps, and chance matches cost little.
 
 from collections.abc import Sequence
 
-from kvrelay.engine.speculate.base import Want
-from kvrelay.engine.speculate.ngram import copied
+from kvrelay.engine.speculate.lookup import copied
 
 FACTOR = 2
 MOST_LINKS = 32
@@ -21,7 +20,12 @@ MOST_LINKS = 32
 class SuffixIndex:
     """The suffix automaton of one sequence. Grows with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shortest: int) -> None:
+        """
+        Args:
+            shortest: tokens of a match that is worth a guess, at least.
+        """
+        self._shortest = shortest
         # Of each state: transitions, link, length of its longest string, index behind its last occurrence.
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
@@ -37,6 +41,11 @@ class SuffixIndex:
         for index in range(self._count, len(tokens)):
             self._push(tokens[index])
         self._count = len(tokens)
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """See `Index.guess`."""
+        length, end = self.match
+        return [] if length < self._shortest else copied(tokens, end, min(most, FACTOR * length))
 
     def _push(self, token: int) -> None:
         state, before = self._state({}, self._length[self._last] + 1), self._last
@@ -74,34 +83,3 @@ class SuffixIndex:
         self._length.append(length)
         self._end.append(0)
         return len(self._next) - 1
-
-
-class SuffixProposer:
-    """Implements `Proposer`."""
-
-    passes = False
-
-    def __init__(self, shortest: int) -> None:
-        """
-        Args:
-            shortest: tokens of a match, at least.
-        """
-        self._shortest = shortest
-        self._indexes: dict[int, SuffixIndex] = {}
-
-    def warm_up(self) -> None:
-        """See `Proposer.warm_up`."""
-
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        return [self._propose(want) for want in wants]
-
-    def forget(self, handle: int) -> None:
-        self._indexes.pop(handle, None)
-
-    def _propose(self, want: Want) -> list[int]:
-        index = self._indexes.setdefault(want.handle, SuffixIndex())
-        index.extend(want.tokens)
-        length, end = index.match
-        if length < self._shortest:
-            return []
-        return copied(want.tokens, end, min(want.most, FACTOR * length))

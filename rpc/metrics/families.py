@@ -1,36 +1,18 @@
 """The table of all metrics. docs/metrics.md, the dashboards and the tests of the rules are made from it."""
 
 from kvrelay.rpc.metrics.family import ROWS, SECONDS, SHORT_SECONDS, TOKENS, Family, Kind, Label, Part
-
-OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
-OUTCOME = Label("outcome", OUTCOMES)
-CLASS = Label("class", bound="the classes of router.classes, `default`, and `none` for requests that failed before")
-TENANT = Label("tenant", bound="the first 50 tenants that come, `anonymous`, and `other` for all later ones")
-ATTEMPT_REASON = Label(
-    "reason", ("lost", "silent", "peer_lost", "draining", "link", "refused", "trial", "full", "internal", "other")
+from kvrelay.rpc.metrics.labels import (
+    ATTEMPT_REASON,
+    CLASS,
+    HANDOFF_REASON,
+    MEMBER_ROLE,
+    OUTCOME,
+    POOL,
+    ROLES,
+    STATES,
+    STEP,
+    TENANT,
 )
-HANDOFF_REASON = Label(
-    "reason",
-    (
-        "cancelled",
-        "closed",
-        "corrupt",
-        "draining",
-        "incompatible",
-        "internal",
-        "link",
-        "manifest",
-        "no_capacity",
-        "protocol",
-        "timeout",
-        "unknown_peer",
-    ),
-)
-STEP = Label("kind", ("prefill", "decode", "mixed"))
-ROLES = ("prefill", "decode", "colocated")
-STATES = ("starting", "ready", "draining", "suspect", "dead")
-MEMBER_ROLE = Label("role", (*ROLES, "router"))
-POOL = Label("role", ("prefill", "decode"))
 
 FAMILIES: list[Family] = []
 """All of them, in the order of the page."""
@@ -250,11 +232,7 @@ DRAFT_STEPS = _family(
     "worker", "worker_draft_steps_total", "counter", "steps", "Decode steps that checked guessed tokens."
 )
 DRAFT_STEP_TOKENS = _family(
-    "worker",
-    "worker_draft_step_tokens_total",
-    "counter",
-    "tokens",
-    "Tokens that decode steps with guessed tokens yielded.",
+    "worker", "worker_draft_step_tokens_total", "counter", "tokens", "Tokens that these steps yielded."
 )
 DRAFT_SECONDS = _family(
     "worker",

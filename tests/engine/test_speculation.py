@@ -19,7 +19,8 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.speculate.base import Proposer, Want
-from kvrelay.engine.speculate.ngram import NgramProposer
+from kvrelay.engine.speculate.lookup import LookupProposer
+from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.suffix import SuffixIndex
 from kvrelay.engine.speculate.verify import kept_rows
@@ -228,7 +229,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Path, tmp_path: 
 
 
 def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
-    proposer = NgramProposer(2, 3)
+    proposer = LookupProposer(lambda: NgramIndex(2, 3))
     asked = request("a", [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3], SamplingParams())
     want = Want(0, asked, asked.tokens, 4)
     assert proposer.propose([want]) == [[4, 5, 9, 2]]
@@ -241,7 +242,7 @@ def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60), cut=st.integers(0, 60))
 def test_the_longest_match_is_found(tokens: list[int], cut: int) -> None:
     """Whether the text comes at once or in parts."""
-    index = SuffixIndex()
+    index = SuffixIndex(1)
     index.extend(tokens[:cut])
     index.extend(tokens)
     length, end = index.match

@@ -1,0 +1,52 @@
+"""Guesses by looking up what the sequence itself had before."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvrelay.engine.speculate.base import Want
+
+
+class Index(Protocol):
+    """Finds in one sequence what its end repeats."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Takes the tokens that came since, of the whole sequence."""
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        """What may follow the sequence, up to `most` tokens; perhaps nothing."""
+        ...
+
+
+class LookupProposer:
+    """Implements `Proposer` with an index of each sequence."""
+
+    passes = False
+
+    def __init__(self, new_index: Callable[[], Index]) -> None:
+        self._new_index = new_index
+        self._indexes: dict[int, Index] = {}
+
+    def warm_up(self) -> None:
+        """See `Proposer.warm_up`."""
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        return [self._propose(want) for want in wants]
+
+    def forget(self, handle: int) -> None:
+        self._indexes.pop(handle, None)
+
+    def _propose(self, want: Want) -> list[int]:
+        index = self._indexes.get(want.handle)
+        if index is None:
+            index = self._indexes[want.handle] = self._new_index()
+        index.extend(want.tokens)
+        return index.guess(want.tokens, want.most)
+
+
+def copied(tokens: Sequence[int], begin: int, count: int) -> list[int]:
+    """`count` tokens from `begin` on; behind the end of `tokens` what was copied is copied again: text that repeats."""
+    period = len(tokens) - begin
+    found = list(tokens[begin : begin + count])
+    while len(found) < count:
+        found.append(found[len(found) - period])
+    return found

@@ -1,0 +1,33 @@
+"""Labels that several families or other code share, and the values that they can have."""
+
+from kvrelay.rpc.metrics.family import Label
+
+OUTCOMES = ("stop", "length", "cancelled", "invalid", "exhausted", "unavailable", "deadline", "internal")
+OUTCOME = Label("outcome", OUTCOMES)
+CLASS = Label("class", bound="the classes of router.classes, `default`, and `none` for requests that failed before")
+TENANT = Label("tenant", bound="the first 50 tenants that come, `anonymous`, and `other` for all later ones")
+ATTEMPT_REASON = Label(
+    "reason", ("lost", "silent", "peer_lost", "draining", "link", "refused", "trial", "full", "internal", "other")
+)
+HANDOFF_REASON = Label(
+    "reason",
+    (
+        "cancelled",
+        "closed",
+        "corrupt",
+        "draining",
+        "incompatible",
+        "internal",
+        "link",
+        "manifest",
+        "no_capacity",
+        "protocol",
+        "timeout",
+        "unknown_peer",
+    ),
+)
+STEP = Label("kind", ("prefill", "decode", "mixed"))
+ROLES = ("prefill", "decode", "colocated")
+STATES = ("starting", "ready", "draining", "suspect", "dead")
+MEMBER_ROLE = Label("role", (*ROLES, "router"))
+POOL = Label("role", ("prefill", "decode"))
