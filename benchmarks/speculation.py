@@ -1,22 +1,26 @@
 """What guessed tokens save: the same prompts with each method in turn, and the acceptance of draws with common noise.
 
-    python benchmarks/speculation.py [--model pico] [--draft pico-draft] [--repeats 3] [--tokens 100] [--out FILE]
+    python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft] [--out FILE]
+    python benchmarks/speculation.py --quick        # does everything once; its figures mean nothing
 
 Times are CPU seconds of the thread that steps the engine (one thread computes), so other work on the machine changes
-them little. Each repeat runs every method once, in turn; a figure is the median, a ratio is that of medians. The text
+them little. Each prompt is continued with every method before the next prompt, and every round does all prompts; the
+methods' order alternates. Rounds end when the next one would take longer than --minutes, of wall time, allow. The text
 is Python's standard library. Cells:
 
     continue      batch 1, temperature 0.8: a file's beginning goes on
     greedy        the same, greedy
     edit          batch 1, greedy: a class, then the first lines of its changed copy: what is copied can be looked up
-    batch_32      32 sequences, temperature 0.8
+    batch_8, batch_32    so many sequences, temperature 0.8
 
-`tpot` is milliseconds per token after the first, `ratio` that of `off` to it; `accepted` is the share of checked
-guesses that were kept, `step_tokens` how many tokens a step with guesses yielded.
+`tpot_ms` is milliseconds per token after the first, the median of the rounds; `ratio` that of `off` to it, the median
+of the rounds' own ratios, and `ratio_range` their range. `accepted` is the share of checked guesses that were kept,
+`step_tokens` how many tokens of all sequences a step with guesses yielded.
 
-`acceptance`: over positions of the text, sum min(p, q) of the model's distribution p and the draft's q, which is the
-acceptance of the rejection rule min(1, p / q) and the most that any rule reaches; and how often both choose the same
-token with common noise.
+`acceptance`: over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p and the
+draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise` is how
+often both choose the same token with common noise, `floor` the proven least of that, the mean of a / (2 - a) for each
+position's sum a. `greedy` is how often both have the same most likely token.
 """
 
 import argparse
@@ -25,6 +29,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +37,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
-from turns import machine
+from turns import own_setting, spread
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
@@ -43,10 +48,13 @@ from kvrelay.engine.runner.cpu import CpuRunner
 from kvrelay.engine.sampling.noise import exponential, noise_keys
 from kvrelay.models import resolve
 
-CLASSES = ("argparse:HelpFormatter", "queue:Queue", "string:Template", "configparser:RawConfigParser")
-BEGINNINGS = ("textwrap", "shlex", "fractions", "sched")
+CLASSES = ("argparse:HelpFormatter", "queue:Queue", "configparser:RawConfigParser")
+BEGINNINGS = ("textwrap", "shlex", "sched")
+TOKENS = 64
+"""Of each completion."""
 POSITIONS = 256
 SEEDS = 64
+TEMPERATURES = (1.0, 0.8)
 DRAWN = SamplingParams(temperature=0.8)
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -67,8 +75,8 @@ def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[tuple[int, ...]]]
         text = tokenizer.decode(ids)
         again = text.partition("\n")[0].replace(name.partition(":")[2], "Timed" + name.partition(":")[2])
         edit.append(tuple(ids + tokenizer.encode("\n\n\n" + again + "\n" + text.split("\n", 3)[1]).ids))
-    wide = [prompt[: 64 + 2 * number] for number in range(8) for prompt in begin]
-    return {"continue": begin, "greedy": begin, "edit": edit, "batch_32": wide}
+    wide = [begin[number % len(begin)][: 32 + 2 * number] for number in range(32)]
+    return {"continue": begin, "greedy": begin, "edit": edit, "batch_8": wide[:8], "batch_32": wide}
 
 
 def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
@@ -88,27 +96,72 @@ def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
     return time.thread_time() - began, sum(map(len, tokens.values())) - first, list(chain(*tokens.values()))
 
 
-def measure(engine: Engine, cell: str, texts: list[tuple[int, ...]], tokens: int) -> tuple[float, list[int]]:
-    """Milliseconds per token of all prompts together, and what was generated."""
-    params = GREEDY if cell in ("greedy", "edit") else DRAWN
+def groups(cell: str, texts: Sequence[tuple[int, ...]], tokens: int) -> list[list[Request]]:
+    """The requests of a cell; those of a group run together."""
+    temperature = 0.0 if cell in ("greedy", "edit") else 0.8
     asked = [
-        Request(
-            f"{number}",
-            1,
-            text,
-            len(text),
-            SamplingParams(temperature=params.temperature, seed=number, max_tokens=tokens),
-        )
-        for number, text in enumerate(texts)
+        Request(f"{seed}", 1, text, len(text), SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens))
+        for seed, text in enumerate(texts)
     ]
-    groups = [asked] if cell.startswith("batch") else [[request] for request in asked]
-    found = [run(engine, group) for group in groups]
-    seconds, count = sum(each[0] for each in found), sum(each[1] for each in found)
-    return 1000 * seconds / count, list(chain(*[each[2] for each in found]))
+    return [asked] if cell.startswith("batch") else [[request] for request in asked]
 
 
-def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int]) -> dict[str, float]:
-    """See the module's docstring; at temperature 1."""
+class Cell:
+    """The figures of one cell, by method."""
+
+    def __init__(self, name: str, asked: list[list[Request]], methods: Sequence[str]) -> None:
+        self.name = name
+        self.asked = asked
+        self.tpot: dict[str, list[float]] = {method: [] for method in methods}
+        """Milliseconds, of each round."""
+        self.counts = {method: dict.fromkeys(("proposed", "accepted", "steps", "tokens"), 0) for method in methods}
+
+    def round(self, engines: dict[str, Engine], number: int, count: bool) -> None:
+        """Every request once with each engine.
+
+        Args:
+            count: whether it becomes a figure; a warm-up doesn't.
+
+        Raises:
+            RuntimeError: a method changed the tokens.
+        """
+        seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
+        order = list(engines) if number % 2 else list(reversed(engines))
+        for group in self.asked:
+            streams = {}
+            for method in order:
+                guesses = engines[method].scheduler.speculation
+                before = dict(vars(guesses.counts)) if guesses else {}
+                took, later, streams[method] = run(engines[method], group)
+                seconds[method] += took
+                tokens[method] += later
+                if guesses and count:
+                    for field in self.counts[method]:
+                        self.counts[method][field] += vars(guesses.counts)[field] - before[field]
+            if len({tuple(stream) for stream in streams.values()}) > 1:
+                raise RuntimeError(f"{self.name}: the methods have different tokens: {streams}")
+        if count:
+            for method in engines:
+                self.tpot[method].append(1000 * seconds[method] / tokens[method])
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """See the module's docstring."""
+        found = {}
+        for method, tpot in self.tpot.items():
+            ratios = [off / mine for off, mine in zip(self.tpot["off"], tpot, strict=True)]
+            counts = self.counts[method]
+            row: dict[str, Any] = {"tpot_ms": spread(tpot), "ratio": round(statistics.median(ratios), 3)}
+            row["ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+            if counts["proposed"]:
+                row["proposed"] = counts["proposed"]
+                row["accepted"] = round(counts["accepted"] / counts["proposed"], 3)
+                row["step_tokens"] = round(counts["tokens"] / max(1, counts["steps"]), 2)
+            found[method] = row
+        return found
+
+
+def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) -> dict[str, dict[str, float]]:
+    """By temperature: see the module's docstring."""
     plan = StepPlan(
         step=0,
         handles=(0,),
@@ -120,25 +173,51 @@ def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int]) -> dict[str,
         sampling=(GREEDY,),
         generated=np.zeros(1, np.int32),
     )
+    found: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
-        p, q = (runner.model.logits(runner.forward(plan)).clone().softmax(-1) for runner in (target, draft))
-        common = 0.0
-        tokens = torch.arange(p.shape[1], dtype=torch.int32)
-        for seed in range(SEEDS):
-            keys = noise_keys(np.full(len(ids), seed, np.uint64), np.arange(len(ids)))
-            noise = exponential(torch.from_numpy(keys), tokens)
-            common += float(((p / noise).argmax(-1) == (q / noise).argmax(-1)).float().mean())
-    return {"rejection_rule": round(float(p.minimum(q).sum(-1).mean()), 4), "common_noise": round(common / SEEDS, 4)}
+        mine, its = (runner.model.logits(runner.forward(plan)).clone() for runner in (target, draft))
+        tokens = torch.arange(mine.shape[1], dtype=torch.int32)
+        for temperature in TEMPERATURES:
+            p, q = (mine / temperature).softmax(-1), (its / temperature).softmax(-1)
+            shared = p.minimum(q).sum(-1)
+            common = 0.0
+            for seed in range(seeds):
+                keys = noise_keys(np.full(len(ids), seed, np.uint64), np.arange(len(ids)))
+                noise = exponential(torch.from_numpy(keys), tokens)
+                common += float(((p / noise).argmax(-1) == (q / noise).argmax(-1)).float().mean()) / seeds
+            found[f"{temperature:g}"] = {
+                "rejection_rule": round(float(shared.mean()), 4),
+                "common_noise": round(common, 4),
+                "floor": round(float((shared / (2 - shared)).mean()), 4),
+            }
+        found["0"] = {"greedy": round(float((mine.argmax(-1) == its.argmax(-1)).float().mean()), 4)}
+    return found
 
 
-def main() -> None:
+def build(folder: Path, speculation: SpeculationConfig, quick: bool) -> Engine:
+    """One that has measured what its steps cost, unless that would take too long for a test."""
+    options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False, speculation=speculation)
+    engine, _ = build_engine(folder, "auto", options)
+    if not quick:
+        engine.warm_up()
+    return engine
+
+
+def runner_of(engine: Engine) -> CpuRunner:
+    if not isinstance(engine.runner, CpuRunner):
+        raise RuntimeError("this benchmark runs on CPUs")
+    return engine.runner
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="pico")
     parser.add_argument("--draft", default="pico-draft")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of wall time, for all")
+    parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
     folder, draft = resolve(args.model), resolve(args.draft)
     methods = {
         "off": SpeculationConfig(),
@@ -146,54 +225,34 @@ def main() -> None:
         "suffix": SpeculationConfig("suffix"),
         "draft": SpeculationConfig("draft", str(draft), max_tokens=4),
     }
-    options = {"threads": 1, "kv_memory_bytes": 64 << 20}
-    engines = {}
-    for name, speculation in methods.items():
-        engines[name], _ = build_engine(folder, "auto", EngineConfig(speculation=speculation, **options))
-        engines[name].warm_up()
-    texts = prompts(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
-    times: dict[str, dict[str, list[float]]] = {cell: {name: [] for name in engines} for cell in texts}
-    counts: dict[tuple[str, str], list[float]] = {}
-    for repeat in range(args.repeats + 1):
-        for cell, asked in texts.items():
-            expected = None
-            for name, engine in engines.items():
-                guesses = engine.scheduler.speculation
-                before = dict(vars(guesses.counts)) if guesses else {}
-                tpot, tokens = measure(engine, cell, asked, args.tokens)
-                if expected is not None and tokens != expected:
-                    raise RuntimeError(f"{cell}: {name} has other tokens")
-                expected = tokens
-                if repeat:  # the first is a warm-up
-                    times[cell][name].append(tpot)
-                    if guesses:
-                        after = vars(guesses.counts)
-                        sums = counts.setdefault((cell, name), [0.0] * 4)
-                        for place, field in enumerate(("proposed", "accepted", "steps", "tokens")):
-                            sums[place] += after[field] - before[field]
-        print(f"{repeat} of {args.repeats}", file=sys.stderr, flush=True)
-    cells: dict[str, Any] = {}
-    for cell, by_name in times.items():
-        for name, found in by_name.items():
-            tpot = statistics.median(found)
-            row = {"tpot_ms": round(tpot, 3), "range": [round(min(found), 3), round(max(found), 3)]}
-            row["ratio"] = round(statistics.median(by_name["off"]) / tpot, 2)
-            if (cell, name) in counts:
-                proposed, accepted, steps, tokens = counts[cell, name]
-                row |= {"proposed": proposed, "accepted": round(accepted / max(1, proposed), 3)}
-                row["step_tokens"] = round(tokens / max(1, steps), 2)
-            cells.setdefault(cell, {})[name] = row
-            print(json.dumps({"cell": cell, "method": name, **row}), flush=True)
-    _, target = build_engine(folder, "auto", EngineConfig(**options))
-    _, small = build_engine(draft, "auto", EngineConfig(**options))
-    if not (isinstance(target, CpuRunner) and isinstance(small, CpuRunner)):
-        raise RuntimeError("this benchmark runs on CPUs")
-    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(source("textwrap")).ids[:POSITIONS]
-    rule = acceptance(target, small, ids)
-    print(json.dumps({"acceptance": rule}))
-    if args.out is not None:
-        result = {"machine": machine(), "cells": cells, "acceptance": rule, "options": vars(args) | {"out": None}}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    engines = {name: build(folder, speculation, args.quick) for name, speculation in methods.items()}
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = prompts(tokenizer)
+    small = runner_of(build(draft, SpeculationConfig(), quick=True))
+    ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]
+    result: dict[str, Any] = own_setting("torch") | {"model": args.model, "draft": args.draft, "clock": "cpu"}
+    result["acceptance"] = acceptance(runner_of(engines["off"]), small, ids, 2 if args.quick else SEEDS)
+    print(json.dumps({"acceptance": result["acceptance"]}), flush=True)
+    cells = [
+        Cell(name, groups(name, asked, 8 if args.quick else TOKENS), list(engines)) for name, asked in texts.items()
+    ]
+    if not args.quick:
+        for cell in cells[:2]:
+            cell.round(engines, 0, count=False)
+    rounds, longest = 0, 0.0
+    while not rounds or (not args.quick and time.monotonic() - began + longest < 60 * args.minutes):
+        round_began = time.monotonic()
+        for cell in cells:
+            cell.round(engines, rounds, count=True)
+        rounds += 1
+        longest = max(longest, time.monotonic() - round_began)
+        print(f"round {rounds}: {longest:.0f} s at most", file=sys.stderr, flush=True)
+        result |= {"rounds": rounds, "cells": {cell.name: cell.rows() for cell in cells}}
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name, rows in result["cells"].items():
+        for method, row in rows.items():
+            print(json.dumps({"cell": name, "method": method, **row}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
     python models/train.py pico-draft --minutes 10
     python models/train.py pico --minutes 65
     python models/train.py pico --minutes 26 --continue --tests --peak-lr 7e-4
+    python models/train.py pico-draft --minutes 20 --continue --teacher pico --peak-lr 1e-3
 
 One CPU thread is enough, and nothing is downloaded: the data is the standard library of the running interpreter, and
 the network is transformers' (in kvrelay's dev extra). The script writes a Hugging Face folder beside itself, first
 after a minute and then every few minutes, so that an unfinished model can already be served; at the end it writes the
 model card. An interrupted run continues from its last checkpoint. `--steps` instead of `--minutes` makes the learning
 rate, and so the whole run, independent of the machine's speed. `--continue` starts from a finished model with a new
-optimizer; `--tests` adds the library's own tests to the data.
+optimizer; `--tests` adds the library's own tests to the data. `--teacher` distils: the model learns the distributions
+of another model here, with that one's tokenizer, which is what a draft model for it needs.
 """
 
 from __future__ import annotations
@@ -229,8 +231,15 @@ def learning_rate(peak: float, progress: float) -> float:
 class Training:
     """A model, its optimizer and what they have used so far; `checkpoint` keeps all three across an interruption."""
 
-    def __init__(self, shape: Shape, seed: int, peak_lr: float, checkpoint: Path) -> None:
+    def __init__(
+        self, shape: Shape, seed: int, peak_lr: float, checkpoint: Path, teacher: LlamaForCausalLM | None = None
+    ) -> None:
+        """
+        Args:
+            teacher: whose distributions are learned instead of the text's next tokens.
+        """
         torch.manual_seed(seed)
+        self.teacher = teacher
         self.peak_lr = peak_lr
         self.model = build(shape)
         self.spent = Spent()
@@ -257,13 +266,18 @@ class Training:
         os.replace(partial, self.checkpoint)
 
     def step(self, ids: Tensor, progress: float) -> float:
-        """One update on `ids` [rows, length + 1]; returns the loss in nats per token."""
+        """One update on `ids` [rows, length + 1]; returns the loss in nats per token, the KL divergence with a teacher."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.peak_lr, progress)
         # With AVX512_BF16, matrix products are twice as fast in bfloat16; the weights stay float32.
         with torch.autocast("cpu", torch.bfloat16):
-            logits = self.model(ids[:, :-1]).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+            logits = self.model(ids[:, :-1]).logits.float().flatten(0, 1)
+        if self.teacher is None:
+            loss = F.cross_entropy(logits, ids[:, 1:].flatten())
+        else:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                wanted = self.teacher(ids[:, :-1]).logits.float().flatten(0, 1)
+            loss = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -356,6 +370,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps to train for, instead of --minutes")
     parser.add_argument("--continue", dest="earlier", action="store_true", help="start from the finished model")
     parser.add_argument("--tests", action="store_true", help="train on the library's tests too")
+    parser.add_argument("--teacher", choices=SHAPES, help="the finished model whose distributions are learned")
     parser.add_argument("--peak-lr", type=float, help="peak learning rate, instead of the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -369,7 +384,12 @@ def main() -> None:
     files = library_files()
     seen = [text for path, text in files.items() if not is_held_out(path)]
     unseen = [text for path, text in files.items() if is_held_out(path)]
-    tokenizer = train_tokenizer(seen)
+    teacher = None
+    if args.teacher is None:
+        tokenizer = train_tokenizer(seen)
+    else:
+        tokenizer = Tokenizer.from_file(str(here / args.teacher / "tokenizer.json"))
+        teacher = LlamaForCausalLM.from_pretrained(here / args.teacher, dtype=torch.float32).eval()
     if args.tests:
         seen += [text for path, text in library_files(tests=True).items() if not is_held_out(path)]
     corpus = Corpus(tokenizer, seen, args.seed)
@@ -377,7 +397,7 @@ def main() -> None:
 
     folder: Path = args.out / args.name
     peak_lr = args.peak_lr or shape.peak_lr
-    training = Training(shape, args.seed, peak_lr, args.work / f"{args.name}.pt")
+    training = Training(shape, args.seed, peak_lr, args.work / f"{args.name}.pt", teacher)
     earlier = None
     if args.earlier:
         earlier = json.loads((folder / "training.json").read_text())
@@ -399,6 +419,7 @@ def main() -> None:
         "python": platform.python_version(),
         "seed": args.seed,
         "tests": "with" if args.tests else "without",
+        "teacher": args.teacher or "none",
         "train_files": len(seen),
         "train_bytes": sum(len(text.encode()) for text in seen),
         "train_tokens_per_epoch": len(corpus.stream),

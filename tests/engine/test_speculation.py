@@ -1,7 +1,9 @@
 """Guessed tokens change how many steps a stream takes, and nothing else."""
 
+import asyncio
 import dataclasses
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.build import build_engine, engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
+from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.grammar import Constraint, Grammar
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
@@ -29,6 +33,7 @@ from support.guesses import HashGuesses
 from support.hash_runner import LAYOUT, HashRunner, expected_tokens, hash_spec
 
 FIXED = SpeculationConfig("ngram", max_tokens=4, adaptive=False)
+EOS_ID = 1
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(seed=5, logprobs=2),
@@ -219,6 +224,66 @@ def test_a_draft_model_that_is_the_model_is_always_right(tiny: Path) -> None:
     counts = engine.scheduler.speculation.counts
     assert counts.proposed > 0
     assert counts.accepted > 0.9 * counts.proposed
+
+
+CONSTRAINTS = (
+    Constraint("regex", "((ab|cd|[0-9]{3}) ){6,12}"),
+    Constraint(
+        "json_schema",
+        json.dumps(
+            {
+                "type": "array",
+                "minItems": 3,
+                "maxItems": 4,
+                "items": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+            }
+        ),
+    ),
+)
+
+
+def compiled(folder: Path, constraints: Sequence[Constraint]) -> list[Grammar]:
+    async def compile_all() -> list[Grammar]:
+        async with asyncio.timeout(60):
+            return [await compiler.compile(constraint) for constraint in constraints]
+
+    compiler = ConstraintCompiler(folder, VOCAB_SIZE, [EOS_ID])
+    return asyncio.run(compile_all())
+
+
+def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
+    """With right and wrong guesses, with prompt lookup, and with a draft model, which knows nothing of constraints."""
+    grammars = compiled(tiny, CONSTRAINTS)
+    asked = [
+        dataclasses.replace(
+            request(
+                f"{place} {seed}",
+                [seed, 9, 4] * 7,
+                SamplingParams(
+                    seed=seed,
+                    temperature=temperature,
+                    repetition_penalty=1.2 if seed == 1 else 1.0,
+                    constraint=constraint,
+                    stop_token_ids=frozenset({EOS_ID}),
+                ),
+                50,
+            ),
+            grammar=grammar,
+        )
+        for place, (constraint, grammar) in enumerate(zip(CONSTRAINTS, grammars, strict=True))
+        for seed, temperature in enumerate((0.0, 0.8, 0.8))
+    ]
+    engine, runner = build_engine(tiny, "auto", OPTIONS)
+    plain = tokens_of(run(engine, asked))
+    assert all(grammars[int(name[0])].matcher(tokens[:-1]).mask().any() for name, tokens in plain.items())
+    draft = dataclasses.replace(FIXED, method="draft", draft_model=str(tiny))
+    drafting, _ = build_engine(tiny, "auto", dataclasses.replace(OPTIONS, speculation=draft))
+    options = dataclasses.replace(OPTIONS.on("cpu"), speculation=FIXED)
+    for guessing in (engine_on(runner, options, Truth(plain)), engine_on(runner, options), drafting):
+        assert tokens_of(run(guessing, asked)) == plain
+        assert guessing.scheduler.speculation is not None
+        counts = guessing.scheduler.speculation.counts
+        assert 0 < counts.accepted < counts.proposed
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:
