@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from gpu_measure import Case, Machine
 from torch import Tensor
@@ -161,8 +162,8 @@ def _winners(logits: Tensor, choices: sampling.Choices) -> Tensor:
     """int64 [R] by the definition, in float64 and with a sort instead of a comparison of all pairs."""
     if not choices.temperature.any():
         return logits.argmax(-1)
-    tokens = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    noise = exponential(choices.keys, tokens).double()
+    tokens = np.arange(logits.shape[1], dtype=np.int32)
+    noise = exponential(choices.keys.cpu().numpy(), tokens).to(logits.device).double()
     if logits.shape[1] < 1000:
         columns = (choices.temperature, choices.top_k, choices.top_p, choices.min_p)
         options = zip(*(column.tolist() for column in columns), strict=True)

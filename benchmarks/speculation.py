@@ -176,14 +176,14 @@ def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) 
     found: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         mine, its = (runner.model.logits(runner.forward(plan)).clone() for runner in (target, draft))
-        tokens = torch.arange(mine.shape[1], dtype=torch.int32)
+        tokens = np.arange(mine.shape[1], dtype=np.int32)
         for temperature in TEMPERATURES:
             p, q = (mine / temperature).softmax(-1), (its / temperature).softmax(-1)
             shared = p.minimum(q).sum(-1)
             common = 0.0
             for seed in range(seeds):
                 keys = noise_keys(np.full(len(ids), seed, np.uint64), np.arange(len(ids)))
-                noise = exponential(torch.from_numpy(keys), tokens)
+                noise = exponential(keys, tokens)
                 common += float(((p / noise).argmax(-1) == (q / noise).argmax(-1)).float().mean()) / seeds
             found[f"{temperature:g}"] = {
                 "rejection_rule": round(float(shared.mean()), 4),

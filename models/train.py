@@ -266,7 +266,7 @@ class Training:
         os.replace(partial, self.checkpoint)
 
     def step(self, ids: Tensor, progress: float) -> float:
-        """One update on `ids` [rows, length + 1]; returns the loss in nats per token, the KL divergence with a teacher."""
+        """One update on `ids` [rows, length + 1]; returns the loss in nats per token: with a teacher, KL divergence."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.peak_lr, progress)
         # With AVX512_BF16, matrix products are twice as fast in bfloat16; the weights stay float32.

@@ -68,7 +68,7 @@ class NativeDecoder:
         self._rows = ctypes.c_int64()
         self._tokens = ctypes.c_void_p()
         self._record(64)
-        self._logits = torch.empty(0, self._head.outputs)
+        self._make_logits(1)
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """As `Decoder.forward`; returns float32 [T, hidden], valid until the next call.
@@ -89,10 +89,13 @@ class NativeDecoder:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
         count = len(hidden)
         if count > len(self._logits):
-            self._logits = torch.empty(max(count, 2 * len(self._logits)), self._head.outputs)
+            self._make_logits(max(count, 2 * len(self._logits)))
         self._rows.value = count
-        args = self._linear(self._head, Epilogue.STORE, hidden, self._logits, self._last_norm)
-        self._team.run(Program(self._team.library, (LINEAR, args)))
+        args = self._head_args
+        args.input, args.input_stride = hidden.data_ptr(), hidden.stride(0)
+        # A longer step may have made a new workspace since.
+        args.workspace = self._workspace.data_ptr()
+        self._team.run(self._head_program)
         return self._logits[:count]
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,16 +103,19 @@ class NativeDecoder:
         count, width = logits.shape
         values, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
         self._rows.value = count
-        args = ArgmaxArgs(
-            rows=ctypes.addressof(self._rows),
-            input=logits.data_ptr(),
-            input_stride=logits.stride(0),
-            width=width,
-            tokens=tokens.data_ptr(),
-            largest=values.data_ptr(),
-        )
-        self._team.run(Program(self._team.library, (ARGMAX, args)))
+        args = self._largest_args
+        args.input, args.input_stride, args.width = logits.data_ptr(), logits.stride(0), width
+        args.tokens, args.largest = tokens.data_ptr(), values.data_ptr()
+        self._team.run(self._largest_program)
         return values, tokens
+
+    def _make_logits(self, capacity: int) -> None:
+        """Makes the buffer of logits, for up to `capacity` rows, and the programs that write and read it."""
+        self._logits = torch.empty(capacity, self._head.outputs)
+        self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        self._head_program = Program(self._team.library, (LINEAR, self._head_args))
+        self._largest_args = ArgmaxArgs(rows=ctypes.addressof(self._rows))
+        self._largest_program = Program(self._team.library, (ARGMAX, self._largest_args))
 
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""

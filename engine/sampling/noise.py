@@ -26,30 +26,34 @@ def noise_keys(seeds: ArrayLike, positions: ArrayLike) -> NDArray[np.int32]:
     return mixed[:, None].view(np.int32)
 
 
-def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Independent draws from the exponential distribution with mean 1.
+def exponential(keys: NDArray[np.int32], tokens: NDArray[np.int32]) -> Tensor:
+    """Independent draws from the exponential distribution with mean 1, computed on the host.
+
+    The integers are numpy's: torch takes twice the time, since its shifts repeat the sign bit and each of its calls
+    costs more than the work on one row.
 
     Args:
-        keys: int32 [R, 2], of each row.
-        tokens: int32 [V] or [R, V] token ids.
+        keys: [R, 2], of each row.
+        tokens: [V] or [R, V] token ids.
 
     Returns:
         float32 [R, V], above 0.
     """
-    x = (tokens ^ keys[:, :1]).mul_(0x7FEB352D)
-    x ^= _shifted(x, 15)
-    x.add_(keys[:, 1:]).mul_(_signed(0x846CA68B))
-    x ^= _shifted(x, 16)
-    x.mul_(0x2C1B3C6D)
-    x ^= _shifted(x, 15)
+    first, second = keys.view(np.uint32)[:, :1], keys.view(np.uint32)[:, 1:]
+    x = tokens.view(np.uint32) ^ first
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x += second
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x2C1B3C6D)
+    x ^= x >> np.uint32(15)
+    x &= np.uint32(0x7FFFFFFF)
     # -log(1 - u) of a uniform u in (0, 1]. Small draws win, and near 0 float32 keeps every bit of u.
-    uniform = x.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
-    return uniform.neg_().log1p_().neg_()
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own shift repeats the sign bit."""
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+    uniform = x.astype(np.float32)
+    uniform += np.float32(0.5)
+    uniform *= np.float32(-(2.0**-31))
+    return torch.from_numpy(uniform).log1p_().neg_()
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -57,8 +61,3 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _signed(x: int) -> int:
-    """The int32 with the bits of `x`, 0 to 2**32 - 1."""
-    return x - 2**32 if x >= 2**31 else x

@@ -134,25 +134,32 @@ def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> 
     ban(logits, early_stops(draws, logits.shape[1]))
     # A non-finite maximum marks invalid logits.
     largest, tokens = find_largest(logits)
-    nonfinite = (~largest.isfinite()).nonzero().flatten().tolist()
+    nonfinite = np.flatnonzero(~np.isfinite(largest.numpy())).tolist()
     drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in nonfinite]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    if drawn and len(drawn) == len(draws) <= rows_at_once:
+        # The common case needs no copies of rows.
+        return _draw(logits, largest, draws).tolist(), nonfinite
     for begin in range(0, len(drawn), rows_at_once):
         rows = drawn[begin : begin + rows_at_once]
         index = torch.tensor(rows)
-        tokens[index] = _draw(logits[index], [draws[row] for row in rows])
+        tokens[index] = _draw(logits[index], largest[index], [draws[row] for row in rows])
     return tokens.tolist(), nonfinite
 
 
-def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """int64 [R] tokens drawn for rows that are not greedy."""
-    temperatures = torch.tensor([draw.params.temperature for draw in draws])
-    logits -= logits.max(-1, keepdim=True).values
-    logits /= temperatures[:, None]
+def _draw(logits: Tensor, largest: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """int64 [R] tokens drawn for rows that are not greedy.
+
+    Args:
+        logits: [R, V], overwritten.
+        largest: [R] of each row.
+    """
+    logits -= largest[:, None]
+    logits /= torch.tensor([draw.params.temperature for draw in draws])[:, None]
     _filter(logits, [draw.params for draw in draws])
     seeds = [draw.params.seed & SEED_MASK for draw in draws]
-    keys = torch.from_numpy(noise_keys(seeds, [draw.position for draw in draws]))
-    tokens = torch.arange(logits.shape[1], dtype=torch.int32)
+    keys = noise_keys(seeds, [draw.position for draw in draws])
+    tokens = np.arange(logits.shape[1], dtype=np.int32)
     return (logits.exp_() / exponential(keys, tokens)).argmax(-1)
 
 

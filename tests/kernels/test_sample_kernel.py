@@ -4,6 +4,7 @@ import math
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,8 +44,7 @@ def choose(logits: Tensor, choices: kernel.Choices) -> list[int]:
 def is_near(logits: Tensor, draw: Draw, chosen: int, expected: int) -> bool:
     """Whether the two tokens are almost equal by the definition, in float64, or one is at the bound of a filter."""
     params = draw.params
-    keys = torch.from_numpy(noise_keys([params.seed], [draw.position]))
-    noise = exponential(keys, torch.arange(len(logits), dtype=torch.int32))[0].double()
+    noise = exponential(noise_keys([params.seed], [draw.position]), np.arange(len(logits), dtype=np.int32))[0].double()
     options = params.temperature, params.top_k, params.top_p, params.min_p
     scores = token_probabilities(logits, *options) / noise
     if scores[chosen] > 0 and scores[expected] > 0:

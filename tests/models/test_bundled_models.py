@@ -198,3 +198,18 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path: Path) -> None:
 
     for name, weight in whole.model.state_dict().items():
         torch.testing.assert_close(second.model.state_dict()[name], weight, atol=0.0, rtol=0.0)
+
+
+def test_a_model_with_a_teacher_comes_near_it(tmp_path: Path) -> None:
+    """The loss is the KL divergence: 0 for the teacher's own weights, and less after each few steps for others."""
+    shape = train.Shape(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, peak_lr=1e-2, head_dim=16)
+    ids = train.Corpus(TOKENIZER, ["def f(x):\n    return x\n" * 400], seed=0).batch(0)[:, :65]
+    teacher = train.Training(shape, 0, shape.peak_lr, tmp_path / "teacher.pt").model
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight *= 4
+    pupil = train.Training(shape, 1, shape.peak_lr, tmp_path / "pupil.pt", teacher)
+    losses = [pupil.step(ids, 0.1) for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+    pupil.model.load_state_dict(teacher.state_dict())
+    assert pupil.step(ids, 0.1) == pytest.approx(0.0, abs=1e-3)
