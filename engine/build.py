@@ -16,7 +16,7 @@ from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.loader import OnLoaded
-from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.base import ChainRunner, Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.speculate.base import Proposer
@@ -41,7 +41,7 @@ def build_engine(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], Runner] = build_cpu_runner
+    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ChainRunner] = build_cpu_runner
     memory = 0
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.

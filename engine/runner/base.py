@@ -1,7 +1,9 @@
 """What the engine needs of a runner. No torch: the engine's loop is also tested without it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.models.spec import ModelSpec
@@ -55,3 +57,40 @@ class Runner(Protocol):
         With a lag of 1 the step runs behind the one launched before it, whose tokens `plan.feeds` may refer to.
         """
         ...
+
+
+class ChainRunner(Runner, Protocol):
+    """The runner of a draft model."""
+
+    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """The tokens that follow each row, as steps that compute one after the other would sample them.
+
+        Args:
+            plan: whose rows all sample; nothing changes their logits. Its block tables have room for `count` - 1 tokens
+                more of each row.
+            count: tokens of each row, 1 or more.
+
+        Returns:
+            [R] lists of one length: `count`, or fewer if some row's logits aren't finite there.
+        """
+        ...
+
+
+def chain_of_steps(runner: Runner, plan: StepPlan, count: int) -> list[list[int]]:
+    """`ChainRunner.chain` of a runner that has no shorter way: a whole step for each token."""
+    found: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    while True:
+        out = runner.launch(plan).result()
+        if out.nonfinite:
+            return found
+        sampled = [token for token in out.tokens if token is not None]
+        for tokens, token in zip(found, sampled, strict=True):
+            tokens.append(token)
+        if len(found[0]) == count:
+            return found
+        plan = replace(
+            plan,
+            tokens=np.array(sampled, np.int32),
+            starts=plan.starts + plan.lengths,
+            lengths=np.ones(plan.num_rows, np.int32),
+        )

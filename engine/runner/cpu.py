@@ -30,7 +30,7 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
-from kvrelay.engine.sampling.sampler import choose, draws_of, step_output
+from kvrelay.engine.sampling.sampler import Draw, choose, draws_of, sample, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -85,6 +85,31 @@ class CpuRunner:
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
             choice = choose(logits, draws_of(plan, rows), self.model.largest)
         return FinishedStep(step_output(plan, rows, choice, prompt_logprobs))
+
+    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """See `ChainRunner.chain`. Leaves out what a step does besides, which takes longer than a small model."""
+        self._set_threads()
+        found: list[list[int]] = [[] for _ in range(plan.num_rows)]
+        inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
+        tables = inputs.block_tables.numpy()
+        tokens, ends = torch.from_numpy(plan.tokens.astype(np.int64)), inputs.starts + inputs.lengths
+        with torch.inference_mode():
+            while True:
+                self.attention.plan(inputs)
+                hidden = self.model.forward(tokens, inputs.positions, self.attention)
+                if len(hidden) > plan.num_rows:
+                    hidden = hidden[torch.from_numpy(inputs.lengths.cumsum() - 1)]
+                draws = [Draw(params, end, 0) for params, end in zip(plan.sampling, ends.tolist(), strict=True)]
+                sampled, nonfinite = sample(self.model.logits(hidden), draws, self.model.largest)
+                if nonfinite:
+                    return found
+                for row, token in zip(found, sampled, strict=True):
+                    row.append(token)
+                if len(found[0]) == count:
+                    return found
+                tokens = torch.tensor(sampled)
+                inputs = AttentionInputs.decoding(ends, tables, self.layout.block_size)
+                ends = ends + 1
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm."""

@@ -35,6 +35,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
+from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.engine.runner.special import SpecialRows
@@ -137,6 +138,10 @@ class GpuRunner:
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
+
+    def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """See `ChainRunner.chain`."""
+        return chain_of_steps(self, plan, count)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> GpuStep:

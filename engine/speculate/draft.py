@@ -21,7 +21,7 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import Runner
+from kvrelay.engine.runner.base import ChainRunner
 from kvrelay.engine.speculate.base import Want
 
 
@@ -42,7 +42,7 @@ class DraftProposer:
 
     passes = True
 
-    def __init__(self, runner: Runner, max_batch_tokens: int) -> None:
+    def __init__(self, runner: ChainRunner, max_batch_tokens: int) -> None:
         """
         Args:
             runner: of the draft model; nobody else uses it or its pool.
@@ -80,22 +80,30 @@ class DraftProposer:
             if budget < 1 or length < len(want.tokens) or not self._extend(draft, length):
                 continue
             if lacking > budget:
-                self._step([(draft, list(want.tokens[common : common + budget]))])
+                self._chain([(draft, list(want.tokens[common : common + budget]))], 1)
                 budget = 0
                 continue
             ready.append((draft, want, guess))
             budget -= lacking
+        limit = self._runner.spec.max_context
         while ready:
-            # The first pass computes what the target has kept, each later one the guess before.
+            # The first pass of a chain computes what the target has kept, each later one the guess before.
             rows = [(draft, guess[-1:] or list(want.tokens[len(draft.tokens) :])) for draft, want, guess in ready]
-            for (_, _, guess), token in zip(ready, self._step(rows), strict=True):
-                guess.append(token)
+            count = min(
+                min(want.most - len(guess), limit + 1 - len(draft.tokens) - len(tokens))
+                for (_, want, guess), (draft, tokens) in zip(ready, rows, strict=True)
+            )
+            chains = self._chain(rows, count)
+            for (_, _, guess), chain in zip(ready, chains, strict=True):
+                guess += chain
+            if len(chains[0]) < count:
+                break
             ready = [
                 (draft, want, guess)
                 for draft, want, guess in ready
-                if guess[-1] >= 0 and len(guess) < want.most and len(draft.tokens) < self._runner.spec.max_context
+                if len(guess) < want.most and len(draft.tokens) < limit
             ]
-        return [[token for token in guess if token >= 0] for guess in guesses]
+        return guesses
 
     def forget(self, handle: int) -> None:
         draft = self._drafts.pop(handle, None)
@@ -118,11 +126,14 @@ class DraftProposer:
         lacking = self._runner.layout.blocks_for(length) - len(draft.hold.blocks)
         return lacking <= 0 or draft.hold.extend(lacking)
 
-    def _step(self, rows: Sequence[tuple[Draft, list[int]]]) -> list[int]:
-        """Computes tokens behind those that the draft model has; the token that follows each row, -1 if it has none."""
+    def _chain(self, rows: Sequence[tuple[Draft, list[int]]], count: int) -> list[list[int]]:
+        """Computes tokens behind those that the draft model has, and guesses `count` more (`ChainRunner.chain`)."""
         starts = [len(draft.tokens) for draft, _ in rows]
         lengths = [len(tokens) for _, tokens in rows]
-        used = [self._runner.layout.blocks_for(start + length) for start, length in zip(starts, lengths, strict=True)]
+        used = [
+            self._runner.layout.blocks_for(start + length + count - 1)
+            for start, length in zip(starts, lengths, strict=True)
+        ]
         tables = np.zeros((len(rows), max(used)), np.int32)
         for row, (draft, _) in enumerate(rows):
             tables[row, : used[row]] = draft.hold.blocks[: used[row]]
@@ -137,7 +148,8 @@ class DraftProposer:
             sampling=tuple([draft.sampling for draft, _ in rows]),
             generated=np.zeros(len(rows), np.int32),
         )
-        out = self._runner.launch(plan).result()
-        for draft, tokens in rows:
-            draft.tokens += tokens
-        return [-1 if row in out.nonfinite else token for row, token in enumerate(out.tokens) if token is not None]
+        chains = self._runner.chain(plan, count)
+        for (draft, tokens), chain in zip(rows, chains, strict=True):
+            # The last token's KV isn't computed.
+            draft.tokens += tokens + chain[: count - 1]
+        return chains
