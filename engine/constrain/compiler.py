@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -148,18 +148,24 @@ class LlGrammar:
 
 
 class LlMatcher:
-    """Implements `Matcher`. At most one thread of the pool works for it: a token comes only after the mask before it
-    was read."""
+    """Implements `Matcher`. At most one thread at a time works with the library's matcher."""
 
     def __init__(self, matcher: "LLMatcher", words: int, threads: ThreadPoolExecutor, tokens: list[int]) -> None:
         self._matcher = matcher
         self._words = words
         self._threads = threads
+        self._tokens = tokens
+        """Those that `_mask` takes first."""
         self._mask = self._begin(tokens)
 
     def push(self, token: int) -> None:
-        """See `Matcher.push`."""
-        self._mask = self._begin([token])
+        """See `Matcher.push`. After a step that kept guesses several come, and nobody reads the masks between them."""
+        if self._mask.cancel():
+            self._tokens = [*self._tokens, token]
+        else:
+            wait([self._mask])
+            self._tokens = [token]
+        self._mask = self._begin(self._tokens)
 
     def mask(self) -> NDArray[np.int32]:
         """See `Matcher.mask`."""

@@ -66,6 +66,24 @@ def test_equal_constraints_are_compiled_once_and_the_oldest_are_forgotten() -> N
     with_compiler(test)
 
 
+def test_tokens_may_come_before_the_masks_between_them_are_there() -> None:
+    """As they do after a step that kept several guesses."""
+
+    async def test(compiler: ConstraintCompiler) -> None:
+        grammar = await compiler.compile(Constraint("json_schema", json.dumps(random_schema(random.Random(3)))))
+        draw, tokens = random.Random(0), list[int]()
+        while len(tokens) < 6:
+            tokens.append(draw.choice(allowed(grammar.matcher(tokens).mask())))
+        expected = grammar.matcher(tokens).mask()
+        for _ in range(100):
+            matcher = grammar.matcher([])
+            for token in tokens:
+                matcher.push(token)
+            assert np.array_equal(matcher.mask(), expected)
+
+    with_compiler(test)
+
+
 def test_tokens_that_do_not_obey_are_refused() -> None:
     async def test(compiler: ConstraintCompiler) -> None:
         grammar = await compiler.compile(REGEX)
