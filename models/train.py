@@ -389,7 +389,7 @@ def main() -> None:
         tokenizer = train_tokenizer(seen)
     else:
         tokenizer = Tokenizer.from_file(str(here / args.teacher / "tokenizer.json"))
-        teacher = LlamaForCausalLM.from_pretrained(here / args.teacher, dtype=torch.float32).eval()
+        teacher = LlamaForCausalLM.from_pretrained(here / args.teacher, dtype=torch.float32)
     if args.tests:
         seen += [text for path, text in library_files(tests=True).items() if not is_held_out(path)]
     corpus = Corpus(tokenizer, seen, args.seed)
