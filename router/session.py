@@ -56,7 +56,7 @@ from kvrelay.router.flow import Flow
 from kvrelay.router.health import Trial
 from kvrelay.router.placement import Demand, NoPlace, Placement
 from kvrelay.router.queue import QueueFull
-from kvrelay.router.suspects import TRIAL_SECONDS, Suspicion, shape_of
+from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.rpc.identity import WorkerId
@@ -427,7 +427,7 @@ class Session:
 
     async def _place_on_trial(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
         """Places a suspect on workers without another one; NO_CAPACITY for want of such workers, or if it is none."""
-        until = min(limit, self._suspicion.failed + TRIAL_SECONDS)
+        until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
         if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
         return await self._dispatch.trials.place(self._demand(on_trial=True), until, start)

@@ -18,11 +18,12 @@ trial by then:
             when each worker of the attempt has taken it; from then on, a loss counts
     router  judges before it cancels the attempt: until then, the worker keeps the others out
 
-No suspect waits without limit. One that got no trial within TRIAL_SECONDS of its failed attempt is a suspect still, but
-not on trial: it runs beside others like it, wherever no trial is under way, and isn't convicted before its third loss.
-It waits for trials that are under way or begin in the TRIAL_SECONDS of others. So new ones keep it waiting only while
-more workers are lost, and after `idle_timeout_seconds` it is given up. A trial ends with a few tokens, or by the time
-limits of any request.
+No suspect waits without limit. One that gets no trial within TRIAL_SECONDS of its failed attempt is a suspect still,
+but not on trial: it runs beside others like it, wherever no trial is under way. It waits for trials that have begun,
+and for those that begin within the TRIAL_SECONDS of others; a trial ends with a few tokens, or by the time limits of
+any request. So it waits for long only while more workers are lost, and is given up `router.idle_timeout_seconds` after
+its failed attempt. If it loses a second worker in this way, only a trial can tell it from those beside it: it waits for one
+until it is given up.
 
 A worker that is lost for another reason, in the few tokens of a trial, convicts the request: the two losses look alike.
 """
@@ -35,7 +36,7 @@ from kvrelay.router.trace import RequestTrace
 TRIAL_TOKENS = 4
 """More than an engine can have computed and not yet sent when its worker was lost."""
 TRIAL_SECONDS = 5.0
-"""How long a suspect waits for workers without another one."""
+"""How long a suspect that has lost one worker waits for workers without another suspect."""
 CLEAN_TOKENS = 64
 MAX_LOSSES = 3
 
@@ -61,6 +62,10 @@ class Suspicion:
         self.losses += 1
         self._tokens = tokens
         return self.losses >= (2 if tried else MAX_LOSSES)
+
+    def tried_by(self, longest: float) -> float:
+        """Monotonic time until which the request waits for a trial; `longest` is the most it may wait: seconds."""
+        return self.failed + (TRIAL_SECONDS if self.losses < MAX_LOSSES - 1 else longest)
 
     def tokens_left(self, tokens: int) -> int:
         """How many tokens more the request is a suspect for; 0: it is none."""

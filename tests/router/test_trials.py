@@ -1,8 +1,6 @@
 """Suspects are tried alone, and only a trial that has begun convicts: no innocent request fails with another one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,8 @@ import pytest
 
 from kvrelay.client import AsyncClient, InternalError, Unavailable
 from kvrelay.internal.v1.worker_pb2 import Failure, PeerRef
-from kvrelay.router import session
+from kvrelay.router import suspects
+from kvrelay.router.suspects import Suspicion
 from support.router_fakes import (
     FakeWorker,
     Job,
@@ -115,7 +114,7 @@ def test_a_trial_begins_when_each_worker_has_taken_the_suspect(tmp_path: Path, r
 def test_one_that_gets_no_trial_runs_beside_others_and_says_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.3)
 
     async def test() -> None:
         def busy(job: Job) -> None:
@@ -133,7 +132,7 @@ def test_one_that_gets_no_trial_runs_beside_others_and_says_what_it_is(
             await lost.stop()
             assert (await asked).timeline.retries == 1
             first, last = other.jobs[0].submit, other.jobs[-1].submit
-            assert first.on_trial and not last.on_trial
+            assert (first.on_trial, last.on_trial) == (True, False)
             assert first.suspect_tokens == last.suspect_tokens > 0
 
     run(test)
@@ -181,22 +180,62 @@ def test_a_loss_counts_that_the_other_worker_reports_first(tmp_path: Path) -> No
     run(test)
 
 
-class Keeper:
-    """Which suspects a worker takes, as a real one decides."""
+class Endangered:
+    """A worker that takes suspects as a real one does, and that the poison ends."""
 
-    def __init__(self) -> None:
-        self._here: list[Job] = []
+    def __init__(self, name: str) -> None:
+        self.fake = FakeWorker(name, "colocated", self._compute, suspected=self._decide)
+        self._suspects: list[Job] = []
 
-    def __call__(self, job: Job) -> None:
-        here = self._here = [other for other in self._here if not (other.cancelled.is_set() or other in self.harmless)]
-        if any(job.submit.on_trial or other.submit.on_trial for other in here):
+    def _decide(self, job: Job) -> None:
+        self._suspects = [other for other in self._suspects if not other.cancelled.is_set()]
+        if any(job.submit.on_trial or other.submit.on_trial for other in self._suspects):
             refuse(job)
         else:
-            self._here.append(job)
+            self._suspects.append(job)
             job.take()
 
-    @property
-    def harmless(self) -> list[Job]:
-        return self._harmless
+    async def _compute(self, job: Job) -> None:
+        if job.submit.token_ids[0] == POISON:
+            await asyncio.sleep(0.1)
+            await self.fake.server.stop(None)
+            return
+        for index in range(job.base, TOTAL):
+            await asyncio.sleep(0.02)
+            job.send(index, (token_at(index),), length_if(index == TOTAL - 1))
+            if job in self._suspects and index - job.base + 1 in (job.submit.suspect_tokens, TOTAL - job.base):
+                self._suspects.remove(job)
 
-    _harmless: list[Job]
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_suspects_of_two_routers_are_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    """After the first worker, or not before two are lost because there was no time for trials."""
+    seconds = Suspicion.tried_by
+    if lost == 2:
+        monkeypatch.setattr(
+            Suspicion, "tried_by", lambda self, longest: 0.0 if self.losses == 1 else seconds(self, longest)
+        )
+
+    async def test() -> None:
+        workers = [Endangered(f"colocated-{at}").fake for at in range(5)]
+        async with (
+            fake_cluster(tmp_path, *workers) as cluster,
+            second_router(cluster) as second,
+            AsyncClient(cluster.router.address) as one,
+            AsyncClient(second.address) as other,
+        ):
+            for client in (one, other):  # one request at each worker, at least
+                await asyncio.gather(*(ask(client) for _ in range(2)))
+            innocents = [asking(client) for client in (one, other) for _ in range(12)]
+            with pytest.raises(InternalError, match=f"suspected of ending workers: {lost + 1}"):
+                await ask(one, POISON)
+            retries = [(await innocent).timeline.retries for innocent in innocents]
+            assert 0 < max(retries) <= lost
+            ended = [job for worker in workers for job in worker.jobs if job.submit.token_ids[0] == POISON]
+            assert len([job for job in ended if job.begun.is_set()]) == lost + 1
+            for router in (cluster.router, second):
+                left = [view for view in router.registry.view() if view.ready]
+                assert len(left) == len(workers) - lost - 1
+                assert all(view.suspects == view.requests == 0 for view in left)
+
+    run(test)
