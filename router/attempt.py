@@ -83,16 +83,17 @@ class Attempt:
         expected_tokens = expected[0].tokens if expected else 0
         trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
-        self._on_trial = on_trial
         self._begun = not suspect_tokens
         """Whether the workers may compute the request: a suspect, once each of them has taken it."""
         if decode is prefill:
-            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens)
+            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens, on_trial)
             self._decode: Part | None = None
         else:
-            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens)
+            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens, on_trial)
             second = self._base + 1
-            self._decode = None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens)
+            self._decode = (
+                None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens, on_trial)
+            )
 
     # Towards the workers.
 
@@ -110,20 +111,20 @@ class Attempt:
         """Whether the worker that generates the last token has sent one."""
         return self._parts[-1].delivered
 
-    def lost_while_computing(self) -> bool | None:
-        """Whether a worker was lost while the request was on trial there; None if none was that may have computed it.
+    def lost_while_computing(self) -> list[Part]:
+        """The parts whose workers were lost and may have been computing the request.
 
-        Prefill computes up to the first token, decode at some time after that. To be asked before `close`: until then,
+        Prefill computes up to the first token, decode at some time after that. To be judged before `close`: until then,
         no other suspect can have been on a worker that has this one on trial.
         """
-        found = [
-            self._on_trial and part.suspect_tokens > 0
+        return [
+            part
             for part in self._parts
-            if part.stream.lost is not None
+            if self._begun
+            and part.stream.lost is not None
             and not part.returned
             and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
         ]
-        return any(found) if found and self._begun else None
 
     def submit(self, first_seconds: float, idle_seconds: float) -> None:
         """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
@@ -147,7 +148,7 @@ class Attempt:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
             submit.trace_id = self._trace.context.trace_id
-            submit.suspect_tokens, submit.on_trial = part.suspect_tokens, self._on_trial
+            submit.suspect_tokens, submit.on_trial = part.suspect_tokens, part.on_trial
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))

@@ -31,6 +31,8 @@ class Part:
     """Index of the next token that the worker has to send."""
     suspect_tokens: int
     """Tokens that the worker has yet to send until the request is no suspect there (`router/suspects.py`)."""
+    on_trial: bool
+    """Whether no other suspect may be there until then."""
     open: bool = True
     """Whether the worker may send more events."""
     delivered: bool = False
@@ -50,6 +52,11 @@ class Part:
         self.stream.requests += 1
         self._suspect = self.suspect_tokens > 0
         self.stream.suspects += self._suspect
+
+    @property
+    def tried(self) -> bool:
+        """Whether the request is on trial on the worker, or was when that was lost."""
+        return self.on_trial and self.suspect_tokens > 0
 
     def sent(self, end: int) -> None:
         """The worker has sent all of its tokens before index `end`."""

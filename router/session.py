@@ -331,7 +331,7 @@ class Session:
             if failure.cause == Failure.CAUSE_PEER_LOST:
                 await failed.loss_shows(LOSS_SECONDS)
             self._check_deadline()
-        self._judge(failed)
+        await self._judge(failed)
         failed.close()
         if tries >= self._dispatch.config.max_attempts:
             raise self._given_up(failure, f"after {tries} attempts")
@@ -375,21 +375,21 @@ class Session:
         trial.end()
         return (failure.handoff or failure.silent) and not trial.doubtful
 
-    def _judge(self, failed: Attempt) -> None:
+    async def _judge(self, failed: Attempt) -> None:
         """Suspects the request if a worker was lost that may have been computing it.
 
         Raises:
             InternalError: it has ended too many workers.
         """
-        tried = failed.lost_while_computing()
-        if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
+        lost = failed.lost_while_computing()
+        if self._suspicion.losses:
+            lost = [part for part in lost if await part.stream.ended()]
+        tried = any(part.tried for part in lost)
+        if not lost or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
         shape = shape_of(self._request.sampling, self._trace) | {"losses": self._suspicion.losses}
         logger.error("request suspected of ending workers", extra=self._trace.log_fields | shape)
-        raise InternalError(
-            f"suspected of ending workers: {self._suspicion.losses} were lost while they computed this request. It is "
-            "not tried again"
-        )
+        raise InternalError(self._suspicion.verdict)
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""

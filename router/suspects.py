@@ -22,10 +22,12 @@ No suspect waits without limit. One that gets no trial within TRIAL_SECONDS of i
 but not on trial: it runs beside others like it, wherever no trial is under way. It waits for trials that have begun,
 and for those that begin within the TRIAL_SECONDS of others; a trial ends with a few tokens, or by the time limits of
 any request. So it waits for long only while more workers are lost, and is given up `router.idle_timeout_seconds` after
-its failed attempt. If it loses a second worker in this way, only a trial can tell it from those beside it: it waits for one
-until it is given up.
+its failed attempt. If it loses a second worker in this way, only a trial can tell it from those beside it: it waits for
+one until it is given up.
 
-A worker that is lost for another reason, in the few tokens of a trial, convicts the request: the two losses look alike.
+Only a worker that has ended counts against a suspect: one that still listens at its address, whose stream broke since
+it was frozen or got no CPU, proves nothing. A worker that another cause ends, in the few tokens of a trial, convicts
+the request: the two losses look alike.
 """
 
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ class Suspicion:
     _tokens: int = 0
 
     def lost(self, tokens: int, *, tried: bool) -> bool:
-        """A worker was lost while it computed the request; returns whether the request is convicted.
+        """A worker has ended while it computed the request; returns whether the request is convicted.
 
         Args:
             tried: whether the request was on trial there.
@@ -62,6 +64,14 @@ class Suspicion:
         self.losses += 1
         self._tokens = tokens
         return self.losses >= (2 if tried else MAX_LOSSES)
+
+    @property
+    def verdict(self) -> str:
+        """What the client of a convicted request is told."""
+        return (
+            f"suspected of ending workers: {self.losses} were lost while they computed this request. It is not tried "
+            "again"
+        )
 
     def tried_by(self, longest: float) -> float:
         """Monotonic time until which the request waits for a trial; `longest` is the most it may wait: seconds."""

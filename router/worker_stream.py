@@ -27,6 +27,9 @@ from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
 
+END_SECONDS = 0.1
+"""A process that ends closes its connections and the port that it listens at one after another."""
+
 
 class Listener(Protocol):
     """The part of an attempt that one worker does. Its methods must not raise."""
@@ -212,6 +215,19 @@ class WorkerStream:
             reason = "CANCELLED by the worker"
         finally:
             self._lose(reason)
+
+    async def ended(self) -> bool:
+        """Whether the worker has ended, since the stream is lost. One that listens at its address has not: it was
+        frozen, or neither end got any CPU, or the network was cut for a while."""
+        await asyncio.sleep(END_SECONDS)
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                _, writer = await asyncio.open_connection(host.strip("[]"), port)
+        except (OSError, TimeoutError):
+            return True
+        writer.close()
+        return False
 
     def close(self, reason: str) -> None:
         """Ends the stream and calls every `on_lost` at once."""

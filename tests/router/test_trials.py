@@ -79,6 +79,27 @@ def test_a_worker_that_is_lost_before_a_trial_begins_convicts_nobody(tmp_path: P
     run(test)
 
 
+def test_a_worker_that_lives_after_its_stream_was_lost_convicts_nobody(tmp_path: Path) -> None:
+    async def test() -> None:
+        workers = colocated(*[silent] * 3)
+        async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
+            asked = asking(client)
+            for tries in range(2):
+                worker, job = await at_work(*workers)
+                await job.begun.wait()
+                workers.remove(worker)
+                for left in workers if tries else ():
+                    left.script = colocated_of(token_at)
+                if tries:
+                    worker.cut()
+                else:
+                    await worker.stop()
+            assert (await asked).timeline.retries == 2
+            assert workers[0].jobs[0].submit.on_trial, "it is a suspect still"
+
+    run(test)
+
+
 @pytest.mark.parametrize("refused", ["prefill", "decode"])
 def test_a_trial_begins_when_each_worker_has_taken_the_suspect(tmp_path: Path, refused: str) -> None:
     async def test() -> None:
