@@ -39,7 +39,7 @@ def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path
     role = place.partition(".")[0]
     counts = {"prefill": 2, "decode": 2, "routers": routers, role: 4}
     # Workers that get no CPU for a while are no part of this.
-    calm = {"heartbeat": {"suspect_seconds": 30.0, "dead_seconds": 60.0}}
+    calm = {"suspect_seconds": 30.0, "dead_seconds": 60.0}
     rules = [f"{place},request=poison:kill"]
     with scene(tmp_path, rules, losses=True, supervisor=calm, **counts) as it:  # type: ignore[arg-type]  # counts
         it.may_fail.add("poison")
