@@ -38,7 +38,7 @@ from support.ray_commands import (
     visible,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 POLL_SECONDS = 0.2
 STREAM_TOKENS = 900

@@ -17,9 +17,9 @@ from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import as_json, get_status
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
-START_SECONDS = 120.0
-STOP_SECONDS = 60.0
-SECONDS = 30.0
+START_SECONDS = 240.0
+STOP_SECONDS = 120.0
+SECONDS = 60.0
 PROMPT = "def __init__(self, "
 TOKENS = 12
 PORTS = ("--grpc-port", "0", "--http-port", "0")
