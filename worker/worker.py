@@ -226,6 +226,11 @@ class Worker:
         with suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(call, *arguments)
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step of the engine, also where the options leave it to the worker. Any thread."""
+        return self._engine.scheduler.config.max_batch_tokens
+
     def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
         """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
         return self._engine.scheduler.share(sequence, first, end)
