@@ -18,6 +18,7 @@ class LocalCluster:
     """A cluster whose state is in a folder of its own."""
 
     def __init__(self, state: str) -> None:
+        self._state = Path(state)
         self._environment = os.environ | {"KVRELAY_STATE_DIR": state}
 
     def run(self, *arguments: str) -> str:
@@ -35,6 +36,11 @@ class LocalCluster:
     def router(self) -> str:
         """host:port of its router."""
         return str(self.status()["router"])
+
+    @property
+    def dashboard(self) -> str:
+        """URL of Ray's dashboard."""
+        return str(json.loads((self._state / "cluster.json").read_text())["dashboard"])
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class ServerActor(Generic[ServerT]):
     drain_seconds = 0.0
     """For its requests to finish when its node is about to stop."""
 
+    deadline_type = ExitDeadline
+    """What ends its process."""
+
     def __init__(self, part: str, name: str, title: str, make: Callable[[], ServerT], token: str) -> None:
         """
         Args:
@@ -67,7 +70,7 @@ class ServerActor(Generic[ServerT]):
         self._started: Future[ServerT] = Future()
         self._stopping: Future[float] = Future()
         self._ended: Future[Ended] = Future()
-        self._deadline = ExitDeadline()
+        self._deadline = self.deadline_type()
         threading.Thread(target=self._run, name="server", daemon=True).start()
 
     def __repr__(self) -> str:

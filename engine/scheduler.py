@@ -67,7 +67,7 @@ class Scheduler:
         """Called with each sequence that starts to run, or starts again, before the step that computes it."""
         self.preemptions = 0
         """Sequences that gave up their blocks so far."""
-        self._config = config
+        self.config = config
         self._pool = prefix.pool
         self.prefix = prefix
         """With the block pool; as all of the scheduler, the engine thread's."""
@@ -207,7 +207,7 @@ class Scheduler:
             return None
         self._admit()
         rows: list[Row] = []
-        budget = self._schedule_decodes(rows, self._config.max_batch_tokens)
+        budget = self._schedule_decodes(rows, self.config.max_batch_tokens)
         budget = self._schedule_chunks(rows, budget)
         if not rows:
             return None
@@ -264,7 +264,7 @@ class Scheduler:
         demand = sum([sequence.expected - sequence.reach for sequence in self._running])
         blocked = False
         while self._tables.vacant:
-            blocked = blocked or demand >= self._config.max_batch_tokens
+            blocked = blocked or demand >= self.config.max_batch_tokens
             if waiting and not blocked and not (ready and ready[0].handle < waiting[0].handle):
                 if not self._allocate_waiting(waiting[0]):
                     self._starved = waiting[0]

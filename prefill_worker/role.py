@@ -100,7 +100,7 @@ class PrefillRole(HandoffRole):
         """Gives the sender what the step computed."""
         worker, key = self.worker, step.sequence.request.key
         if step.token is None and step.error is None:
-            chunk = (step.computed - 1) // worker.config.engine.max_batch_tokens
+            chunk = (step.computed - 1) // worker.step_tokens
             failpoint("prefill.after_chunk", key, chunk=chunk)
             done = self._shipped.get(key, 0)
             whole = step.computed // worker.layout.block_size

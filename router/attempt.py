@@ -10,10 +10,11 @@ A decode worker that has sent a token has all of the KV. From then on, the attem
 worker.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_COLOCATED,
@@ -21,14 +22,13 @@ from kvrelay.internal.v1.worker_pb2 import (
     PHASE_PREFILL,
     Failure,
     PeerRef,
-    Phase,
     RequestEvent,
 )
 from kvrelay.router.attempt_outcome import AttemptFailure, Taken
+from kvrelay.router.attempt_part import Part
 from kvrelay.router.attempt_tokens import AttemptTokens
 from kvrelay.router.pacer import Pacer
 from kvrelay.router.prefixes import Expectation
-from kvrelay.router.suspects import TRIAL_TOKENS
 from kvrelay.router.trace import RequestTrace
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.router.worker_stream import WorkerStream
@@ -37,75 +37,6 @@ from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 PREFILL_LOST_SECONDS = 1.0
 """Time after the loss of the prefill worker in which the decode worker must show that it has the KV."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """The part of an attempt that one worker does; listens to its stream."""
-
-    attempt: "Attempt"
-    stream: WorkerStream
-    phase: Phase
-    next_index: int
-    """Index of the next token that the worker has to send."""
-    on_trial: bool
-    """Whether the request may end the worker; False again when this part has proved harmless or is over."""
-    apart: bool
-    """Whether the worker takes it only while no other request is on trial there."""
-    open: bool = True
-    """Whether the worker may send more events."""
-    delivered: bool = False
-    """Whether the worker has sent a token."""
-    returned: bool = False
-    """Whether the worker has given the request back."""
-    _counted: bool = True
-    """Whether the part is one of `stream.requests`."""
-    _trial: int = 0
-    """The number of its trial on the worker; 0 without one, after it, or if another trial was under way before."""
-
-    def __post_init__(self) -> None:
-        self.stream.requests += 1
-        if self.on_trial:
-            self.stream.trials_begun += 1
-            self._trial = self.stream.trials_begun if self.apart and not self.stream.trials else 0
-            self.stream.trials += 1
-
-    @property
-    def tried(self) -> bool:
-        """Whether the request is, or was to the part's end, the only one on trial on the worker, and is not cleared."""
-        return self._trial > 0 and self._trial == self.stream.trials_begun
-
-    def release(self) -> None:
-        """The worker has no more work with this part. Safe to call again."""
-        self.stream.requests -= self._counted
-        self._counted = False
-        self._end_trial()
-
-    def clear(self) -> None:
-        """The request has proved harmless on this worker. Safe to call again."""
-        self._trial = 0
-        self._end_trial()
-
-    def on_token(self, index: int, token: int, now: float) -> None:
-        # Nearly all tokens take the short way: what else is to be done was done for the first one.
-        if self.delivered and index == self.next_index and self.attempt.tokens.append(index, token, now):
-            self.next_index = index + 1
-        else:
-            self.attempt.on_event(self, RequestEvent(first_index=index, token_ids=[token]))
-
-    def on_event(self, event: RequestEvent) -> None:
-        self.attempt.on_event(self, event)
-
-    def on_lost(self) -> None:
-        self.attempt.on_lost(self)
-
-    def on_doubt(self) -> None:
-        self.attempt.wake()
-
-    def _end_trial(self) -> None:
-        if self.on_trial:
-            self.on_trial = False
-            self.stream.end_trial()
 
 
 class Attempt:
@@ -120,8 +51,8 @@ class Attempt:
         decode: WorkerStream | None,
         expected: Sequence[Expectation] = (),
         *,
+        suspect_tokens: int = 0,
         on_trial: bool = False,
-        apart: bool = False,
     ) -> None:
         """
         Args:
@@ -131,8 +62,8 @@ class Attempt:
             decode: the worker that generates from the second token on: the same stream for a co-located worker, None
                 if the first token is the last.
             expected: what each of these streams' workers should have in its cache; ended with the attempt.
-            on_trial: whether the request counts as on trial on each worker, until it has sent enough.
-            apart: whether no other request may be on trial there.
+            suspect_tokens: tokens that each worker has to send until the request is no suspect there; 0: it is none.
+            on_trial: whether no other suspect may be there until then.
         """
         self.number = trace.attempts
         self.failure: AttemptFailure | None = None
@@ -152,13 +83,17 @@ class Attempt:
         expected_tokens = expected[0].tokens if expected else 0
         trace.placed_on(prefill.worker.name, "" if decode is None else decode.worker.name, expected_tokens)
         self._expected = tuple(expected)
+        self._begun = not suspect_tokens
+        """Whether the workers may compute the request: a suspect, once each of them has taken it."""
         if decode is prefill:
-            self._prefill = _Part(self, prefill, PHASE_COLOCATED, self._base, on_trial, apart)
-            self._decode: _Part | None = None
+            self._prefill = Part(self, prefill, PHASE_COLOCATED, self._base, suspect_tokens, on_trial)
+            self._decode: Part | None = None
         else:
-            self._prefill = _Part(self, prefill, PHASE_PREFILL, self._base, on_trial, apart)
+            self._prefill = Part(self, prefill, PHASE_PREFILL, self._base, suspect_tokens, on_trial)
             second = self._base + 1
-            self._decode = None if decode is None else _Part(self, decode, PHASE_DECODE, second, on_trial, apart)
+            self._decode = (
+                None if decode is None else Part(self, decode, PHASE_DECODE, second, suspect_tokens, on_trial)
+            )
 
     # Towards the workers.
 
@@ -176,24 +111,20 @@ class Attempt:
         """Whether the worker that generates the last token has sent one."""
         return self._parts[-1].delivered
 
-    def lost_while_computing(self) -> bool | None:
-        """Whether the request was tried apart from other suspects on a lost worker that may have been computing it.
+    def lost_while_computing(self) -> list[Part]:
+        """The parts whose workers were lost and may have been computing the request.
 
-        None if there is no such worker. Prefill computes up to the first token, decode at some time after that.
+        Prefill computes up to the first token, decode at some time after that. To be judged before `close`: until then,
+        no other suspect can have been on a worker that has this one on trial.
         """
-        found = [
-            part.tried
+        return [
+            part
             for part in self._parts
-            if part.stream.lost is not None
+            if self._begun
+            and part.stream.lost is not None
             and not part.returned
             and (part.phase == PHASE_COLOCATED or self._prefill.delivered == (part.phase == PHASE_DECODE))
         ]
-        return any(found) if found else None
-
-    def clear(self) -> None:
-        """The request has proved harmless: its trial is over."""
-        for part in self._parts:
-            part.clear()
 
     def submit(self, first_seconds: float, idle_seconds: float) -> None:
         """Sends the parts; decode's first, since the decode worker should know the request before the prefill worker
@@ -217,7 +148,7 @@ class Attempt:
                 submit.client_call.CopyFrom(self._request.client_call)
             submit.phase = part.phase
             submit.trace_id = self._trace.context.trace_id
-            submit.trial_tokens = TRIAL_TOKENS if part.on_trial and part.apart else 0
+            submit.suspect_tokens, submit.on_trial = part.suspect_tokens, part.on_trial
             submit.timeout_seconds = first_seconds + (idle_seconds if part.phase == PHASE_DECODE else 0.0)
             for peer in self.workers - {part.stream.worker}:
                 submit.peer.CopyFrom(PeerRef(name=peer.name, incarnation=peer.incarnation))
@@ -238,8 +169,9 @@ class Attempt:
         for expectation in self._expected:
             expectation.end()
 
-    def _end_part(self, part: _Part) -> None:
-        part.release()
+    def _end_part(self, part: Part) -> None:
+        part.computed()
+        part.clear()
         if part.open:
             part.open = False
             part.stream.cancel(self._key)
@@ -247,7 +179,7 @@ class Attempt:
             part.stream.forget(self._key)
 
     @property
-    def _parts(self) -> tuple[_Part, ...]:
+    def _parts(self) -> tuple[Part, ...]:
         return (self._prefill,) if self._decode is None else (self._prefill, self._decode)
 
     # Towards the session.
@@ -256,6 +188,13 @@ class Attempt:
     def transferring(self) -> bool:
         """Whether the decode worker has the KV and the prefill worker has yet to report the transfer."""
         return self._decode is not None and self._decode.delivered and self._prefill.open
+
+    async def loss_shows(self, seconds: float) -> None:
+        """Waits for so long for the loss of a worker that another one has reported: until then, it doesn't count."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.lost_worker:
+                    await self.wait()
 
     async def wait(self) -> None:
         """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
@@ -312,10 +251,12 @@ class Attempt:
 
     # From the workers' streams.
 
-    def on_event(self, part: _Part, event: RequestEvent) -> None:
+    def on_event(self, part: Part, event: RequestEvent) -> None:
         """The worker of a part has sent something."""
         tokens = self.tokens
         self._trace.note(event)
+        if event.taken:
+            self._note_taken(part)
         if event.HasField("prefill"):
             self._note_cached(event.prefill.cached_tokens)
         if event.prompt_logprobs:
@@ -323,15 +264,16 @@ class Attempt:
         if event.token_ids:
             self._merge(part, event)
         if event.finish_reason and tokens.end is None:
-            part.open = False
+            self._over(part)
             tokens.finish(part.next_index, event.finish_reason)
         elif tokens.end is None and len(tokens) == self._left:
             # All tokens are here; the worker's own word of it is not needed.
             tokens.finish(self._base + self._left, FINISH_REASON_LENGTH)
         if event.HasField("transfer"):
-            part.open = False
+            self._over(part)
         if event.HasField("failure"):
-            part.open, part.returned = False, True
+            self._over(part)
+            part.returned = True
             if not self._outlived(part):
                 self._fail(self._reported(part, event.failure))
         if tokens.complete:
@@ -339,7 +281,20 @@ class Attempt:
         elif event.HasField("transfer"):
             tokens.wake()
 
-    def on_lost(self, part: _Part) -> None:
+    def _note_taken(self, part: Part) -> None:
+        """A worker has taken a suspect; when all of them have, they may begin."""
+        part.taken = True
+        if not self._begun and self.failure is None and all(each.taken for each in self._parts):
+            self._begun = True
+            for each in reversed(self._parts):
+                each.stream.begin(self._key)
+
+    def _over(self, part: Part) -> None:
+        """The worker has nothing of a part any more."""
+        part.open = False
+        part.clear()
+
+    def on_lost(self, part: Part) -> None:
         """The stream of a part is lost."""
         was_open, part.open = part.open, False
         if was_open and not self._outlived(part):
@@ -349,7 +304,7 @@ class Attempt:
                 self._fail_lost(part.stream.worker, f"worker {part.stream.worker.name} lost ({part.stream.lost})")
         self.wake()
 
-    def _reported(self, part: _Part, failure: Failure) -> AttemptFailure:
+    def _reported(self, part: Part, failure: Failure) -> AttemptFailure:
         """What a worker reports, as `Failure` in worker.proto defines it."""
         sender = frozenset((part.stream.worker,))
         blamed = self.workers & {WorkerId(peer.name, peer.incarnation) for peer in failure.blamed}
@@ -365,7 +320,7 @@ class Attempt:
         message = f"{part.stream.worker.name}: {failure.message}"
         return AttemptFailure(failure.code, message, blamed, cause=failure.cause, reporters=sender)
 
-    def _outlived(self, part: _Part) -> bool:
+    def _outlived(self, part: Part) -> bool:
         """Whether the attempt continues without this part."""
         return part is self._prefill and self._decode is not None and self._decode.delivered and part.delivered
 
@@ -376,7 +331,7 @@ class Attempt:
             tokens = cached if part is self._prefill else expectation.tokens
             expectation.reported(tokens, part.stream.block_size)
 
-    def _merge(self, part: _Part, event: RequestEvent) -> None:
+    def _merge(self, part: Part, event: RequestEvent) -> None:
         """Adds tokens by index. A gap in one worker's sequence, or two different tokens at one index, is a defect."""
         end = event.first_index + len(event.token_ids)
         if event.first_index > part.next_index:
@@ -396,14 +351,13 @@ class Attempt:
         if conflict := self.tokens.merge(event.first_index, event.token_ids, event.logprobs):
             self._fail_defect(part, conflict)
             return
-        part.next_index = max(part.next_index, end)
-        part.delivered = True
+        part.sent(end)
         if part.phase == PHASE_PREFILL:
-            part.release()
+            part.computed()
         if part is self._decode:
             self.decide_by = math.inf
 
-    def _merge_prompt(self, part: _Part, event: RequestEvent) -> None:
+    def _merge_prompt(self, part: Part, event: RequestEvent) -> None:
         """Adds log-probabilities of the prompt's tokens, of which the first has none."""
         due = 1 + len(self.tokens.prompt_logprobs)
         if event.prompt_logprobs_first != due:
@@ -415,7 +369,7 @@ class Attempt:
     def _prompt_complete(self) -> bool:
         return 1 + len(self.tokens.prompt_logprobs) == len(self._request.prompt)
 
-    def _fail_defect(self, part: _Part, what: str) -> None:
+    def _fail_defect(self, part: Part, what: str) -> None:
         message = f"worker {part.stream.worker.name} {what} (request {self._key[0]}, attempt {self.number})"
         sender = frozenset((part.stream.worker,))
         self._fail(AttemptFailure(Failure.CODE_INTERNAL, message, self.workers, reporters=sender))

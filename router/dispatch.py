@@ -22,7 +22,7 @@ class Dispatch:
     registry: WorkerRegistry
     queue: PlacementQueue
     trials: PlacementQueue
-    """Of requests that wait for workers without another suspect on trial (`router/suspects.py`)."""
+    """Of suspects that wait for workers without another one (`router/suspects.py`)."""
     policy: LeastWork
     pacer: Pacer
     health: FleetHealth

@@ -79,8 +79,8 @@ class WorkerView:
     """Of a prefill worker: decode workers to which hand-offs fail; such a pair is used only if there is no other."""
     requests: int = 0
     """Attempts of this router that it works on."""
-    trials: int = 0
-    """Those of them that are on trial (`router/suspects.py`)."""
+    suspects: int = 0
+    """Those of them that are suspects there (`router/suspects.py`)."""
 
     @property
     def load(self) -> int:
@@ -100,7 +100,7 @@ class Demand:
     avoid: frozenset[WorkerId] = frozenset()
     """Workers to use only if there are no others."""
     on_trial: bool = False
-    """Whether it may share no worker with another request on trial."""
+    """Whether it may share no worker with another suspect."""
     chain: Sequence[int] = ()
     """The prompt's digests (`router/prefixes.py`)."""
     key: int = 0
@@ -204,7 +204,7 @@ class LeastWork:
         costs = self._costs(demand, group)
 
         def best_first(workers: Sequence[WorkerView]) -> list[WorkerView]:
-            allowed = [worker for worker in workers if not (demand.on_trial and worker.trials)]
+            allowed = [worker for worker in workers if not (demand.on_trial and worker.suspects)]
             return sorted(allowed, key=lambda worker: costs[worker.id])
 
         def cost(option: Sequence[WorkerView]) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ class LeastWork:
             work = new // TRANSFER_SHARE if handed and worker.role == "decode" else new
             costs[worker.id] = (
                 int(worker.id in demand.avoid),
-                int((worker.requests if demand.on_trial else worker.trials) > 0),
+                int((worker.requests if demand.on_trial else worker.suspects) > 0),
                 worker.load + WORK_WEIGHT * work,
                 self._order(demand.key, worker.id),
             )

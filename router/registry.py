@@ -313,7 +313,7 @@ class WorkerRegistry:
             avoided=self._health.avoids(worker.id),
             bad_peers=self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset(),
             requests=stream.requests,
-            trials=stream.trials,
+            suspects=stream.suspects,
         )
 
     def _settles(self) -> bool:

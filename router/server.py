@@ -169,7 +169,7 @@ class RouterServer:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queues for capacity on a decode worker, or for workers without another request on trial."""
+        """Requests in the queues for capacity on a decode worker, or for workers without another suspect."""
         return len(self._queue) + len(self._trials)
 
     @property

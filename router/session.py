@@ -22,12 +22,14 @@ part of it. Every wait has a limit:
     next token         idle_timeout, from the previous token                    none: another attempt
     a suspected worker SUSPECT_SECONDS, from the previous token                 none: another attempt
     a worker           worker_wait; after a failed attempt, idle_timeout         UNAVAILABLE
+    other suspects     idle_timeout, from the failed attempt                     UNAVAILABLE
     any of these       the client's own deadline                                DEADLINE_EXCEEDED
 """
 
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,12 +71,12 @@ REPORT_SECONDS = 0.25
 BACKOFF_SECONDS = 0.05
 """Pause before an attempt that follows a refusal; doubles with each attempt."""
 
+LOSS_SECONDS = 1.0
+"""How long the loss of a worker may take to show here after another worker has reported it."""
+
 SUSPECT_SECONDS = 1.0
 """How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
 will be declared dead a while later."""
-
-APART_SECONDS = 5.0
-"""How long a request on trial waits for workers without another one on trial."""
 
 MIN_SUBMIT_SECONDS = 0.001
 """Time limit of a request that expires while it is placed: 0 would mean the worker's own limit."""
@@ -173,14 +175,14 @@ class Session:
             raise self._no_first_token("; it waited for workers with capacity")
         raise Unavailable("no worker can take the request now: none is ready that decodes")
 
-    def _demand(self, *, apart: bool = False) -> Demand:
-        """What the next attempt needs; with `apart`, workers without another request on trial."""
+    def _demand(self, *, on_trial: bool = False) -> Demand:
+        """What the next attempt needs; with `on_trial`, workers without another suspect."""
         have = self._trace.completion_tokens
         left = self._request.sampling.max_tokens - have
         prompt, chain, key = self._trace.prompt_tokens + have, self._request.chain, self._request.key
-        return Demand(prompt, left - 1, self._avoid, on_trial=apart, chain=chain, key=key)
+        return Demand(prompt, left - 1, self._avoid, on_trial=on_trial, chain=chain, key=key)
 
-    def _start(self, placement: Placement, *, apart: bool = False) -> Attempt:
+    def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
         trace.attempts += 1
         self._dispatch.metrics.attempted()
@@ -193,8 +195,8 @@ class Session:
             streams[0],
             None if placement.decode is None else streams[-1],
             self._dispatch.policy.take(placement, self._request.chain),
-            on_trial=self._suspicion.needs_trial(trace.completion_tokens),
-            apart=apart,
+            suspect_tokens=self._suspicion.tokens_left(trace.completion_tokens),
+            on_trial=on_trial,
         )
         self._trial = self._dispatch.health.begin(placement.prefill, placement.decode)
         self._answer.progress = now = time.monotonic()
@@ -229,8 +231,7 @@ class Session:
             self._trial.delivered()
             if finished:
                 self._trial.finished()
-        if finished or not self._suspicion.needs_trial(self._trace.completion_tokens):
-            attempt.clear()
+        if finished or not self._suspicion.tokens_left(self._trace.completion_tokens):
             self._proven = attempt if attempt.delivered else None
 
     def _end_trial(self) -> None:
@@ -284,7 +285,7 @@ class Session:
                     while attempt.transferring:
                         await attempt.wait()
             except TimeoutError:
-                logger.warning("no transfer report", extra=self._log_fields())
+                logger.warning("no transfer report", extra=self._trace.log_fields)
         attempt.close()
         await self._answer.finish(piece)
 
@@ -299,10 +300,10 @@ class Session:
         failure = failed.failure
         if failure is None:
             raise InternalError(f"attempt {failed.number} ended without a finish or a failure")
-        failed.close()
         self._trace.failed(failure.reason)
         self._dispatch.metrics.attempt_failed(failure.reason)
         if failure.cause == Failure.CAUSE_TRIAL:
+            failed.close()
             return await self._come_again(failure)
         excused = self._learn(failure)
         if failure.code == Failure.CODE_FENCED:
@@ -311,7 +312,7 @@ class Session:
         moves = failure.cause == Failure.CAUSE_DRAINING
         told = reason(failure.code, failure.message)
         why = {"reason": told, "cause": Failure.Cause.Name(failure.cause)}
-        logger.warning("request moves" if moves else "attempt failed", extra=self._log_fields() | why)
+        logger.warning("request moves" if moves else "attempt failed", extra=self._trace.log_fields | why)
         self._trace.delayed("moved" if moves else "failed", told)
         if failure.code == Failure.CODE_INVALID:
             # The worker's limits differ from those that the router checked.
@@ -319,15 +320,19 @@ class Session:
         if failure.code not in (Failure.CODE_RETRY, Failure.CODE_FULL):
             raise InternalError(failure.message)
         self._avoid |= failure.blamed
+        self._suspicion.failed = time.monotonic()
         if moves:
+            failed.close()
             self._trace.migrations += 1
             return await self._place_again(failure)
         tries = failed.number - self._trace.migrations - self._trace.turned_away
         if not failure.lost:
-            # If the survivor of a broken hand-off reports first, the loss itself shows a moment later.
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
+            if failure.cause == Failure.CAUSE_PEER_LOST:
+                await failed.loss_shows(LOSS_SECONDS)
             self._check_deadline()
-        self._judge(failed)
+        await self._judge(failed)
+        failed.close()
         if tries >= self._dispatch.config.max_attempts:
             raise self._given_up(failure, f"after {tries} attempts")
         excused = excused or failure.lost or failed.lost_worker or self._dispatch.registry.doubts(failed.workers)
@@ -336,13 +341,20 @@ class Session:
         return await self._place_again(failure)
 
     async def _come_again(self, failure: AttemptFailure) -> Attempt:
-        """Places a request again that waits for the trial of another router's."""
+        """Places a suspect again that has found another one on a worker.
+
+        Raises:
+            RequestError: it has waited for long enough.
+        """
         self._end_trial()
         self._trace.turned_away += 1
-        logger.info("request waits for a trial", extra=self._log_fields() | {"reason": failure.message})
+        logger.info("request waits for a trial", extra=self._trace.log_fields | {"reason": failure.message})
         self._trace.delayed("wait", failure.message)
-        await asyncio.sleep(BACKOFF_SECONDS)
+        # Not the same for all: two that hold one worker each, and want both, would go on refusing each other.
+        await asyncio.sleep(BACKOFF_SECONDS * random.uniform(0.5, 1.5))
         self._check_deadline()
+        if time.monotonic() >= self._suspicion.failed + self._dispatch.config.idle_timeout_seconds:
+            raise self._given_up(failure, "other suspects are tried all the time")
         return await self._place_again(failure)
 
     def _learn(self, failure: AttemptFailure) -> bool:
@@ -363,33 +375,33 @@ class Session:
         trial.end()
         return (failure.handoff or failure.silent) and not trial.doubtful
 
-    def _judge(self, failed: Attempt) -> None:
+    async def _judge(self, failed: Attempt) -> None:
         """Suspects the request if a worker was lost that may have been computing it.
 
         Raises:
             InternalError: it has ended too many workers.
         """
-        tried = failed.lost_while_computing()
-        if tried is None or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
+        lost = failed.lost_while_computing()
+        if self._suspicion.losses:
+            lost = [part for part in lost if await part.stream.ended()]
+        tried = any(part.tried for part in lost)
+        if not lost or not self._suspicion.lost(self._trace.completion_tokens, tried=tried):
             return
         shape = shape_of(self._request.sampling, self._trace) | {"losses": self._suspicion.losses}
-        logger.error("request suspected of ending workers", extra=self._log_fields() | shape)
-        raise InternalError(
-            f"suspected of ending workers: {self._suspicion.losses} were lost while they computed this request. It is "
-            "not tried again"
-        )
+        logger.error("request suspected of ending workers", extra=self._trace.log_fields | shape)
+        raise InternalError(self._suspicion.verdict)
 
     async def _place_again(self, failure: AttemptFailure) -> Attempt:
         """Waits for workers if there are none: a replacement of the lost one may be starting."""
         limit = min(self._token_limit(), time.monotonic() + self._dispatch.config.idle_timeout_seconds, self._deadline)
 
-        def start(placement: Placement, *, apart: bool = False) -> Attempt:
+        def start(placement: Placement, *, on_trial: bool = False) -> Attempt:
             if failure.code == Failure.CODE_FULL and placement.workers <= self._tried:
                 raise self._given_up(failure, "no other worker to try")
-            return self._start(placement, apart=apart)
+            return self._start(placement, on_trial=on_trial)
 
         while True:
-            attempt = await self._place_apart(limit, partial(start, apart=True))
+            attempt = await self._place_on_trial(limit, partial(start, on_trial=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(
                     self._demand(), limit, start, first=True, on_wait=self._waits
@@ -413,14 +425,12 @@ class Session:
             return False
         return True
 
-    async def _place_apart(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
-        """Places a request that needs a trial on workers without another one on trial; NO_CAPACITY for want of such
-        workers, or if the request needs no trial."""
-        waited = BACKOFF_SECONDS * self._trace.turned_away >= APART_SECONDS
-        if waited or not self._suspicion.needs_trial(self._trace.completion_tokens):
+    async def _place_on_trial(self, limit: float, start: Callable[[Placement], Attempt]) -> Attempt | NoPlace:
+        """Places a suspect on workers without another one; NO_CAPACITY for want of such workers, or if it is none."""
+        until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
+        if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
-        until = min(limit, time.monotonic() + APART_SECONDS)
-        return await self._dispatch.trials.place(self._demand(apart=True), until, start)
+        return await self._dispatch.trials.place(self._demand(on_trial=True), until, start)
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -437,13 +447,3 @@ class Session:
 
     def _waits(self) -> None:
         self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
-
-    def _log_fields(self) -> dict[str, object]:
-        """The fields of every log line about this request."""
-        return {
-            "trace_id": self._trace.context.trace_id,
-            "request": self._trace.wire_id,
-            "attempt": self._trace.attempts,
-            "prefill": self._trace.prefill_worker,
-            "decode": self._trace.decode_worker,
-        }

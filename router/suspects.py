@@ -1,16 +1,33 @@
 """Requests that may end the workers that compute them.
 
-A request that was running on a worker when that worker was lost is a suspect, as are all others that ran there. It is
-tried again on workers without another suspect on trial, and preferably without any request, until it has sent a few
-tokens more:
+A request that a worker may have been computing when it was lost is a suspect, as are all others that it had, until it
+has sent a few tokens more. It is tried again alone:
 
     lost, with others --> trial --TRIAL_TOKENS more--> runs as any other --CLEAN_TOKENS more--> no suspect any more
                             |                              |
                             v lost again                   v lost again
                          convicted                      another trial; convicted at the third loss
 
-So a request that ends its worker each time ends two. Each of the others loses at most one worker to it, since no two
-suspects are on trial on one worker: a worker that has one refuses the next one, which may come from another router.
+So a request that ends its worker each time ends two, and each of the others loses at most one worker to it. This takes
+that a worker which is lost in a trial had no other suspect, whichever router sent it, and that the router knows of the
+trial by then:
+
+    router  Submit, as a suspect -->  worker   takes it, unless it has another suspect and one of both is on trial
+    router  <-- taken                 worker   keeps all others out from now on; computes nothing of it
+    router  Begin -->                 worker   computes it
+            when each worker of the attempt has taken it; from then on, a loss counts
+    router  judges before it cancels the attempt: until then, the worker keeps the others out
+
+No suspect waits without limit. One that gets no trial within TRIAL_SECONDS of its failed attempt is a suspect still,
+but not on trial: it runs beside others like it, wherever no trial is under way. It waits for trials that have begun,
+and for those that begin within the TRIAL_SECONDS of others; a trial ends with a few tokens, or by the time limits of
+any request. So it waits for long only while more workers are lost, and is given up `router.idle_timeout_seconds` after
+its failed attempt. If it loses a second worker in this way, only a trial can tell it from those beside it: it waits for
+one until it is given up.
+
+Only a worker that has ended counts against a suspect: one that still listens at its address, whose stream broke since
+it was frozen or got no CPU, proves nothing. A worker that another cause ends, in the few tokens of a trial, convicts
+the request: the two losses look alike.
 """
 
 from dataclasses import dataclass
@@ -20,6 +37,8 @@ from kvrelay.router.trace import RequestTrace
 
 TRIAL_TOKENS = 4
 """More than an engine can have computed and not yet sent when its worker was lost."""
+TRIAL_SECONDS = 5.0
+"""How long a suspect that has lost one worker waits for workers without another suspect."""
 CLEAN_TOKENS = 64
 MAX_LOSSES = 3
 
@@ -30,13 +49,15 @@ class Suspicion:
 
     losses: int = 0
     """Workers that were lost while they computed the request, since it was last beyond suspicion."""
+    failed: float = 0.0
+    """Monotonic time at which the request's latest attempt failed, those aside that found other suspects."""
     _tokens: int = 0
 
     def lost(self, tokens: int, *, tried: bool) -> bool:
-        """A worker was lost while it computed the request; returns whether the request is convicted.
+        """A worker has ended while it computed the request; returns whether the request is convicted.
 
         Args:
-            tried: whether the request was on trial on that worker, apart from other suspects.
+            tried: whether the request was on trial there.
         """
         if tokens - self._tokens >= CLEAN_TOKENS:
             self.losses = 0
@@ -44,9 +65,21 @@ class Suspicion:
         self._tokens = tokens
         return self.losses >= (2 if tried else MAX_LOSSES)
 
-    def needs_trial(self, tokens: int) -> bool:
-        """Whether the request has to be kept apart from other suspects now."""
-        return self.losses > 0 and tokens < self._tokens + TRIAL_TOKENS
+    @property
+    def verdict(self) -> str:
+        """What the client of a convicted request is told."""
+        return (
+            f"suspected of ending workers: {self.losses} were lost while they computed this request. It is not tried "
+            "again"
+        )
+
+    def tried_by(self, longest: float) -> float:
+        """Monotonic time until which the request waits for a trial; `longest` is the most it may wait: seconds."""
+        return self.failed + (TRIAL_SECONDS if self.losses < MAX_LOSSES - 1 else longest)
+
+    def tokens_left(self, tokens: int) -> int:
+        """How many tokens more the request is a suspect for; 0: it is none."""
+        return max(0, self._tokens + TRIAL_TOKENS - tokens) if self.losses else 0
 
 
 def shape_of(sampling: Sampling, trace: RequestTrace) -> dict[str, object]:

@@ -127,7 +127,7 @@ class RequestTrace:
     migrations: int = 0
     """Attempts that ended because a worker drains."""
     turned_away: int = 0
-    """Attempts that a worker refused because another request was on trial there."""
+    """Attempts that a worker refused because of another suspect there (`router/suspects.py`)."""
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     """Tokens that a worker guessed and checked, and those of them that it kept."""
@@ -172,6 +172,17 @@ class RequestTrace:
     def retries(self) -> int:
         """Attempts after a failed one."""
         return max(0, self.attempts - 1 - self.migrations - self.turned_away)
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """The fields of every log line about the request."""
+        return {
+            "trace_id": self.context.trace_id,
+            "request": self.wire_id,
+            "attempt": self.attempts,
+            "prefill": self.prefill_worker,
+            "decode": self.decode_worker,
+        }
 
     @property
     def placed(self) -> list[float]:

@@ -10,6 +10,7 @@ import grpc
 
 from kvrelay.internal.v1.worker_pb2 import (
     PHASE_DECODE,
+    Begin,
     Cancel,
     ClientCall,
     ForeignPrompt,
@@ -25,6 +26,9 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.options import HELLO_SECONDS
+
+END_SECONDS = 0.1
+"""A process that ends closes its connections and the port that it listens at one after another."""
 
 
 class Listener(Protocol):
@@ -62,9 +66,9 @@ class _Unseen:
 class WorkerStream:
     """One stream, used once: up after the worker's hello, lost for ever when it ends.
 
-    Submits, cancels and fences go out in order, through a queue that holds at most one of each for every attempt that
-    the router has in flight. What comes goes to the listener of its (request_id, attempt) or slot; that of an attempt
-    that was cancelled or forgotten is dropped.
+    Submits, begins, cancels and fences go out in order, through a queue that holds at most one of each for every
+    attempt that the router has in flight. What comes goes to the listener of its (request_id, attempt) or slot; that of
+    an attempt that was cancelled or forgotten is dropped.
     """
 
     def __init__(
@@ -92,10 +96,8 @@ class WorkerStream:
         """Whether the supervisor suspects the worker; `set_suspected` changes it."""
         self.requests = 0
         """This router's live attempts on the worker; kept by the attempts."""
-        self.trials = 0
-        """Those of them that are on trial (`router/suspects.py`)."""
-        self.trials_begun = 0
-        """How many trials have begun here so far."""
+        self.suspects = 0
+        """Those of them that are suspects there (`router/suspects.py`)."""
         self.last_load: Load | None = None
         """The worker's latest load report. A worker reports every change, soon."""
         self._submits = 0
@@ -170,10 +172,15 @@ class WorkerStream:
             for _, listener in list(self._listeners.values()):
                 listener.on_doubt()
 
-    def end_trial(self) -> None:
-        """One attempt less is on trial here: another may begin."""
-        self.trials -= 1
+    def suspect_gone(self) -> None:
+        """One suspect less is here: another one may come."""
+        self.suspects -= 1
         self._on_load()
+
+    def begin(self, key: tuple[str, int]) -> None:
+        """Lets the worker compute (request_id, attempt), a suspect that it has taken."""
+        if self.lost is None:
+            self._outgoing.put_nowait(RelayRequest(begin=Begin(request_id=key[0], attempt=key[1])))
 
     def forget(self, key: tuple[str, int]) -> None:
         """Drops the listener of (request_id, attempt), which has ended on the worker."""
@@ -208,6 +215,19 @@ class WorkerStream:
             reason = "CANCELLED by the worker"
         finally:
             self._lose(reason)
+
+    async def ended(self) -> bool:
+        """Whether the worker has ended, since the stream is lost. One that listens at its address has not: it was
+        frozen, or neither end got any CPU, or the network was cut for a while."""
+        await asyncio.sleep(END_SECONDS)
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                _, writer = await asyncio.open_connection(host.strip("[]"), port)
+        except (OSError, TimeoutError):
+            return True
+        writer.close()
+        return False
 
     def close(self, reason: str) -> None:
         """Ends the stream and calls every `on_lost` at once."""

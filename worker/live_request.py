@@ -23,8 +23,12 @@ class LiveRequest:
     expiry: asyncio.TimerHandle | None
     """Ends the request if it has no token by then."""
     client_call: ClientCall
-    trial_tokens: int
-    """Tokens until its trial ends (`Submit.trial_tokens`)."""
+    suspect_tokens: int
+    """Tokens until it is no suspect any more (`Submit.suspect_tokens`)."""
+    on_trial: bool
+    """Whether it may share this worker with no other suspect."""
+    held: Submit | None
+    """What a suspect came with, until its router lets it begin."""
     trace_id: str
     """For log lines."""
     chain: Sequence[int]
@@ -41,11 +45,24 @@ class LiveRequest:
         call = ClientCall(key=submit.client_call.key, call=submit.client_call.call)
         peer = PeerRef(name=submit.peer.name, incarnation=submit.peer.incarnation)
         chain = array("Q", submit.chain)
-        return cls(request, peer, stream, submit.slot, expiry, call, submit.trial_tokens, submit.trace_id, chain)
+        suspect, held = submit.suspect_tokens, submit if submit.suspect_tokens else None
+        return cls(
+            request,
+            peer,
+            stream,
+            submit.slot,
+            expiry,
+            call,
+            suspect,
+            submit.on_trial,
+            held,
+            submit.trace_id,
+            chain,
+        )
 
     def sent(self, tokens: int) -> None:
         """Its router gets so many tokens."""
-        self.trial_tokens = max(0, self.trial_tokens - tokens)
+        self.suspect_tokens = max(0, self.suspect_tokens - tokens)
         if tokens and self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None

@@ -71,6 +71,8 @@ class RelayService(WorkerServiceServicer):
                         self._worker.submit(request.submit, stream)
                     case "cancel":
                         self._worker.cancel(key_of(request.cancel), stream)
+                    case "begin":
+                        self._worker.begin(key_of(request.begin), stream)
                     case "fence":
                         self._worker.fence(request.fence)
         finally:

@@ -9,6 +9,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
     CONTEXT_LIMIT_UNSPECIFIED,
+    Begin,
     Cancel,
     ModelInfo,
     RequestEvent,
@@ -86,6 +87,6 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
     )
 
 
-def key_of(message: Cancel | Submit | RequestEvent) -> tuple[str, int]:
+def key_of(message: Begin | Cancel | Submit | RequestEvent) -> tuple[str, int]:
     """(request_id, attempt)."""
     return message.request_id, message.attempt

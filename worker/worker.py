@@ -226,6 +226,11 @@ class Worker:
         with suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(call, *arguments)
 
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of one step of the engine, also where the options leave it to the worker. Any thread."""
+        return self._engine.scheduler.config.max_batch_tokens
+
     def share(self, sequence: EngineSequence, first: int, end: int) -> Hold:
         """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
         return self._engine.scheduler.share(sequence, first, end)
@@ -302,9 +307,23 @@ class Worker:
         expiry = None
         if submit.timeout_seconds > 0:
             expiry = self._loop.call_later(submit.timeout_seconds, self._expire, key)
-        self._live[key] = LiveRequest.of(submit, request, stream, expiry)
+        self._live[key] = live = LiveRequest.of(submit, request, stream, expiry)
         self._submitted += 1
         self._idle.clear()
+        if live.held is None:
+            self._give(request, submit)
+        else:
+            stream.push(RequestEvent(request_id=key[0], attempt=key[1], taken=True))
+
+    def begin(self, key: Key, stream: RelayStream) -> None:
+        """Computes a suspect that came on `stream`. Other keys are ignored."""
+        live = self._live.get(key)
+        if live is not None and live.stream is stream and live.held is not None:
+            submit, live.held = live.held, None
+            self._give(live.request, submit)
+
+    def _give(self, request: Request, submit: Submit) -> None:
+        """Gives a live request to the role."""
         if request.sampling.constraint is None:
             self.role.submit(request, submit)
         else:
@@ -359,9 +378,11 @@ class Worker:
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
-        if submit.trial_tokens and any(live.trial_tokens for live in self._live.values()):
-            message = f"another request is on trial on {name}"
-            return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=message)
+        if submit.suspect_tokens:
+            suspects = [live for live in self._live.values() if live.suspect_tokens]
+            if any(submit.on_trial or live.on_trial for live in suspects):
+                message = f"{name} has {len(suspects)} other suspects, and one of all is on trial"
+                return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=message)
         return None
 
     def _expire(self, key: Key) -> None:

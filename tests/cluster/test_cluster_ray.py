@@ -1,10 +1,10 @@
 """A real local Ray cluster, driven by the command line as a user does; it leaves nothing behind.
 
-Every address is explicit, so other Ray clusters on the machine don't matter.
+Every address is explicit, so other Ray clusters on the machine don't matter. A cluster takes half a minute of a core to
+start, so the tests without `slow` share one, in the order of this file; each finds the members by their roles.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,89 +12,37 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvrelay.client import Client
 from kvrelay.cluster.processes import Process, find
+from support.processes import wait_until
+from support.ray_commands import (
+    ENVIRONMENT,
+    KVRELAY,
+    PORTS,
+    PROMPT,
+    SECONDS,
+    START_SECONDS,
+    STOP_SECONDS,
+    TOKENS,
+    World,
+    ray_says,
+    shared_memory,
+    title,
+    visible,
+)
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-KVRELAY = str(Path(sys.executable).parent / "kvrelay")
-START_SECONDS = 120.0
-STOP_SECONDS = 60.0
-SECONDS = 30.0
-PROMPT = "def __init__(self, "
-# They would lead Ray's commands and State API to another cluster, whatever address is given.
-ENVIRONMENT = {
-    name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-}
-RAY_SAYS = """
-import json, sys
-from kvrelay.cluster import rayenv
-rayenv.prepare()
-import ray, ray.util
-ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
-from ray.util.placement_group import placement_group_table
-from ray.util.state import list_actors
-# Without an address list_actors looks for Ray clusters on this machine, and fails if there are two.
-actors = list_actors(address=sys.argv[1], detail=True) if sys.argv[2] == "dashboard" else []
-print(json.dumps({
-    "actors": [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)],
-    "reprs": [actor.repr_name for actor in actors],
-    "groups": [table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED"],
-    "metrics": [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes()],
-}))
-"""
-
-
-@dataclass
-class World:
-    """The command line with a state folder of its own."""
-
-    folder: Path
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.environment = ENVIRONMENT | {"KVRELAY_STATE_DIR": str(self.folder / "state")}
-
-    def call(self, *arguments: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [KVRELAY, *arguments],
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-
-    def json(self, *arguments: str) -> Any:
-        done = self.call(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.call("up", "--grpc-port", "0", "--http-port", "0", *arguments, seconds=START_SECONDS)
-
-    def member(self, name: str) -> dict[str, Any]:
-        status = self.json("status")
-        (member,) = [member for member in status["workers"] + status["routers"] if member["name"] == name]
-        return dict(member)
-
-    def generate(self, *arguments: str) -> Any:
-        return self.json("generate", PROMPT, "--temperature", "0", "--max-tokens", "12", *arguments)
-
-    def remembered(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / "state" / "cluster.json").read_text()))
-
-    def log(self) -> str:
-        path = self.folder / "state" / "up.log"
-        return path.read_text() if path.exists() else ""
+POLL_SECONDS = 0.2
+STREAM_TOKENS = 900
+"""Of a stream that goes on while the supervisor is killed."""
 
 
 @pytest.fixture
@@ -106,199 +54,129 @@ def world(tmp_path: Path) -> Iterator[World]:
         world.call("down", seconds=STOP_SECONDS)
 
 
-def ray_says(address: str, *, dashboard: bool) -> Any:
-    """Ray's view of a cluster, from a driver in a process of its own."""
-    command = [sys.executable, "-c", RAY_SAYS, address, "dashboard" if dashboard else "-"]
-    output = subprocess.check_output(command, env=ENVIRONMENT, timeout=START_SECONDS, text=True)
-    return json.loads(output.splitlines()[-1])
+@pytest.fixture(scope="module")
+def memory_before() -> set[str]:
+    """Ray's shared memory on this machine before the shared cluster."""
+    return shared_memory()
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
-    return value
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, memory_before: set[str]) -> Iterator[World]:
+    """A cluster with two routers, and with Ray's dashboard."""
+    world = World(tmp_path_factory.mktemp("shared"))
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("drain_seconds: 1\n")
+    try:
+        world.up("--routers", "2", "--config", str(config))
+        yield world
+    finally:
+        world.call("down", seconds=STOP_SECONDS)
 
 
-def started_by(world: World) -> list[Process]:
-    """Every process with this world's state folder in its environment, whatever its parent is now."""
-    mark = f"KVRELAY_STATE_DIR={world.environment['KVRELAY_STATE_DIR']}".encode()
-    found = []
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if path.name.isdigit() and mark in (path / "environ").read_bytes():
-                found.append(find(int(path.name)))
-    return [process for process in found if process is not None and process.alive]
+@pytest.fixture(scope="module")
+def answer(shared: World) -> tuple[int, ...]:
+    """What the shared cluster answers at first."""
+    return shared.generate()
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if "ray" in path.name or "plasma" in path.name}
+def replaced(world: World, lost: list[dict[str, Any]]) -> None:
+    """Kills these members, and waits until others serve under their names."""
+    for member in lost:
+        os.kill(member["pid"], signal.SIGKILL)
+
+    def fresh() -> bool:
+        present = [world.member(member["name"]) for member in lost]
+        pairs = zip(present, lost, strict=True)
+        return all(now.get("state") == "ready" and now["incarnation"] != was["incarnation"] for now, was in pairs)
+
+    wait_until(fresh, "all are replaced", START_SECONDS, POLL_SECONDS)
 
 
-def test_a_cluster_serves_replaces_what_is_killed_and_leaves_nothing(world: World) -> None:
-    before = shared_memory()
-    up = world.up("--detach", "--routers", "2")
-    assert up.returncode == 0, up.stderr + world.log()
-    assert "kvrelay is ready" in up.stdout
-    owner = world.remembered()["pid"]
-
-    status = world.json("status")
+def test_a_cluster_serves(shared: World, answer: tuple[int, ...]) -> None:
+    status = shared.json("status")
     assert status["ready"] is True
     assert {(worker["name"], worker["role"], worker["state"]) for worker in status["workers"]} == {
         ("worker-0", "prefill", "ready"),
         ("worker-1", "decode", "ready"),
     }
     routers = {router["name"]: router["address"] for router in status["routers"]}
-    assert status["router"] == world.remembered()["router"] == f"{routers['router-0']},{routers['router-1']}"
-    answer = world.generate("--target", status["router"])
+    assert status["router"] == shared.remembered()["router"] == f"{routers['router-0']},{routers['router-1']}"
     for address in routers.values():
-        assert world.generate("--target", address)["token_ids"] == answer["token_ids"]
-    assert len(answer["token_ids"]) == 12
-    assert answer["finish_reason"] == "length"
-    assert answer["timeline"]["transfer_bytes"] > 0
-    assert {answer["timeline"]["prefill_worker"], answer["timeline"]["decode_worker"]} == {"worker-0", "worker-1"}
-
-    second = world.up("--detach")
+        assert shared.generate(address) == answer
+    said = shared.json("generate", PROMPT, "--temperature", "0", "--max-tokens", str(TOKENS))
+    assert tuple(said["token_ids"]) == answer
+    assert len(answer) == TOKENS
+    assert said["finish_reason"] == "length"
+    assert said["timeline"]["transfer_bytes"] > 0
+    assert {said["timeline"]["prefill_worker"], said["timeline"]["decode_worker"]} == {"worker-0", "worker-1"}
+    second = shared.call("up", "--detach", *PORTS)
     assert second.returncode == 1
-    assert f"already running (pid {owner})" in second.stderr
-
-    lost = {name: world.member(name) for name in ("worker-1", "worker-0", "router-1")}
-    for member in lost.values():
-        os.kill(member["pid"], signal.SIGKILL)
-
-    def replaced() -> bool:
-        members = [world.member(name) for name in lost]
-        return all(
-            member["state"] == "ready" and member["incarnation"] != lost[member["name"]]["incarnation"]
-            for member in members
-        )
-
-    until(replaced, "all replaced", START_SECONDS)
-    until(lambda: world.call("generate", PROMPT, "--max-tokens", "1").returncode == 0, "serving again")
-    assert world.generate()["token_ids"] == answer["token_ids"]
-
-    says = ray_says(world.remembered()["ray_address"], dashboard=True)
-    assert sorted(says["actors"]) == ["kvrelay-supervisor", "router-0", "router-1", "worker-0", "worker-1"]
-    assert {"worker-0 (begun as prefill, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
-    until(lambda: visible(says["metrics"]) >= METRICS, f"metrics: {METRICS - visible(says['metrics'])}")
-
-    assert len(started_by(world)) > 5
-    down = world.call("down", seconds=STOP_SECONDS)
-    assert down.returncode == 0, down.stderr + world.log()
-    assert started_by(world) == []
-    assert shared_memory() <= before
-    assert not (world.folder / "state" / "cluster.json").exists()
-    assert world.call("status").returncode == 1
+    assert f"already running (pid {shared.remembered()['pid']})" in second.stderr
 
 
-def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go_on(world: World) -> None:
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 2\n")
-    up = world.up("--detach", "--config", str(config))
-    assert up.returncode == 0, up.stderr + world.log()
-    before = world.json("status")
-    address = world.remembered()["supervisor"]
-    answer = world.generate()["token_ids"]
-    stream = subprocess.Popen(
-        [KVRELAY, "generate", PROMPT, "--temperature", "0", "--max-tokens", "900", "--ignore-eos", "--json"],
-        env=world.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def supervisors() -> list[Process]:
-        return [process for process in started_by(world) if re.search(rb"ray::\w*-?[Ss]upervisor", title(process))]
-
-    for _ in range(2):
-        (killed,) = until(supervisors, "the supervisor's process")
-        os.kill(killed.pid, signal.SIGKILL)
-        until(lambda killed=killed: killed not in supervisors(), "it has ended")
-        assert world.call("status").returncode in (0, 3)
-        assert world.generate("--target", before["router"])["token_ids"] == answer, "served without it"
-        until(lambda: world.call("status").returncode == 0, "it is back", START_SECONDS)
-    after = world.json("status")
-    assert [(worker["pid"], worker["incarnation"], worker["generation"]) for worker in after["workers"]] == [
-        (worker["pid"], worker["incarnation"], worker["generation"]) for worker in before["workers"]
-    ], "no doubles"
-    assert after["router"] == before["router"]
-    assert world.remembered()["supervisor"] == address
-    output, _ = stream.communicate(timeout=START_SECONDS)
-    assert stream.returncode == 0
-    assert json.loads(output)["usage"]["completion_tokens"] == 900
-
-    # A worker that was adopted is watched as before.
-    lost = world.member("worker-1")
-    os.kill(lost["pid"], signal.SIGKILL)
-    until(
-        lambda: (worker := world.member("worker-1"))["state"] == "ready" and worker["generation"] > lost["generation"],
-        "replaced",
-        START_SECONDS,
-    )
-    assert find(world.remembered()["pid"]) is not None, "`kvrelay up` goes on watching"
-    down = world.call("down", seconds=STOP_SECONDS)
-    assert down.returncode == 0, down.stderr + world.log()
-    assert started_by(world) == []
-
-
-def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(world: World) -> None:
-    up = world.up("--detach", "--config", str(configured(world)))
-    assert up.returncode == 0, up.stderr + world.log()
-    answer = world.generate()["token_ids"]
-
+def test_a_cluster_is_scaled_and_its_roles_are_changed_while_it_serves(shared: World, answer: tuple[int, ...]) -> None:
     def change(*arguments: str) -> str:
-        done = world.call(*arguments, seconds=START_SECONDS)
+        done = shared.call(*arguments, seconds=START_SECONDS)
         assert done.returncode == 0, done.stderr
-        assert world.generate()["token_ids"] == answer
+        assert shared.generate() == answer
         return done.stdout
 
-    assert "done: 1 prefill, 2 decode, 1 router" in change("scale", "decode=2")
-    before = world.member("worker-2")
-    change("role", "worker-2", "prefill")
-    after = world.member("worker-2")
+    (prefill,), (decode,) = shared.names("prefill"), shared.names("decode")
+    assert "done: 1 prefill, 2 decode, 2 router" in change("scale", "decode=2")
+    (added,) = {*shared.names("decode")} - {decode}
+    before = shared.member(added)
+    change("role", added, "prefill")
+    after = shared.member(added)
     assert (after["pid"], after["role"]) == (before["pid"], "prefill")
     assert after["generation"] > before["generation"]
-    refused = world.call("drain", "worker-1")
+    refused = shared.call("drain", decode)
     assert refused.returncode == 1
     assert "without this decode member no request can be served" in refused.stderr
-    change("drain", "worker-0")
-    assert {worker["name"]: worker["role"] for worker in world.json("status")["workers"]} == {
-        "worker-1": "decode",
-        "worker-2": "prefill",
-    }
-    says = ray_says(world.remembered()["ray_address"], dashboard=False)
-    assert sorted(says["groups"]) == [f"kvrelay/{name}" for name in ("router-0", "worker-1", "worker-2")]
+    change("drain", prefill)
+    assert (shared.names("prefill"), shared.names("decode")) == ([added], [decode])
 
 
-def configured(world: World) -> Path:
-    """A configuration without what a test doesn't need."""
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 1\n")
-    return config
+def test_what_is_killed_is_replaced(shared: World, answer: tuple[int, ...]) -> None:
+    replaced(shared, [shared.member(name) for name in (*shared.names("prefill"), "router-1")])
+    assert shared.generate() == answer
 
 
-@pytest.mark.slow
-def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
-    up = world.up("--detach", "--routers", "2", "--config", str(configured(world)))
-    assert up.returncode == 0, up.stderr + world.log()
-    answer, before = world.generate()["token_ids"], world.json("status")
-    config = world.folder / "next.yaml"
-    router = "router: {grpc_port: 0, http_port: null, replicas: 2}"
-    config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
-    upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
-    assert upgraded.returncode == 0, upgraded.stderr
-    after = world.json("status")
-    assert not {each["pid"] for each in after["workers"]} & {each["pid"] for each in before["workers"]}
-    assert world.generate("--target", after["router"])["token_ids"] == answer
-    back = world.call("upgrade", "--rollback", "--no-wait")
-    assert back.returncode == 0, back.stderr
-    assert "accepted" in back.stdout
+def test_a_killed_supervisor_is_restarted_and_finds_its_members_while_streams_go_on(
+    shared: World, answer: tuple[int, ...]
+) -> None:
+    before, address = shared.status(), shared.remembered()["supervisor"]
+    stream: list[int] = []
 
+    def read() -> None:
+        with Client(before["router"]) as client:
+            options = {"temperature": 0.0, "max_tokens": STREAM_TOKENS, "ignore_eos": True}
+            stream.extend(client.complete(PROMPT, **options).token_ids)
 
-def title(process: Process) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    return b""
+    def supervisors() -> list[Process]:
+        return [process for process in shared.processes() if re.search(rb"ray::\w*-?[Ss]upervisor", title(process))]
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(2):
+        (killed,) = wait_until(supervisors, "the supervisor's process", SECONDS, POLL_SECONDS)
+        os.kill(killed.pid, signal.SIGKILL)
+        wait_until(lambda killed=killed: killed not in supervisors(), "it has ended", SECONDS, POLL_SECONDS)
+        assert shared.call("status").returncode in (0, 3)
+        assert shared.generate() == answer, "served without it"
+        wait_until(lambda: shared.status()["ready"], "it is back", START_SECONDS, POLL_SECONDS)
+    after = shared.status()
+    for kind in ("workers", "routers"):
+        known = [(member["pid"], member["incarnation"], member["generation"]) for member in before[kind]]
+        assert [(each["pid"], each["incarnation"], each["generation"]) for each in after[kind]] == known, "no doubles"
+    assert after["router"] == before["router"]
+    assert shared.remembered()["supervisor"] == address
+    reader.join(START_SECONDS)
+    assert len(stream) == STREAM_TOKENS
+
+    # A worker that was adopted is watched as before.
+    replaced(shared, [shared.member(name) for name in shared.names("decode")])
+    assert shared.generate() == answer
+    assert find(shared.remembered()["pid"]) is not None, "`kvrelay up` goes on watching"
 
 
 METRICS = {
@@ -319,25 +197,28 @@ METRICS = {
 }
 
 
-def visible(addresses: list[str]) -> set[str]:
-    """The names of kvrelay's metrics that Prometheus sees on these nodes."""
-    names: set[str] = set()
-    for address in addresses:
-        with urllib.request.urlopen(address, timeout=SECONDS) as response:
-            names |= set(re.findall(r"^(ray_kvrelay_\w+)\{", response.read().decode(), re.MULTILINE))
-    return names
+def test_ray_shows_the_members_and_their_metrics(shared: World, answer: tuple[int, ...]) -> None:
+    says = ray_says(shared.remembered()["ray_address"], dashboard=True)
+    status = shared.status()
+    members = sorted(member["name"] for member in status["workers"] + status["routers"])
+    assert sorted(says["actors"]) == sorted(["kvrelay-supervisor", *members])
+    assert sorted(says["groups"]) == [f"kvrelay/{name}" for name in members]
+    (decode,) = shared.names("decode")
+    assert {f"{decode} (begun as decode, rank 0, gpu none)", "router-0 (router)"} <= set(says["reprs"])
+    wait_until(
+        lambda: visible(says["metrics"]) >= METRICS,
+        lambda: f"metrics: {METRICS - visible(says['metrics'])}",
+        SECONDS,
+        POLL_SECONDS,
+    )
 
 
-@pytest.mark.slow
-def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
-    config = world.folder / "kvrelay.yaml"
-    config.write_text("engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}\n")
-    up = world.up("--detach", "--config", str(config))
-    assert up.returncode == 2, up.stderr + world.log()
-    assert {line.partition(": ")[0] for line in up.stderr.splitlines()} == {"kvrelay"}
-    assert re.search(r"worker-[01]: .*kv_memory_bytes is 1000", up.stderr)
-    assert started_by(world) == []
-    assert world.call("status").returncode == 1
+def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
+    assert len(shared.processes()) > 5
+    shared.down()
+    assert shared_memory() <= memory_before
+    assert not (shared.folder / "state" / "cluster.json").exists()
+    assert shared.call("status").returncode == 1
 
 
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
@@ -355,10 +236,10 @@ def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any("kvrelay is ready" in line for line in lines)
-        assert world.generate()["timeline"]["transfer_bytes"] == 0, "co-located: there is no hand-off"
+        assert world.json("generate", PROMPT)["timeline"]["transfer_bytes"] == 0, "co-located: there is no hand-off"
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_SECONDS) == 0
-        assert started_by(world) == []
+        assert world.processes() == []
         assert world.call("status").returncode == 1
     finally:
         process.kill()
@@ -370,6 +251,42 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job ignores, and so would its children
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
+
+def configured(world: World) -> Path:
+    """A configuration without what a test doesn't need."""
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("ray: {include_dashboard: false}\ndrain_seconds: 1\n")
+    return config
+
+
+@pytest.mark.slow
+def test_a_cluster_is_upgraded_while_it_serves(world: World) -> None:
+    world.up("--routers", "2", "--config", str(configured(world)))
+    answer, before = world.generate(), world.status()
+    config = world.folder / "next.yaml"
+    router = "router: {grpc_port: 0, http_port: null, replicas: 2}"
+    config.write_text(f"drain_seconds: 1\nengine: {{max_sequences: 7}}\n{router}\n")
+    upgraded = world.call("upgrade", "--config", str(config), "--timeout", "240", seconds=2 * START_SECONDS)
+    assert upgraded.returncode == 0, upgraded.stderr
+    after = world.status()
+    assert not {each["pid"] for each in after["workers"]} & {each["pid"] for each in before["workers"]}
+    assert world.generate(after["router"]) == answer
+    back = world.call("upgrade", "--rollback", "--no-wait")
+    assert back.returncode == 0, back.stderr
+    assert "accepted" in back.stdout
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_a_worker_can_find_is_one_line_and_leaves_nothing(world: World) -> None:
+    config = world.folder / "kvrelay.yaml"
+    config.write_text("engine: {kv_memory_bytes: 1000}\nray: {include_dashboard: false}\n")
+    up = world.call("up", "--detach", *PORTS, "--config", str(config), seconds=START_SECONDS)
+    assert up.returncode == 2, up.stderr + world.log()
+    assert {line.partition(": ")[0] for line in up.stderr.splitlines()} == {"kvrelay"}
+    assert re.search(r"worker-[01]: .*kv_memory_bytes is 1000", up.stderr)
+    assert world.processes() == []
+    assert world.call("status").returncode == 1
 
 
 @pytest.fixture
@@ -396,7 +313,7 @@ def shared_ray() -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            until(lambda: connects(ports[0]), "Ray is there", START_SECONDS)
+            wait_until(lambda: connects(ports[0]), "Ray is there", START_SECONDS, POLL_SECONDS)
             yield f"127.0.0.1:{ports[0]}"
         finally:
             process.terminate()
@@ -418,18 +335,16 @@ def connects(port: int) -> bool:
 
 @pytest.mark.slow
 def test_a_cluster_left_on_a_shared_ray_cluster_is_found_again_and_ended(world: World, shared_ray: str) -> None:
-    up = world.up("--address", shared_ray, "--detach")
-    assert up.returncode == 0, up.stderr
+    world.up("--address", shared_ray)
     assert world.remembered()["pid"] is None
-    assert started_by(world) == [], "the driver has left"
+    assert world.processes() == [], "the driver has left"
     answer = world.generate()
-    assert answer["timeline"]["transfer_bytes"] > 0
 
     stranger = World(world.folder / "stranger")
-    refused = stranger.up("--address", shared_ray)
+    refused = stranger.call("up", *PORTS, "--address", shared_ray, seconds=START_SECONDS)
     assert refused.returncode == 1
     assert "ray.namespace kvrelay: a kvrelay cluster is running there already" in refused.stderr
-    assert world.generate()["token_ids"] == answer["token_ids"]
+    assert world.generate() == answer
 
     remembered = world.remembered()
     down = world.call("down", seconds=STOP_SECONDS)

@@ -14,6 +14,7 @@ from kvrelay.cluster import ray_metrics
 from kvrelay.cluster.actors import LEAVING, ServerActor
 from kvrelay.cluster.node_drain import VARIABLE, Registration, drain
 from kvrelay.rpc.metrics.metric_set import MetricSet
+from kvrelay.rpc.serve import ExitDeadline
 
 SECONDS = 60.0
 
@@ -40,15 +41,21 @@ class Serving:
         await asyncio.to_thread(self.finish.wait, grace)
 
 
+class NoDeadline(ExitDeadline):
+    """Ends no process: that of the tests isn't a member's own."""
+
+    def set(self, seconds: float, code: int, message: str = "") -> None:
+        """Nothing."""
+
+
 class Member(ServerActor[Serving]):
     """An actor in this process, without Ray."""
 
     drain_seconds = SECONDS
+    deadline_type = NoDeadline
 
     def __init__(self, server: Serving) -> None:
         super().__init__("worker", "decode-0", "decode-0", lambda: server, "")
-        # It would end this process as it ends its own.
-        self._deadline.set = lambda *_: None  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)

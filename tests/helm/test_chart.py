@@ -291,6 +291,7 @@ def test_pods_drain_before_they_end_and_have_the_time_for_it(rendered, tmp_path)
         *command, seconds = item["lifecycle"]["preStop"]["exec"]["command"]
         assert command == ["python", "-m", "kvrelay.cluster.node_drain"]
         assert environment(item)["KVRELAY_DRAIN_DIR"]["value"]
+        assert environment(item)["RAY_worker_niceness"]["value"] == "0", "Ray's default slows its actors down"
         assert drain < float(seconds) < template["spec"]["terminationGracePeriodSeconds"]
 
 

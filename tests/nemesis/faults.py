@@ -87,6 +87,8 @@ class Fault(NamedTuple):
     """Within which all members are ready again, from the end of the fault."""
     needs: Callable[[], str] = str
     """Why the fault can't be injected on this machine; empty if it can."""
+    ends_workers: bool = False
+    """Whether it ends workers, other than by a request."""
 
 
 def _victim(ground: Ground, rng: random.Random) -> dict[str, int]:
@@ -244,12 +246,12 @@ def _no_clock() -> str:
 
 
 FAULTS = (
-    Fault("SIGKILL", _signalled(signal.SIGKILL), 30.0),
-    Fault("SIGTERM", _signalled(signal.SIGTERM), 40.0),
-    Fault("SIGSTOP for 5 s", _stopped(5.0, lost=True), 30.0),
+    Fault("SIGKILL", _signalled(signal.SIGKILL), 30.0, ends_workers=True),
+    Fault("SIGTERM", _signalled(signal.SIGTERM), 40.0, ends_workers=True),
+    Fault("SIGSTOP for 5 s", _stopped(5.0, lost=True), 30.0, ends_workers=True),
     Fault("SIGSTOP for 0.4 s", _stopped(0.4, lost=False), 10.0),
-    Fault("engine hang", _ordered("hang"), 60.0),
-    Fault("engine exception", _ordered("raise"), 40.0),
+    Fault("engine hang", _ordered("hang"), 60.0, ends_workers=True),
+    Fault("engine exception", _ordered("raise"), 40.0, ends_workers=True),
     Fault("poison request", _poison, 40.0),
     Fault("router SIGKILL", _router_kill, 30.0),
     Fault("supervisor SIGKILL", _supervisor_kill, 20.0),

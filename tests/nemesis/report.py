@@ -14,10 +14,16 @@ import psutil
 
 from nemesis.load import Stream
 
+ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+"""How a request may fail if the cluster has lost too much at a time: docs/guarantees.md. All count as not complete."""
 COMPLETE = 0.999
 """Share of the requests that must complete."""
 STALL_SECONDS = 2.0
 """Most of the p99 of stalls after a single fault."""
+CONVICTED = "INTERNAL: suspected of ending workers"
+"""How a request fails that is held to end workers."""
+CONVICTION_SECONDS = 3.0
+"""From the recovery from a fault: how late a request may still fail because of it."""
 FAILED = ": failed: "
 """In a violation: a request failed in a way that docs/guarantees.md excludes. All others are about its tokens."""
 GROWTH = {"rss_mib": (1.3, 60), "fds": (1.2, 12), "threads": (1.2, 6), "sockets": (1.2, 8)}
@@ -32,6 +38,8 @@ class Injected:
     at: float
     """Seconds since the run began."""
     victims: list[str]
+    ends_workers: bool = False
+    """Whether it ends workers, other than by a request."""
     recovery_seconds: float = 0.0
     """From the injection until every member was ready again."""
     stall: dict[str, float] = field(default_factory=dict)
@@ -40,6 +48,11 @@ class Injected:
     """Seconds to the first token of each request that came meanwhile, and has it."""
     failed: dict[str, int] = field(default_factory=dict)
     """Requests that failed meanwhile, by reason."""
+
+    def may_convict(self, at: float) -> bool:
+        """Whether a request that fails at `at`, seconds since the run began, may have been on trial on a worker that
+        this fault ended: it looks as if the request had ended it."""
+        return self.ends_workers and self.at <= at <= self.at + self.recovery_seconds + CONVICTION_SECONDS
 
 
 @dataclass(slots=True)
@@ -69,6 +82,12 @@ class Report:
     blocks: dict[str, dict[str, int]] = field(default_factory=dict)
     """Of each worker at the end, without any request."""
     summary: dict[str, Any] = field(default_factory=dict)
+
+    def may_fail(self, stream: Stream, began: float) -> bool:
+        """Whether a stream may have failed as it did; the run began at the monotonic time `began`."""
+        if stream.error.startswith(CONVICTED):
+            return stream.may_fail or any(injected.may_convict(stream.ended - began) for injected in self.faults)
+        return stream.may_fail or stream.error.startswith(ALLOWED)
 
     def note(self, streams: Iterable[Stream]) -> None:
         """Counts streams that have ended."""

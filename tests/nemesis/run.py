@@ -52,8 +52,6 @@ PAIR_SHARE = 0.15
 HEARTBEAT = {"suspect_seconds": 0.9, "step_suspect_seconds": 0.9, "step_dead_seconds": 3.0}
 FRAME_TIMEOUT_SECONDS = 1.5
 DRAIN_SECONDS = 1.0
-ALLOWED = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
-"""How a request may fail if the cluster has lost too much at a time: docs/guarantees.md. All count as not complete."""
 IDLE_SECONDS = 10.0
 
 
@@ -135,7 +133,8 @@ class Nemesis:
     async def _inject(self, kinds: list[Fault]) -> None:
         """Injects faults at once, waits until the cluster has recovered, and judges what ended meanwhile."""
         ground, at = self.ground, time.monotonic()
-        injected = Injected([fault.name for fault in kinds], round(at - self.began, 1), [])
+        ends = any(fault.ends_workers for fault in kinds)
+        injected = Injected([fault.name for fault in kinds], round(at - self.began, 1), [], ends)
         self.report.faults.append(injected)
         print(f"{injected.at:7.1f} s  {', '.join(injected.faults)}", end="", flush=True)
         gone: dict[str, int] = {}
@@ -183,7 +182,7 @@ class Nemesis:
                 history.add(name, "error", stream.ended, text=stream.error)
             else:
                 history.add(name, "finish", stream.ended, count=stream.reported, retries=stream.retries)
-        may_fail = {stream.name for stream in streams if stream.may_fail or stream.error.startswith(ALLOWED)}
+        may_fail = {stream.name for stream in streams if self.report.may_fail(stream, self.began)}
         found = violations(history, oracle, may_fail=may_fail, budget=False)
         self.report.violations += found
         for what in found:

@@ -35,7 +35,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
             compatibility=draw(st.sampled_from("ab")),
             avoided=draw(st.booleans()),
             bad_peers=draw(st.frozensets(st.sampled_from(names))) if role == "prefill" else frozenset(),
-            trials=draw(st.integers(0, 1)),
+            suspects=draw(st.integers(0, 1)),
             requests=draw(st.integers(0, 1)),
         )
         for worker, role in zip(names, roles, strict=False)
@@ -61,7 +61,7 @@ def test_a_pair_has_one_digest_and_is_avoided_only_if_all_are(workers: list[Work
         return option[0].avoided or option[1].avoided or option[1].id in option[0].bad_peers
 
     def apart(option: tuple[WorkerView, WorkerView]) -> bool:
-        return not on_trial or not (option[0].trials or option[1].trials)
+        return not on_trial or not (option[0].suspects or option[1].suspects)
 
     good = [option for option in options if not bad(option)]
     placed = LeastWork(PrefixIndex(0)).place(Demand(5, 5, on_trial=on_trial), workers)

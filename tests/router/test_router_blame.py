@@ -272,7 +272,7 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
             poisoned = [job for worker in workers for job in worker.jobs if job.submit.token_ids[0] == POISON]
             assert len(poisoned) == 2, "two workers are lost, not more"
             assert len({view.id for view in cluster.router.registry.view() if view.ready}) == 2
-            assert all(view.trials == view.requests == 0 for view in cluster.router.registry.view())
+            assert all(view.suspects == view.requests == 0 for view in cluster.router.registry.view())
 
     run(test)
     (line,) = [record for record in caplog.records if record.message == "request suspected of ending workers"]

@@ -19,9 +19,12 @@ def test_the_second_loss_on_trial_or_the_third_in_any_case_convicts(losses: list
         convicted = suspicion.lost(tokens, tried=tried)
         assert convicted == (count >= (2 if tried else MAX_LOSSES))
         assert suspicion.losses == count
-        assert suspicion.needs_trial(tokens + TRIAL_TOKENS - 1)
-        assert not suspicion.needs_trial(tokens + TRIAL_TOKENS)
-    assert losses or not suspicion.needs_trial(0)
+        assert [suspicion.tokens_left(tokens + more) for more in (0, TRIAL_TOKENS - 1, TRIAL_TOKENS)] == [
+            TRIAL_TOKENS,
+            1,
+            0,
+        ]
+    assert losses or not suspicion.tokens_left(0)
 
 
 @settings(max_examples=200, deadline=None)

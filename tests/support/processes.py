@@ -40,13 +40,19 @@ STATUS_SECONDS, STATUS_TRIES = 10.0, 4
 MODULES = {"prefill": "kvrelay.prefill_worker", "decode": "kvrelay.decode_worker", "colocated": "kvrelay.worker"}
 
 
-def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0) -> Any:
-    """Polls until `condition()` is true and returns its value; fails naming `what` after `seconds`."""
+def wait_until(
+    condition: Callable[[], Any], what: str | Callable[[], str], seconds: float = 10.0, every: float = 0.005
+) -> Any:
+    """Polls until `condition()` is true and returns its value; fails naming `what` after `seconds`.
+
+    Args:
+        every: seconds between two polls; more where a poll takes time that what is waited for needs.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
-        time.sleep(0.005)
+        time.sleep(every)
     return value
 
 

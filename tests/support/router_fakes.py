@@ -26,6 +26,8 @@ from kvrelay.internal.v1.supervisor_pb2_grpc import (
     add_SupervisorServiceServicer_to_server,
 )
 from kvrelay.internal.v1.worker_pb2 import (
+    Begin,
+    Cancel,
     ClientCall,
     DecodeReport,
     Failure,
@@ -109,6 +111,8 @@ class Job:
     submit: Submit
     stream: "asyncio.Queue[RelayResponse | None]"
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the worker may compute it: a suspect waits for its router's word."""
 
     @property
     def base(self) -> int:
@@ -147,6 +151,10 @@ class Job:
         )
         self.stream.put_nowait(RelayResponse(events=[event]))
 
+    def take(self) -> None:
+        """Tells the router that the worker has taken a suspect."""
+        self.send(taken=True)
+
     def fail(self, code: Failure.Code, message: str = "scripted", **more: Any) -> None:
         """Returns the request; `more` are further fields of the failure."""
         self.send(failure=Failure(code=code, message=message, **more))
@@ -158,6 +166,8 @@ def length_if(last: bool) -> FinishReason:
 
 
 Script = Callable[[Job], Awaitable[None]]
+Suspected = Callable[[Job], object]
+"""Takes or refuses a suspect."""
 
 
 def prefill_of(tokens: Callable[[int], int]) -> Script:
@@ -206,13 +216,23 @@ async def silent(job: Job) -> None:
 
 
 class FakeWorker(WorkerServiceServicer):
-    """Serves the relay; a script, run as one task per submitted part, sends the answers."""
+    """Serves the relay; a script, run as one task per submitted part that has begun, sends the answers."""
 
-    def __init__(self, name: str, role: str, script: Script, *, compatibility: str = "", **model: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        script: Script,
+        *,
+        compatibility: str = "",
+        suspected: Suspected = Job.take,
+        **model: Any,
+    ) -> None:
         self.name = name
         self.compatibility = compatibility
         self.role = role
         self.script = script
+        self.suspected = suspected
         self.incarnation = uuid.uuid4().hex
         self.model = ModelInfo(
             **{
@@ -245,6 +265,11 @@ class FakeWorker(WorkerServiceServicer):
         for task in self._tasks:
             task.cancel()
         await self.server.stop(None)
+
+    def cut(self) -> None:
+        """Ends every stream, as a worker does that got no CPU for too long, and lives."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
 
     def report_load(self, load: Load) -> None:
         """Reports a load that accounts for every part submitted so far."""
@@ -283,17 +308,26 @@ class FakeWorker(WorkerServiceServicer):
             if request.HasField("submit"):
                 job = Job(self, request.submit, stream)
                 self.jobs.append(job)
-                self._tasks.append(asyncio.create_task(self.script(job)))
+                self._tasks.append(asyncio.create_task(self._compute(job)))
+            elif request.HasField("begin"):
+                self._job(request.begin).begun.set()
             elif request.HasField("fence"):
                 self._fence(request.fence)
             elif request.HasField("cancel"):
-                for job in self.jobs:
-                    if (job.submit.request_id, job.submit.attempt) == (
-                        request.cancel.request_id,
-                        request.cancel.attempt,
-                    ):
-                        job.cancelled.set()
+                self._job(request.cancel).cancelled.set()
         stream.put_nowait(None)
+
+    def _job(self, named: Begin | Cancel) -> Job:
+        key = named.request_id, named.attempt
+        return next(job for job in self.jobs if (job.submit.request_id, job.submit.attempt) == key)
+
+    async def _compute(self, job: Job) -> None:
+        if job.submit.suspect_tokens:
+            self.suspected(job)
+        else:
+            job.begun.set()
+        await job.begun.wait()
+        await self.script(job)
 
     def _fence(self, fence: ClientCall) -> None:
         """Returns what earlier calls of the request have submitted, as a worker does."""

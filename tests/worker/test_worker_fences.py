@@ -53,24 +53,3 @@ def test_fences_are_kept_up_to_a_number(monkeypatch: Any) -> None:
     assert known.passed(call(4, bytes([1]))), "an earlier fence that comes late takes nothing back"
     known.add(call(5, bytes([4])))
     assert [known.passed(call(4, bytes([number]))) for number in range(5)] == [False, True, False, True, True]
-
-
-def test_of_two_requests_on_trial_a_worker_takes_one_whoever_sends_them(checkpoint: Path) -> None:
-    async def test() -> None:
-        async with worker(checkpoint) as server, relay(server) as one, relay(server) as other:
-            await one.send(submit=submit("first", trial_tokens=200, **LONG))
-            await one.event()
-            await other.send(submit=submit("second", trial_tokens=4))
-            refusal = (await other.last()).failure
-            assert (refusal.code, refusal.cause) == (Failure.CODE_RETRY, Failure.CAUSE_TRIAL)
-            await other.send(submit=submit("no suspect"))
-            assert (await other.last()).finish_reason == FINISH_REASON_LENGTH
-            tokens = 1
-            while tokens < 200:
-                tokens += len((await one.event()).token_ids)
-            await other.send(submit=submit("second", attempt=2, trial_tokens=4))
-            assert (await other.last()).finish_reason == FINISH_REASON_LENGTH, "the first one has proved harmless"
-            assert (await one.last()).finish_reason == FINISH_REASON_LENGTH
-            await free_again(server)
-
-    run(test)

@@ -298,6 +298,8 @@ limits:
 {{ include "kvrelay.authEnv" .root }}
 - name: KVRELAY_DRAIN_DIR
   value: /tmp/kvrelay-drain
+- name: RAY_worker_niceness
+  value: "0"
 {{- if include "kvrelay.onHub" .root }}
 {{ include "kvrelay.hubEnv" .root }}
 {{- end }}

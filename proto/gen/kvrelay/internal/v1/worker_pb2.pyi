@@ -29,16 +29,18 @@ CONTEXT_LIMIT_OPTION: ContextLimit
 CONTEXT_LIMIT_POOL: ContextLimit
 
 class RelayRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "fence")
+    __slots__ = ("hello", "submit", "cancel", "fence", "begin")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     fence: ClientCall
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ...) -> None: ...
+    begin: Begin
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., fence: _Optional[_Union[ClientCall, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ...) -> None: ...
 
 class ClientCall(_message.Message):
     __slots__ = ("key", "call")
@@ -112,7 +114,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "trial_tokens", "slot", "chain", "trace_id")
+    __slots__ = ("request_id", "attempt", "phase", "token_ids", "prompt_tokens", "sampling", "tenant", "peer", "timeout_seconds", "client_call", "suspect_tokens", "on_trial", "slot", "chain", "trace_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -123,7 +125,8 @@ class Submit(_message.Message):
     PEER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_CALL_FIELD_NUMBER: _ClassVar[int]
-    TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ON_TRIAL_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -137,13 +140,22 @@ class Submit(_message.Message):
     peer: PeerRef
     timeout_seconds: float
     client_call: ClientCall
-    trial_tokens: int
+    suspect_tokens: int
+    on_trial: bool
     slot: int
     chain: _containers.RepeatedScalarFieldContainer[int]
     trace_id: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., trial_tokens: _Optional[int] = ..., slot: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., peer: _Optional[_Union[PeerRef, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., client_call: _Optional[_Union[ClientCall, _Mapping]] = ..., suspect_tokens: _Optional[int] = ..., on_trial: _Optional[bool] = ..., slot: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., trace_id: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Begin(_message.Message):
     __slots__ = ("request_id", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -280,7 +292,7 @@ class DecodeReport(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "failure", "prefill", "transfer", "decode", "logprobs", "prompt_logprobs", "prompt_logprobs_first", "computed_tokens", "proposed_tokens", "accepted_tokens")
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "failure", "prefill", "transfer", "decode", "logprobs", "prompt_logprobs", "prompt_logprobs_first", "computed_tokens", "proposed_tokens", "accepted_tokens", "taken")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +308,7 @@ class RequestEvent(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     first_index: int
@@ -311,7 +324,8 @@ class RequestEvent(_message.Message):
     computed_tokens: int
     proposed_tokens: int
     accepted_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_first: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    taken: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., prefill: _Optional[_Union[PrefillReport, _Mapping]] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_first: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., taken: _Optional[bool] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("total", "free", "cached", "held", "size")

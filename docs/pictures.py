@@ -1,0 +1,45 @@
+"""Pictures of a running cluster in operations.md: `PYTHONPATH=.:tests python docs/pictures.py`. Needs Chromium.
+
+images/top.svg             `kvrelay top` under load
+images/ray-dashboard.png   the actors on Ray's dashboard
+"""
+
+import asyncio
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.local_cluster import LocalCluster, local_cluster
+from support.browser import browser
+
+IMAGES = Path(__file__).parent / "images"
+WORKERS = ("--prefill", "2", "--decode", "2")
+LOAD = ("--request-rate", "3", "--num-prompts", "90", "--input-tokens", "uniform:100-600", "--output-tokens", "96")
+LOADED_SECONDS = 15.0
+"""Of load, before the pictures."""
+ROWS = "[...document.querySelectorAll('tr')].filter(row => row.innerText.includes('ALIVE')).length"
+SECONDS = 120.0
+
+
+async def dashboard(cluster: LocalCluster, members: int) -> None:
+    """Ray's page of actors, when it shows them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with browser(Path(folder)) as tab:
+            await tab.open(f"{cluster.dashboard}/#/actors", width=1600, height=1000)
+            await tab.until(f"{ROWS} >= {members}", SECONDS)
+            (IMAGES / "ray-dashboard.png").write_bytes(await tab.screenshot())
+
+
+def main() -> None:
+    with local_cluster(*WORKERS) as cluster, ThreadPoolExecutor() as threads:
+        status = cluster.status()
+        load = threads.submit(cluster.run, "bench", *LOAD)
+        time.sleep(LOADED_SECONDS)
+        cluster.run("top", "--once", "--svg", str(IMAGES / "top.svg"))
+        asyncio.run(dashboard(cluster, len(status["workers"]) + len(status["routers"]) + 1))
+        load.result()
+
+
+if __name__ == "__main__":
+    main()
