@@ -1,28 +1,35 @@
 #!/usr/bin/env bash
 # Everything that should be run first on a machine with an NVIDIA GPU, in steps; writes one report.
 #
-#   benchmarks/first_gpu_hour.sh [--dry-run] [--seconds 540] [--out FOLDER] [--earlier FOLDER] [STEP ...]
+#   benchmarks/first_gpu_hour.sh [--dry-run] [--seconds 540] [--out FOLDER] [--earlier FOLDER] [--wheels FOLDER]
+#                                [STEP ...]
 #
 #   --dry-run   checks that each step could be run, without running it
 #   --seconds   begins no step that could end later than this; a step takes at most 400 seconds
 #   --out       logs and report.md; the folder $OUT, if that is set, else benchmarks/results/first_gpu_hour
 #   --earlier   the folder of an earlier call, whose finished steps are taken over and not run again
+#   --wheels    wheels of packages that the machine lacks; they are unpacked into FOLDER/site, for these steps only
 #
 # Runs from the source tree, without Ray, a checkpoint or a network. Steps that are done are skipped, so calling it again
-# goes on where it stopped; all steps together take about 25 minutes. Exit status: 0 if all steps have passed, 1 if one
-# has failed, 3 if there was no time for all of them.
+# goes on where it stopped; all steps together take at most 25 minutes. Exit status: 0 if all steps have passed, 1 if one
+# has failed, 2 if an argument can't be used, 3 if there was no time for all of them.
+#
+# The first step names the modules that are missing. For a machine without a package registry, get them elsewhere:
+#   pip download -d wheels -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 \
+#       --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 PACKAGE ...
 set -u
 cd "$(dirname "$0")/.."
 
-dry=false seconds=540 out=${OUT:-benchmarks/results/first_gpu_hour} earlier= wanted=()
+dry=false seconds=540 out=${OUT:-benchmarks/results/first_gpu_hour} earlier= wheels= wanted=()
 while (($#)); do
     case $1 in
         --dry-run) dry=true ;;
         --seconds) seconds=$2; shift ;;
         --out) out=$2; shift ;;
         --earlier) earlier=$2; shift ;;
+        --wheels) wheels=$2; shift ;;
         --help | -h) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
-        -*) echo "$1 is unknown; allowed: --dry-run, --seconds, --out, --earlier" >&2; exit 2 ;;
+        -*) echo "$1 is unknown; allowed: --dry-run, --seconds, --out, --earlier, --wheels" >&2; exit 2 ;;
         *) wanted+=("$1") ;;
     esac
     shift
@@ -41,13 +48,13 @@ links="tests/transfer/test_transfer_gpu.py tests/transfer/test_transfer_settle.p
 names=() ; declare -A limit command
 step() { names+=("$1"); limit[$1]=$2; command[$1]=${3//$'\n'/}; }
 step environment 30 "$python benchmarks/gpu_environment.py"
-step kernels 240 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
-step engine 240 "$test tests/engine/test_gpu_engine.py tests/engine/test_gpu_runner.py tests/engine/test_gpu_pool.py -k 'gpu or bytes'"
-step links 120 "$test $links"
-step pair 200 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
-step sanitizer 240 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
-step gpu_kernels 300 "$python benchmarks/gpu.py --only elementwise,gemv,sample,decode,prefill,kv --seconds 270 --out $out/gpu_kernels.json"
-step gpu_engine 300 "$python benchmarks/gpu.py --only engine,profile --seconds 270 --out $out/gpu_engine.json"
+step kernels 220 "$test $kernels tests/kernels/test_far_blocks.py -k 'not compiled'"
+step engine 220 "$test tests/engine/test_gpu_engine.py tests/engine/test_gpu_runner.py tests/engine/test_gpu_pool.py -k 'gpu or bytes'"
+step links 100 "$test $links"
+step pair 180 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
+step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
+step gpu_kernels 280 "$python benchmarks/gpu.py --only elementwise,gemv,sample,decode,prefill,kv --seconds 255 --out $out/gpu_kernels.json"
+step gpu_engine 270 "$python benchmarks/gpu.py --only engine,profile --seconds 245 --out $out/gpu_engine.json"
 
 for name in "${wanted[@]}"; do
     [[ -v command[$name] ]] || { echo "step $name is unknown; allowed: ${names[*]}" >&2; exit 2; }
@@ -57,6 +64,13 @@ done
 mkdir -p "$out"
 [[ -z $earlier ]] || cp -n "$earlier"/* "$out"/
 export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+if [[ $wheels ]]; then
+    wheels=$(cd "$wheels" && pwd) || exit 2
+    if ! $dry; then
+        "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$wheels/site" "$wheels"/*.whl || exit 1
+    fi
+    PYTHONPATH+=":$wheels/site"
+fi
 
 # A dry run looks at whether the step's program and files are there.
 check() {

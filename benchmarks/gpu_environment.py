@@ -12,8 +12,30 @@ import sys
 import torch
 from gpu import describe_machine
 
-NEEDED = ("cryptography", "google.protobuf", "grpc", "hypothesis", "msgpack", "numpy", "pytest", "triton", "xxhash")
-FOR_THE_PAIR = ("grpc_health", "pydantic", "safetensors", "tokenizers", "transformers")
+NEEDED = (
+    "aiohttp",
+    "aiohttp_cors",
+    "cryptography",
+    "google.protobuf",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "hypothesis",
+    "jinja2",
+    "msgpack",
+    "numpy",
+    "prometheus_client",
+    "pydantic",
+    "pytest",
+    "pytest_timeout",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "xxhash",
+    "yaml",
+)
+"""What the steps of `first_gpu_hour.sh` import: all of the project's dependencies but Ray and the command line's."""
 TOOLS = ("nvidia-smi", "compute-sanitizer", "ncu")
 
 
@@ -33,7 +55,6 @@ def main() -> int:
     there = torch.cuda.is_available()
     found = describe_machine(dry=not there)
     found["missing_modules"] = missing(NEEDED)
-    found["missing_for_the_pair"] = missing(FOR_THE_PAIR)
     found["missing_tools"] = [tool for tool in TOOLS if shutil.which(tool) is None]
     if there:
         free, total = torch.cuda.mem_get_info()

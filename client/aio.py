@@ -50,8 +50,8 @@ class AsyncChunkStream(AsyncIterator[Chunk], AbstractAsyncContextManager["AsyncC
             except KvrelayError as error:
                 await self._resume(error)
             else:
-                self._course.received(response)
-                return messages.chunk(response)
+                if self._course.received(response):
+                    return messages.chunk(response)
 
     async def aclose(self) -> None:
         """Cancels the request unless it has ended."""

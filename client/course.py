@@ -7,8 +7,6 @@
              UNAVAILABLE, or the connection is lost      `resume_seconds` without a message
     call n ----------------------------------------> call n+1, with the tokens so far --> ... ------------------> error
 
-A request for several completions is begun again as long as no message has come; after that it is not continued.
-
 RESOURCE_EXHAUSTED makes a request try each other router once; a stream that has begun then waits as long as the routers
 ask. No other error is tried again, nor one that the router has marked as given up.
 """
@@ -19,7 +17,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 
 from kvrelay.client.errors import Cancelled, Exhausted, InvalidRequest, KvrelayError, Unavailable
 from kvrelay.v1 import inference_pb2 as pb
@@ -98,10 +96,9 @@ class Course:
         self._request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             self._request.sampling.seed = secrets.randbits(64)
-        self._single = request.n <= 1
-        """Whether the contract lets a later call continue it."""
-        if self._single:
-            self._request.resume.key = secrets.token_bytes(KEY_BYTES)
+        self._request.resume.key = secrets.token_bytes(KEY_BYTES)
+        self._ended: set[int] = set()
+        """The completions whose last message has come."""
         self._routers = routers
         self._clock = clock
         self._deadline = None if timeout is None else clock() + timeout
@@ -117,8 +114,7 @@ class Course:
 
     def call(self) -> pb.GenerateRequest:
         """The message of the next call."""
-        if self._single:
-            self._request.resume.call += 1
+        self._request.resume.call += 1
         return self._request
 
     @property
@@ -126,12 +122,26 @@ class Course:
         """Seconds until the request fails; None for no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
-    def received(self, response: pb.GenerateResponse) -> None:
-        """Takes a message of the present call."""
+    def received(self, response: pb.GenerateResponse) -> bool:
+        """Takes a message of the present call; returns whether it is news. It isn't if its completion has ended in an
+        earlier call."""
         self._begun = True
         self._failures = 0
-        if self._single:
-            self._request.resume.token_ids.extend(response.token_ids)
+        if response.index in self._ended:
+            return False
+        if response.finish_reason:
+            self._ended.add(response.index)
+        self._tokens(response.index).extend(response.token_ids)
+        return True
+
+    def _tokens(self, index: int) -> MutableSequence[int]:
+        """The tokens that have come of a completion."""
+        resume = self._request.resume
+        if index == 0:
+            return resume.token_ids
+        while len(resume.others) < index:
+            resume.others.add()
+        return resume.others[index - 1].ids
 
     def failed(self, error: KvrelayError) -> float:
         """Takes the error of the present call, and chooses the router of the next one.
@@ -145,8 +155,6 @@ class Course:
         if not isinstance(error, Unavailable | Cancelled | Exhausted) or (
             isinstance(error, Unavailable) and error.given_up
         ):
-            raise error
-        if self._begun and not self._single:
             raise error
         now = self._clock()
         if not self._failures:

@@ -101,8 +101,7 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str
     """The completion follows this context-free grammar in Lark's form."""
     n: int | None
-    """Completions of the prompt, 1 to 128; 1 by default. Completion i > 0 has a seed that is derived from `seed` and i.
-    A stream of several doesn't go on at another router."""
+    """Completions of the prompt, 1 to 128; 1 by default. Completion i > 0 has a seed derived from `seed` and i."""
     model: str
     """A name that the model is served under; the model by default."""
     priority: int

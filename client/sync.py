@@ -50,8 +50,8 @@ class ChunkStream(Iterator[Chunk], AbstractContextManager["ChunkStream"]):
             except grpc.RpcError as error:
                 self._resume(from_grpc(error))
             else:
-                self._course.received(response)
-                return messages.chunk(response)
+                if self._course.received(response):
+                    return messages.chunk(response)
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""

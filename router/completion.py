@@ -59,7 +59,7 @@ class Completion:
             if piece.finish_reason:
                 if len(self.tokens) < len(resumed.tokens):
                     limit = f"{len(self.tokens)}, with which a stop string ends the completion"
-                    raise InvalidRequest("resume.token_ids: number of ids", len(resumed.tokens), limit)
+                    raise InvalidRequest(f"{resumed.field}: number of ids", len(resumed.tokens), limit)
                 return piece.finish_reason
             await asyncio.sleep(0)
         return FINISH_REASON_UNSPECIFIED

@@ -359,7 +359,7 @@ class _FirstSink:
         self._sink.write_now(message)
 
     async def write(self, message: GenerateResponse) -> None:
-        if self._trace.completion_tokens > 1:
+        if self._trace.generated_tokens > 1:
             self._cached.set()
         await self._sink.write(message)
 

@@ -69,6 +69,8 @@ class Resumed:
     tokens: Sequence[int] = ()
     finish_reason: FinishReason = FINISH_REASON_UNSPECIFIED
     """How the last of the tokens ends the completion, stop strings aside; unspecified if it doesn't."""
+    field: str = ""
+    """The tokens' name in the request, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class CheckedRequest:
     client_call: ClientCall | None = None
     """This call, if the client may continue the request by another one."""
     resumed: Resumed = Resumed()
+    others_resumed: tuple[Resumed, ...] = ()
+    """Of completions 1, 2, ...; in completion 0 only."""
 
     @property
     def resumes(self) -> int:
@@ -154,7 +158,13 @@ async def check(
         chain=chain,
         key=_key(namespace, request.session, chain),
         client_call=client_call,
-        resumed=await _resumed(request.resume.token_ids, sampling, model),
+        resumed=await _resumed("resume.token_ids", request.resume.token_ids, sampling, model),
+        others_resumed=tuple(
+            [
+                await _resumed(f"resume.others[{at}].ids", other.ids, sampling, model)
+                for at, other in enumerate(request.resume.others)
+            ]
+        ),
     )
 
 
@@ -176,16 +186,19 @@ def _later_completion(checked: CheckedRequest, index: int) -> CheckedRequest:
     sampling.CopyFrom(checked.sampling)
     sampling.seed = completion_seed(sampling.seed, index)
     sampling.ClearField("prompt_logprobs")  # the first completion has them
-    return replace(checked, wire_id=f"{checked.wire_id}/{index}", sampling=sampling, index=index)
+    resumed = checked.others_resumed[index - 1] if index <= len(checked.others_resumed) else Resumed()
+    wire_id = f"{checked.wire_id}/{index}"
+    return replace(checked, wire_id=wire_id, sampling=sampling, index=index, resumed=resumed, others_resumed=())
 
 
 def _check_count(request: GenerateRequest) -> None:
-    if not request.HasField("n"):
-        return
-    if not 1 <= request.n <= MAX_COMPLETIONS:
-        raise InvalidRequest("n", request.n, f"1 to {MAX_COMPLETIONS}")
-    if request.n > 1 and request.HasField("resume"):
-        raise InvalidRequest("n", request.n, "1 with resume")
+    count = request.n if request.HasField("n") else 1
+    if not 1 <= count <= MAX_COMPLETIONS:
+        raise InvalidRequest("n", count, f"1 to {MAX_COMPLETIONS}")
+    if len(request.resume.others) >= count:
+        raise InvalidRequest(
+            "resume.others: number of lists", len(request.resume.others), f"{count - 1}, one less than n"
+        )
 
 
 async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: ModelInfo) -> "array[int]":
@@ -303,26 +316,28 @@ def _client_call(resume: Resume, params: SamplingParams, tenant: str) -> ClientC
         raise InvalidRequest("resume.key: number of bytes", len(resume.key), f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
     if resume.call < 1:
         raise InvalidRequest("resume.call", resume.call, "1 or more")
-    if resume.call == 1 and resume.token_ids:
-        raise InvalidRequest("resume.token_ids: number of ids", len(resume.token_ids), "0 in the request's first call")
+    had = max(map(len, (resume.token_ids, *(other.ids for other in resume.others))))
+    if resume.call == 1 and had:
+        raise InvalidRequest("resume: number of token ids", had, "0 in the request's first call")
     drawn = not params.HasField("temperature") or params.temperature > 0
-    if resume.token_ids and drawn and not params.HasField("seed"):
+    if had and drawn and not params.HasField("seed"):
         raise InvalidRequest("sampling.seed", None, "the seed of the request's first call, or temperature 0")
     digest = hashlib.blake2b(tenant.encode(), key=resume.key, digest_size=MIN_KEY_BYTES).digest()
     return ClientCall(key=digest, call=resume.call)
 
 
-async def _resumed(token_ids: Sequence[int], sampling: Sampling, model: ModelInfo) -> Resumed:
+async def _resumed(field: str, token_ids: Sequence[int], sampling: Sampling, model: ModelInfo) -> Resumed:
     if not token_ids:
         return Resumed()
     if len(token_ids) > sampling.max_tokens:
         limit = f"up to max_tokens, {sampling.max_tokens} here"
-        raise InvalidRequest("resume.token_ids: number of ids", len(token_ids), limit)
-    tokens = await checked_ids("resume.token_ids", token_ids, model.vocab_size)
+        raise InvalidRequest(f"{field}: number of ids", len(token_ids), limit)
+    tokens = await checked_ids(field, token_ids, model.vocab_size)
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
     if tokens[-1] in ends and len(tokens) >= sampling.min_tokens:
-        return Resumed(tokens, FINISH_REASON_STOP)
-    return Resumed(tokens, FINISH_REASON_LENGTH if len(tokens) == sampling.max_tokens else FINISH_REASON_UNSPECIFIED)
+        return Resumed(tokens, FINISH_REASON_STOP, field)
+    ended = FINISH_REASON_LENGTH if len(tokens) == sampling.max_tokens else FINISH_REASON_UNSPECIFIED
+    return Resumed(tokens, ended, field)
 
 
 def _max_tokens(params: SamplingParams, prompt: int, model: ModelInfo) -> int:

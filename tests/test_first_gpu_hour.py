@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "first_gpu_hour.sh"
@@ -22,11 +23,43 @@ def test_every_step_could_be_run_and_fits_the_time(tmp_path: Path) -> None:
     limits = [int(line.split("at most ")[1].split()[0]) for line in done.stdout.splitlines() if "at most" in line]
     assert len(limits) == len(STEPS)
     assert max(limits) <= 9 * 60
+    assert sum(limits) <= 25 * 60
+
+
+def test_no_step_needs_ray(tmp_path: Path) -> None:
+    """What the steps start can be imported where Ray and the packages of the command line and the extras can't."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('ray', 'llguidance', 'opentelemetry', 'click', 'rich'):\n"
+        "            raise ModuleNotFoundError(f'{name} is absent')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    folders = (tmp_path, SCRIPT.parent, SCRIPT.parents[1] / "src", SCRIPT.parents[1] / "tests")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+    def imported(modules: str) -> str:
+        command = [sys.executable, "-c", f"import {modules}"]
+        return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, env=environment).stderr
+
+    servers = ("router.server", "prefill_worker.server", "decode_worker.server")
+    assert (
+        imported(", ".join(("gpu", "gpu_engine", "support.processes", *(f"kvrelay.{name}" for name in servers)))) == ""
+    )
+    assert "ray is absent" in imported("ray")
+
+
+def test_wheels_are_given_in_a_folder(tmp_path: Path) -> None:
+    refused = run(tmp_path, "--dry-run", "--wheels", str(tmp_path / "none"))
+    assert refused.returncode == 2
+    assert str(tmp_path / "none") in refused.stderr
+    assert run(tmp_path, "--dry-run", "--wheels", str(tmp_path), "environment").returncode == 0
 
 
 def test_it_goes_on_where_it_stopped_also_in_another_folder(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    done = run(first, "--dry-run", "--seconds", "299")  # some steps may take 300
+    done = run(first, "--dry-run", "--seconds", "279")  # one step may take 280
     assert done.returncode == 3
     assert "call again" in done.stdout
     finished = [name for name in STEPS if (first / f"{name}.result").exists()]

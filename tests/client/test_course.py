@@ -17,7 +17,7 @@ from kvrelay.client.errors import (
     Unavailable,
     from_grpc,
 )
-from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, GenerateRequest, GenerateResponse
 
 LOST = Unavailable("lost", grpc.StatusCode.UNAVAILABLE)
 
@@ -97,17 +97,21 @@ def test_all_calls_ask_for_the_same() -> None:
     assert not asked.HasField("resume"), "the caller's message is left alone"
 
 
-def test_several_completions_are_begun_again_and_not_continued() -> None:
+def test_each_of_several_completions_goes_on_where_it_was() -> None:
     clock = Clock()
-    request = Course(GenerateRequest(text="x", n=2), Routers("a:1,b:1", clock), None, 30.0, clock)
-    first = GenerateRequest.FromString(request.call().SerializeToString())
-    assert not first.HasField("resume")
+    request = Course(GenerateRequest(text="x", n=4), Routers("a:1,b:1", clock), None, 30.0, clock)
+    assert not request.call().resume.others
+    assert request.received(GenerateResponse(token_ids=[1]))
+    assert request.received(GenerateResponse(token_ids=[7, 8], index=2))
+    assert request.received(GenerateResponse(token_ids=[9], index=2, finish_reason=FINISH_REASON_LENGTH))
     request.failed(LOST)
-    assert request.call() == first
-    request.received(GenerateResponse(token_ids=[5], index=1))
-    with pytest.raises(Unavailable) as over:
-        request.failed(LOST)
-    assert over.value is LOST
+    again = request.call().resume
+    assert (again.call, list(again.token_ids)) == (2, [1])
+    assert [list(other.ids) for other in again.others] == [[], [7, 8, 9]]
+    assert not request.received(GenerateResponse(index=2, finish_reason=FINISH_REASON_LENGTH)), "it has ended before"
+    assert request.received(GenerateResponse(token_ids=[5], index=3))
+    request.failed(LOST)
+    assert [list(other.ids) for other in request.call().resume.others] == [[], [7, 8, 9], [5]]
 
 
 @pytest.mark.parametrize(

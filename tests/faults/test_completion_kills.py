@@ -1,11 +1,11 @@
-"""A decode worker dies under some of the n completions of one prompt: each has the tokens that it would have had."""
+"""A decode worker or the router dies under n completions of one prompt: each has the tokens that it would have had."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.client import Chunk
+from kvrelay.client import Chunk, Completion
 from kvrelay.client.messages import completions
 from kvrelay.engine.request import SamplingParams
 from support.faults import CLIENT_SECONDS, OUT, Scene, prompt_of, scene
@@ -18,11 +18,12 @@ COUNT = 6
 
 @pytest.fixture(scope="module")
 def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with scene(tmp_path_factory.mktemp("completions"), losses=True) as it:
+    with scene(tmp_path_factory.mktemp("completions"), losses=True, routers=2) as it:
         yield it
 
 
-def test_a_kill_moves_the_completions_of_one_worker_and_leaves_the_others(it: Scene) -> None:
+def test_completions_go_on_after_a_kill(it: Scene) -> None:
+    """Of a decode worker, which moves its completions and leaves the others; then of their router, which moves all."""
     prompt, count = prompt_of("several"), 6 * OUT
     chunks: list[Chunk] = []
     killed = ""
@@ -35,12 +36,7 @@ def test_a_kill_moves_the_completions_of_one_worker_and_leaves_the_others(it: Sc
                 holding = wait_until(lambda: [name for name in it.decodes if it.held(name)], "they decode")
                 killed = min(holding, key=it.held)
                 it.signal(killed, signal.SIGKILL)
-    done = completions(chunks, COUNT)
-    for completion in done:
-        sampling = SamplingParams(temperature=1.0, seed=completion.seed)
-        assert list(completion.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT, sampling=sampling)
-        assert completion.finish_reason == "length"
-    assert len({completion.token_ids for completion in done}) == COUNT
+    done = whole(prompt, count, chunks)
     retries = [completion.timeline.retries for completion in done]
     print(f"{killed} was killed; retries {retries}")
     assert set(retries) <= {0, 1}
@@ -50,3 +46,43 @@ def test_a_kill_moves_the_completions_of_one_worker_and_leaves_the_others(it: Sc
     wait_until(lambda: it.ended() == [killed], "it has ended")
     it.cluster.wait_idle(5, but=[killed])
     it.replace(killed)
+
+
+def test_completions_go_on_at_the_other_router(it: Scene) -> None:
+    prompt, count = prompt_of("several again"), 6 * OUT
+    chunks: list[Chunk] = []
+    killed = ""
+    options = {"max_tokens": count, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+    with it.client.generate(prompt, n=COUNT, timeout=CLIENT_SECONDS, **options) as stream:  # type: ignore[arg-type]  # mixed values
+        for chunk in stream:
+            chunks.append(chunk)
+            if not killed and {each.index for each in chunks} == set(range(COUNT)):
+                # Heartbeats tell; an earlier one may still name another router.
+                (killed,) = wait_until(lambda: sole(running(it)), "one router has them")
+                it.signal(killed, signal.SIGKILL)
+    done = whole(prompt, count, chunks)
+    resumes = [completion.timeline.resumes for completion in done]
+    print(f"{killed} was killed; resumes {resumes}")
+    assert 1 in resumes
+    it.cluster.wait_idle(5, but=[killed])
+
+
+def running(it: Scene) -> list[str]:
+    """The routers that have requests."""
+    return [name for name in it.routers if it.cluster.member(name).load.requests.running]
+
+
+def sole(names: list[str]) -> list[str]:
+    """The name, if there is one only."""
+    return names if len(names) == 1 else []
+
+
+def whole(prompt: list[int], count: int, chunks: list[Chunk]) -> list[Completion]:
+    """The completions, each with the tokens of its seed."""
+    done = completions(chunks, COUNT)
+    for completion in done:
+        sampling = SamplingParams(temperature=1.0, seed=completion.seed)
+        assert list(completion.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT, sampling=sampling)
+        assert completion.finish_reason == "length"
+    assert len({completion.token_ids for completion in done}) == COUNT
+    return done

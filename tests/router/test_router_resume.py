@@ -129,6 +129,36 @@ def test_a_call_that_was_lost_anywhere_goes_on_with_the_same_text(
     run(test)
 
 
+def test_several_completions_go_on_wherever_each_was(tmp_path: Path) -> None:
+    """Cut at any message: each completion's tokens and text are whole, and each has one last message more."""
+
+    async def test() -> None:
+        async with talking(tmp_path) as (_, one, two):
+            asked = request(stop=["STOP"])
+            asked.n = 3
+            whole = await read(one(asked))
+            (last,) = {
+                message.index: message for message in whole if message.finish_reason and not message.index
+            }.values()
+            for cut in range(len(whole)):
+                again = request(2, stop=["STOP"], key=b"%16d" % cut)
+                again.n = 3
+                before = [[message for message in whole[:cut] if message.index == index] for index in range(3)]
+                again.resume.token_ids.extend(tokens_of(before[0]))
+                for had in before[1:]:
+                    again.resume.others.add(ids=tokens_of(had))
+                rest = await read(two(again))
+                for index, had in enumerate(before):
+                    new = [message for message in rest if message.index == index]
+                    expected = [message for message in whole if message.index == index]
+                    assert text_of(had) + text_of(new) == text_of(expected), (cut, index)
+                    assert tokens_of(had) + tokens_of(new) == tokens_of(expected), (cut, index)
+                    assert [message.finish_reason for message in new if message.finish_reason] == [FINISH_REASON_STOP]
+                    assert new[-1].usage.completion_tokens == last.usage.completion_tokens
+
+    run(test)
+
+
 def test_a_later_call_ends_the_earlier_one_wherever_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with talking(tmp_path) as (cluster, one, two):
@@ -207,7 +237,7 @@ def test_what_is_wrong_with_a_later_call_is_named(tmp_path: Path) -> None:
         (request(key=b"short"), r"resume\.key: number of bytes is 5; allowed: 16 to 64"),
         (request(key=bytes(65)), r"resume\.key: number of bytes is 65; allowed: 16 to 64"),
         (request(0), r"resume\.call is 0; allowed: 1 or more"),
-        (request(1, [40]), r"resume\.token_ids: number of ids is 1; allowed: 0 in the request's first call"),
+        (request(1, [40]), r"resume: number of token ids is 1; allowed: 0 in the request's first call"),
         (request(2, [40, 400]), r"resume\.token_ids\[1\] is 400; allowed: 0 to 399"),
         (
             request(2, [40] * 6, max_tokens=5),
@@ -215,6 +245,13 @@ def test_what_is_wrong_with_a_later_call_is_named(tmp_path: Path) -> None:
         ),
         (request(2, IDS, stop=["STOP"]), r"number of ids is \d+; allowed: \d+, with which a stop string ends"),
     ]
+    many = request(2, [40])
+    many.resume.others.add()
+    bad.append((many, r"resume\.others: number of lists is 1; allowed: 0, one less than n"))
+    other = request(2, [40])
+    other.n = 2
+    other.resume.others.add(ids=[400])
+    bad.append((other, r"resume\.others\[0\]\.ids\[0\] is 400; allowed: 0 to 399"))
     unseeded = request(2, [40])
     unseeded.sampling.ClearField("seed")
     bad.append((unseeded, r"sampling\.seed is None; allowed: the seed of the request's first call, or temperature 0"))

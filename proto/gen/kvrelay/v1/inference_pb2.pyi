@@ -160,14 +160,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., slo_class: _Optional[str] = ..., cache_salt: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("key", "call", "token_ids")
+    __slots__ = ("key", "call", "token_ids", "others")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     call: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[bytes] = ..., call: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, key: _Optional[bytes] = ..., call: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., others: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
