@@ -3,8 +3,8 @@
     python benchmarks/offline.py MODEL [--dtype bfloat16] [--quantization int8] [--threads 2] [--cells prefill_512]
 
 Rates are tokens/s of wall time, or with `--cpu` of the process's CPU time; then one thread computes. The grid is what
-other engines are commonly timed on: prefill of one request; decode of a batch with 128 tokens in and 64 out, greedy, end
-of sequence ignored, over the decode steps alone.
+other engines are commonly timed on: prefill of one request; decode of a batch with 128 tokens in and 64 out, greedy,
+end of sequence ignored, over the decode steps alone.
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
                       runner, sampler
