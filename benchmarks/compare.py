@@ -4,8 +4,8 @@
     benchmarks/peers/setup.sh PEERS
     python benchmarks/compare.py MODEL --peers PEERS --out benchmarks/results/cpu-135m-2-cores.json --markdown
 
-Each engine runs in a process of its own, with as many threads, in bfloat16: `benchmarks/offline.py` has the grid. Rates
-are tokens a second.
+Each engine runs in a process of its own, with as many threads, in bfloat16, or kvrelay and llama.cpp with quantized
+weights: `benchmarks/offline.py` has the grid. Rates are tokens a second of wall time, or with `--cpu` of CPU time.
 """
 
 import argparse
@@ -18,12 +18,18 @@ from pathlib import Path
 from turns import OWN, Engine, end_on_signal, in_turn, markdown, save, setting, summary
 
 HERE = Path(__file__).parent
+GGUF = {"none": "bf16", "int8": "q8_0", "w8a8": "q8_0", "int4": "q4_0"}
+"""What llama.cpp is compared in, by kvrelay's format of weights."""
+QUANTIZED = ("kvrelay", "llama_cpp")
+"""The engines that have weights in such formats."""
 
 
-def engines(model: Path, peers: Path, gguf: Path, threads: int) -> dict[str, Engine]:
+def engines(model: Path, peers: Path, gguf: Path, args: argparse.Namespace) -> dict[str, Engine]:
     """Every engine that can be measured."""
     other, vllm = peers / "other" / "bin" / "python", peers / "vllm" / "bin" / "python"
-    rest = ("--threads", str(threads))
+    rest = ["--threads", str(args.threads)]
+    rest += ["--cpu"] if args.cpu else []
+    rest += ["--cells", args.cells] if args.cells else []
 
     def peer(name: str, python: Path, source: Path, *distributions: str) -> Engine:
         return Engine(
@@ -31,8 +37,9 @@ def engines(model: Path, peers: Path, gguf: Path, threads: int) -> dict[str, Eng
         )
 
     own = Path(sys.executable)
+    command = (str(own), str(HERE / "offline.py"), str(model), "--quantization", args.quantization, *rest)
     return {
-        OWN: Engine((str(own), str(HERE / "offline.py"), str(model), *rest), own, ("kvrelay", "torch")),
+        OWN: Engine(command, own, ("kvrelay", "torch")),
         "vllm": peer("vllm", vllm, model, "vllm", "torch"),
         "llama_cpp": peer("llama_cpp", other, gguf, "llama-cpp-python"),
         "transformers": peer("transformers", other, model, "transformers", "torch"),
@@ -45,17 +52,24 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, required=True, help="folder that peers/setup.sh made")
     parser.add_argument("--gguf", type=Path, help="the checkpoint as peers/gguf_file.py converts it; made if not given")
     parser.add_argument("--engines", default="kvrelay,vllm,llama_cpp,transformers")
+    parser.add_argument("--quantization", choices=GGUF, default="none", help="of kvrelay and llama.cpp")
+    parser.add_argument("--cells", help="of the grid; all unless given")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--under", default="", help="command that each engine's process is run under")
     parser.add_argument("--timeout", type=float, default=1800.0, help="of one engine's run, in seconds")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     args = parser.parse_args()
+    if args.cpu and args.threads != 1:
+        parser.error("--cpu counts one thread's time: give --threads 1")
+    if args.quantization != "none" and set(args.engines.split(",")) - set(QUANTIZED):
+        parser.error(f"--quantization {args.quantization} needs --engines {','.join(QUANTIZED)}")
     end_on_signal()
     with tempfile.TemporaryDirectory(prefix="kvrelay-compare-") as scratch:
         gguf = args.gguf or Path(scratch) / "model.gguf"
-        every = engines(args.model, args.peers, gguf, args.threads)
+        every = engines(args.model, args.peers, gguf, args)
         names = args.engines.split(",")
         if unknown := sorted(set(names) - set(every)):
             parser.error(f"--engines has {', '.join(unknown)}; allowed: {', '.join(every)}")
@@ -66,9 +80,12 @@ def main() -> None:
                 str(HERE / "peers" / "gguf_file.py"),
                 str(args.model),
                 str(gguf),
+                "--type",
+                GGUF[args.quantization],
             ]
             subprocess.run(convert, check=True, timeout=600)
         result = setting(chosen) | {"model": args.model.resolve().name, "threads": args.threads, "dtype": "bfloat16"}
+        result |= {"quantization": args.quantization, "clock": "cpu" if args.cpu else "wall"}
         runs = in_turn(chosen, "tokens_per_s", args.repeats, shlex.split(args.under), args.timeout)
         result["cells"] = summary(runs, larger_is_better=True)
     if args.out is not None:

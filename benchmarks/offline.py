@@ -1,9 +1,10 @@
 """Time kvrelay's engine alone (scheduler, runner, sampler; no router, no hand-off); prints one JSON line per cell.
 
-    python benchmarks/offline.py MODEL [--dtype bfloat16] [--threads 2] [--cells prefill_512,decode_1]
+    python benchmarks/offline.py MODEL [--dtype bfloat16] [--quantization int8] [--threads 2] [--cells prefill_512]
 
-Rates are tokens/s. The grid is what other engines are commonly timed on: prefill of one request; decode of a batch with
-128 tokens in and 64 out, greedy, end of sequence ignored, over the decode steps alone.
+Rates are tokens/s of wall time, or with `--cpu` of the process's CPU time; then one thread computes. The grid is what
+other engines are commonly timed on: prefill of one request; decode of a batch with 128 tokens in and 64 out, greedy,
+end of sequence ignored, over the decode steps alone.
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
                       runner, sampler
@@ -17,13 +18,13 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from kvrelay.engine.build import build_engine
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, Quantization
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner
@@ -49,8 +50,9 @@ class Timed:
 
 
 class Bench:
-    def __init__(self, engine: Engine, runner: CpuRunner) -> None:
+    def __init__(self, engine: Engine, runner: CpuRunner, clock: Callable[[], float]) -> None:
         self._engine = engine
+        self._clock = clock
         self._random = random.Random(0)
         self._requests = 0
         self._vocabulary = runner.spec.vocab_size
@@ -58,19 +60,19 @@ class Bench:
         runner.model.forward, runner.model.logits = self._timed  # type: ignore[method-assign]  # timing is the purpose
 
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, float, float]:
-        """A batch of requests, from first to last step: wall time, CPU time of the stepping thread, and how much of
-        that was the forward pass. Other processes disturb CPU time least."""
+        """A batch of requests, from first to last step: time by the clock, CPU time of the stepping thread, and how
+        much of that was the forward pass. Other processes disturb CPU time least."""
         sampling = SamplingParams(max_tokens=out, temperature=0.0)
         for _ in range(batch):
             self._requests += 1
             tokens = tuple(self._random.choices(range(2, self._vocabulary), k=length))
             self._engine.scheduler.add(Request(str(self._requests), 0, tokens, length, sampling))
         before = sum(timed.seconds for timed in self._timed)
-        start, start_cpu = time.perf_counter(), time.thread_time()
+        start, start_cpu = self._clock(), time.thread_time()
         while self._engine.has_work:
             self._engine.step()
-        wall, cpu = time.perf_counter() - start, time.thread_time() - start_cpu
-        return wall, cpu, sum(timed.seconds for timed in self._timed) - before
+        elapsed, cpu = self._clock() - start, time.thread_time() - start_cpu
+        return elapsed, cpu, sum(timed.seconds for timed in self._timed) - before
 
     def prefill(self, length: int) -> dict[str, float]:
         return {"tokens_per_s": length / min(self.seconds(1, length, 1)[0] for _ in range(3))}
@@ -78,11 +80,11 @@ class Bench:
     def decode(self, batch: int) -> dict[str, float]:
         whole = min(self.seconds(batch, PROMPT, OUT + 1) for _ in range(2))
         first = min(self.seconds(batch, PROMPT, 1) for _ in range(2))
-        wall, cpu, forward = (a - b for a, b in zip(whole, first, strict=True))
+        elapsed, cpu, forward = (a - b for a, b in zip(whole, first, strict=True))
         return {
-            "tokens_per_s": batch * OUT / wall,
+            "tokens_per_s": batch * OUT / elapsed,
             "outside_forward": 1 - forward / cpu,
-            "steps_per_s": OUT / wall,
+            "steps_per_s": OUT / elapsed,
         }
 
 
@@ -107,11 +109,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="none")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
     grid = [f"prefill_{length}" for length in PREFILLS] + [f"decode_{batch}" for batch in BATCHES]
     parser.add_argument("--cells", default=",".join(grid), help="which of " + ", ".join(grid))
     args = parser.parse_args()
-    config = EngineConfig(threads=args.threads, kv_memory_bytes=2**30, prefix_cache=False)
+    config = EngineConfig(
+        threads=args.threads, kv_memory_bytes=2**30, prefix_cache=False, quantization=args.quantization
+    )
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident_bytes("VmRSS")
     start = time.perf_counter()
@@ -121,7 +127,7 @@ def main() -> None:
     peak = (resident_bytes("VmHWM") - before - runner.pool.tensor.nbytes) / size
     print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2), "resident_peak": round(peak, 2)}), flush=True)
     runner.warm_up()
-    bench = Bench(engine, runner)
+    bench = Bench(engine, runner, time.process_time if args.cpu else time.perf_counter)
     bench.seconds(1, 64, 4)
     bandwidth = 0.0
     for cell in args.cells.split(","):
@@ -130,8 +136,10 @@ def main() -> None:
             figures = bench.prefill(int(count))
         else:
             figures = bench.decode(int(count))
-            bandwidth = bandwidth or readable_bytes_per_second()
-            figures["bandwidth"] = figures.pop("steps_per_s") * size / bandwidth
+            steps = figures.pop("steps_per_s")
+            if args.quantization == "none":  # else not the file's bytes are read
+                bandwidth = bandwidth or readable_bytes_per_second()
+                figures["bandwidth"] = steps * size / bandwidth
         rounded = {name: round(value, 1 if name == "tokens_per_s" else 3) for name, value in figures.items()}
         print(json.dumps({"engine": "kvrelay", "cell": cell} | rounded), flush=True)
 

@@ -149,6 +149,7 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
         table.add_column(column)
     for column in ("pid", "free", "cached", "held", "blocks", "waiting", "running", "heard"):
         table.add_column(column, justify="right")
+    table.add_column("weights / KV")
     table.add_column("context", no_wrap=True)
     table.add_column("incarnation", no_wrap=True)
     for entry in status.members:
@@ -161,6 +162,7 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             str(member.pid),
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
+            f"{member.weights} / {member.kv_dtype}" if member.kv_dtype else "-",
             f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
             member.incarnation[:8],
         )
@@ -226,6 +228,8 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
         "metrics": entry.member.metrics_address or None,
         **_process(entry),
         "compatibility": entry.member.compatibility,
+        "weights": entry.member.weights or None,
+        "kv_dtype": entry.member.kv_dtype or None,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
         "requests": {"waiting": requests.waiting, "running": requests.running},
         "context": {

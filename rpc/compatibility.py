@@ -63,6 +63,9 @@ def unpaired(members: Iterable[Member]) -> list[str]:
             f"{_list(group)} (digest {_shown(group)}) can't be paired with {_list(preferred)} (digest "
             f"{_shown(preferred)}): they differ in version, model or options of the hand-off"
         )
+        here, there = _kv_dtypes(group), _kv_dtypes(preferred)
+        if here and there and here != there:
+            sentence += f" (KV is {here} and {there}: converted only where transfer.convert_dtype is on)"
         roles = {member.role for member in group}
         if ROLE_COLOCATED not in roles and not {ROLE_PREFILL, ROLE_DECODE} <= roles:
             missing = "decode" if ROLE_PREFILL in roles else "prefill"
@@ -77,6 +80,10 @@ def _pairs(counts: Mapping[str, int]) -> int:
 
 def _list(members: Sequence[Member]) -> str:
     return ", ".join(sorted(member.name for member in members))
+
+
+def _kv_dtypes(members: Sequence[Member]) -> str:
+    return ", ".join(sorted({member.kv_dtype for member in members if member.kv_dtype}))
 
 
 def _shown(group: Sequence[Member]) -> str:

@@ -281,6 +281,7 @@ class Worker:
         member.failed = thread.ended
         member.max_context = self.spec.max_context
         member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
+        member.weights, member.kv_dtype = self.spec.weights, self.pool.layout.dtype
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""

@@ -1,6 +1,6 @@
-"""Convert a checkpoint of `benchmarks/checkpoint.py` to GGUF (bfloat16), which llama.cpp reads.
+"""Convert a checkpoint of `benchmarks/checkpoint.py` to GGUF, which llama.cpp reads.
 
-    DIR/other/bin/python benchmarks/peers/gguf_file.py MODEL OUT.gguf
+    DIR/other/bin/python benchmarks/peers/gguf_file.py MODEL OUT.gguf [--type q8_0]
 
 For timing only: queries and keys aren't permuted as llama.cpp's rotation wants them, so its text is another.
 """
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=("bf16", "q8_0", "q4_0"), default="bf16", help="of the matrices")
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
     writer = gguf.GGUFWriter(str(args.out), "llama")
@@ -50,11 +51,11 @@ def main() -> None:
     writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{args.type.upper()}"])
     add_tokenizer(writer, json.loads((args.model / "tokenizer.json").read_text())["model"], config["vocab_size"])
     with safe_open(args.model / "model.safetensors", "pt") as weights:
         for key in weights.keys():  # noqa: SIM118  # not a mapping
-            add_tensor(writer, key, weights.get_tensor(key))
+            add_tensor(writer, key, weights.get_tensor(key), gguf.GGMLQuantizationType[args.type.upper()])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,14 +75,17 @@ def add_tokenizer(writer: gguf.GGUFWriter, bpe: dict, vocabulary: int) -> None:
     writer.add_eos_token_id(1)
 
 
-def add_tensor(writer: gguf.GGUFWriter, key: str, tensor: torch.Tensor) -> None:
+def add_tensor(writer: gguf.GGUFWriter, key: str, tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> None:
     parts = key.split(".")
     name = TOP.get(key) or f"blk.{parts[2]}.{LAYER['.'.join(parts[3:-1])]}.weight"
     if tensor.ndim == 1:
         writer.add_tensor(name, tensor.float().numpy())
-    else:
+        return
+    if kind == gguf.GGMLQuantizationType.BF16:
         raw = tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint8)
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        raw = gguf.quants.quantize(tensor.float().numpy(), kind)
+    writer.add_tensor(name, raw, raw_dtype=kind)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@
     DIR/other/bin/python benchmarks/peers/offline.py transformers MODEL
     DIR/other/bin/python benchmarks/peers/offline.py llama_cpp    MODEL.gguf
 
-Every engine gets the same prompts, in bfloat16, and the best of as many tries as kvrelay: three of a prefill, two of a
-batch. llama.cpp's Python binding evaluates one sequence, so it has no batches. Imports only what its engine brings.
+Every engine gets the same prompts, in bfloat16 (llama.cpp in what its file has), and the best of as many tries as
+kvrelay: three of a prefill, two of a batch. llama.cpp's Python binding evaluates one sequence, so it has no batches.
+Rates are tokens a second of wall time, or with `--cpu` of the process's CPU time; then one thread computes. Imports
+only what its engine brings.
 """
 
 import argparse
@@ -21,14 +23,15 @@ PROMPT = 128
 OUT = 64
 
 Seconds = Callable[[int, int, int], float]
-"""(batch, tokens in, tokens out) -> wall time of a batch of requests."""
+"""(batch, tokens in, tokens out) -> time of a batch of requests, by the clock."""
+Clock = Callable[[], float]
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
     return [random.choices(range(2, 8000), k=length) for _ in range(batch)]
 
 
-def vllm(path: str, threads: int) -> Seconds:
+def vllm(path: str, threads: int, clock: Clock) -> Seconds:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
     from vllm import LLM, SamplingParams
@@ -38,14 +41,14 @@ def vllm(path: str, threads: int) -> Seconds:
     def seconds(batch: int, length: int, out: int) -> float:
         params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts(batch, length)]
-        start = time.perf_counter()
+        start = clock()
         llm.generate(inputs, params, use_tqdm=False)
-        return time.perf_counter() - start
+        return clock() - start
 
     return seconds
 
 
-def transformers(path: str, threads: int) -> Seconds:
+def transformers(path: str, threads: int, clock: Clock) -> Seconds:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,7 +57,7 @@ def transformers(path: str, threads: int) -> Seconds:
 
     def seconds(batch: int, length: int, out: int) -> float:
         ids = torch.tensor(prompts(batch, length))
-        start = time.perf_counter()
+        start = clock()
         with torch.inference_mode():
             model.generate(
                 ids,
@@ -64,12 +67,12 @@ def transformers(path: str, threads: int) -> Seconds:
                 do_sample=False,
                 pad_token_id=1,
             )
-        return time.perf_counter() - start
+        return clock() - start
 
     return seconds
 
 
-def llama_cpp(path: str, threads: int) -> Seconds:
+def llama_cpp(path: str, threads: int, clock: Clock) -> Seconds:
     from llama_cpp import Llama
 
     model = Llama(
@@ -80,11 +83,11 @@ def llama_cpp(path: str, threads: int) -> Seconds:
         (prompt,) = prompts(batch, length)
         following = random.choices(range(2, 8000), k=out - 1)
         model.reset()
-        start = time.perf_counter()
+        start = clock()
         model.eval(prompt)
         for token in following:
             model.eval([token])
-        return time.perf_counter() - start
+        return clock() - start
 
     return seconds
 
@@ -108,12 +111,16 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true", help="rates by CPU time; with --threads 1")
+    parser.add_argument("--cells", help="all that the engine can, unless given")
     args = parser.parse_args()
     random.seed(0)
     batches = BATCHES[:1] if args.engine == "llama_cpp" else BATCHES
-    seconds = ENGINES[args.engine](args.model, args.threads)
+    grid = [f"prefill_{length}" for length in PREFILLS] + [f"decode_{batch}" for batch in batches]
+    clock = time.process_time if args.cpu else time.perf_counter
+    seconds = ENGINES[args.engine](args.model, args.threads, clock)
     seconds(1, 64, 4)
-    for cell in [f"prefill_{length}" for length in PREFILLS] + [f"decode_{batch}" for batch in batches]:
+    for cell in grid if args.cells is None else args.cells.split(","):
         figures = {"engine": args.engine, "cell": cell, "tokens_per_s": round(rate(seconds, cell), 1)}
         print(json.dumps(figures), flush=True)
 

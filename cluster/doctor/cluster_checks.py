@@ -98,6 +98,17 @@ class Pairs:
             yield Finding("ok", "digest", f"all {len(workers)} workers fit together")
 
 
+class Formats:
+    """What weights and KV are held in: workers may differ, which is often meant and sometimes a slip."""
+
+    name: ClassVar[str] = "formats"
+
+    def run(self, cluster: Examined) -> Iterator[Finding]:
+        for name, member in sorted(cluster.members.items()):
+            if member.kv_dtype:
+                yield Finding("note", name, f"weights are {member.weights}, KV is {member.kv_dtype}")
+
+
 class Clocks:
     """How far the clocks of the members and the supervisor are from one another."""
 

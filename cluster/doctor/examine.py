@@ -8,6 +8,7 @@ from typing import Any
 
 from kvrelay.cluster.doctor.cluster_checks import (
     Clocks,
+    Formats,
     Members,
     Pairs,
     Pools,
@@ -25,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     Members(),
     Versions(),
     Pairs(),
+    Formats(),
     Clocks(),
     Limits(),
     Transports(),

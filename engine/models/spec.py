@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from kvrelay.engine.config import Quantization
 from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig
@@ -29,14 +30,25 @@ class ModelSpec:
     """Hexadecimal SHA-256 over the config and the weights; see `Checkpoint.fingerprint`."""
     context_limit: ContextLimit = "model"
     """What `max_context` comes from: the model itself, the option `max_context`, or the size of the KV pool."""
+    weights: str = ""
+    """The format that the weights of the layers are held in, for people: `dtype`, a value of the option `quantization`,
+    or the quantization method that the checkpoint names."""
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: FloatDtype, *, max_context: int, pool_tokens: int
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: FloatDtype,
+        *,
+        quantization: Quantization,
+        max_context: int,
+        pool_tokens: int,
     ) -> "ModelSpec":
         """The spec of a checkpoint.
 
         Args:
+            quantization: the option.
             max_context: the option; 0 is no limit.
             pool_tokens: tokens that the KV pool holds; 0 is no limit.
         """
@@ -51,6 +63,7 @@ class ModelSpec:
             dtype=dtype,
             fingerprint=checkpoint.fingerprint(),
             context_limit=context_limit,
+            weights=_weights(config, dtype, quantization),
         )
 
     @property
@@ -65,6 +78,12 @@ class ModelSpec:
         if pool_tokens >= self.max_context:
             return self
         return replace(self, max_context=pool_tokens, context_limit="pool")
+
+
+def _weights(config: ModelConfig, dtype: FloatDtype, quantization: Quantization) -> str:
+    if config.stored is not None:
+        return config.stored.method
+    return dtype if quantization == "none" else quantization
 
 
 def _name(folder: Path) -> str:

@@ -169,7 +169,14 @@ def build_cpu_runner(
     check_stored(options.quantization, config.stored)
     run_dtype = _run_dtype(dtype, config)
     layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
-    spec = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
+    spec = ModelSpec.of(
+        checkpoint,
+        config,
+        run_dtype,
+        quantization=options.quantization,
+        max_context=options.max_context,
+        pool_tokens=0,
+    )
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     team = _team(config, run_dtype, layout, threads)

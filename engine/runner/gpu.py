@@ -290,7 +290,14 @@ def build_gpu_runner(
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Head(head))
     model = Decoder(config, weights, gpu_ops)
-    unbounded = ModelSpec.of(checkpoint, config, run_dtype, max_context=options.max_context, pool_tokens=0)
+    unbounded = ModelSpec.of(
+        checkpoint,
+        config,
+        run_dtype,
+        quantization=options.quantization,
+        max_context=options.max_context,
+        pool_tokens=0,
+    )
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
     pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
     with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):

@@ -139,6 +139,22 @@ def test_workers_that_cannot_be_paired_are_named(mixed: bool) -> None:
     assert [worker["compatibility"] for worker in shown["workers"]] == ["a", "a", "b" if mixed else "a"]
 
 
+def test_formats_are_shown_and_named_where_they_may_part_workers() -> None:
+    members = [
+        member("prefill-0", ROLE_PREFILL, "a"),
+        member("decode-0", ROLE_DECODE, "a"),
+        member("decode-1", ROLE_DECODE, "b"),
+        member("decode-2", ROLE_DECODE, "a"),
+    ]
+    for each in members[:3]:
+        each.weights, each.kv_dtype = "int4", "int8" if each.name == "decode-1" else "bfloat16"
+    with supervised(members):
+        told, shown = " ".join(call("status").stdout.split()), json.loads(call("status", "--json").stdout)
+    workers = [(worker["weights"], worker["kv_dtype"]) for worker in shown["workers"]]
+    assert workers == [("int4", "bfloat16"), ("int4", "bfloat16"), ("int4", "int8"), (None, None)]
+    assert "KV is int8 and bfloat16: converted only where transfer.convert_dtype is on" in told
+
+
 def test_the_longest_context_is_shown_with_its_reason() -> None:
     members = [member("prefill-0", ROLE_PREFILL), member("decode-0", ROLE_DECODE), member("decode-1", ROLE_DECODE)]
     members[0].max_context = 4096

@@ -62,6 +62,7 @@ def test_packed_weights_are_small(folder: Path, quantization: Quantization, most
     """As a share of float32's, scales included."""
     options = EngineConfig(kv_memory_bytes=2**20, threads=1, quantization=quantization)
     runner = build_cpu_runner(folder, "float32", options)
+    assert runner.spec.weights == quantization
     packed = [layer.down for layer in runner.model._layers]  # type: ignore[union-attr]  # a native decoder
     for linear in packed:
         assert isinstance(linear, PackedLinear)

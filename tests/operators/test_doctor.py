@@ -247,6 +247,8 @@ def test_every_member_describes_itself(
     (clocks,) = shown["checks"]["clocks"]
     assert clocks["severity"] == "ok"
     assert any(found["subject"] == "prefill-0 -> decode-0" for found in shown["checks"]["transports"])
+    formats = {found["subject"]: found["found"] for found in shown["checks"]["formats"]}
+    assert formats == dict.fromkeys(("prefill-0", "decode-0"), "weights are float32, KV is float32")
     troubles = [found for each in shown["checks"].values() for found in each if found["severity"] == "error"]
     assert troubles == []
     assert (result.exit_code == 0) == shown["ok"]

@@ -41,6 +41,7 @@ def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec
         eos_token_ids=(),
         dtype="float32",
         fingerprint=f"hash-{vocab_size}",
+        weights="float32",
     )
 
 

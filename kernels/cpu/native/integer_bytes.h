@@ -1,8 +1,6 @@
 // Products of 8 by 8 bits, added in fours, by VNNI and by AMX; see `integers.h`.
 #pragma once
 
-#include <array>
-
 #include "integer_rows.h"
 #include "tiles.h"
 
@@ -18,9 +16,9 @@ inline vi dot_bytes(vi sums, vi x, vi weights) {
 #endif
 }
 
-// Products of bytes by vectors. Inputs are 128 larger than they should be, because the instruction takes no sign; 
+// Products of bytes by vectors. Inputs are 128 larger than they should be, because the instruction takes no sign;
 // what that adds is taken from the sums.
-struct Bytes {
+struct Bytes : ByVectors<Bytes> {
     using A = uint8_t;
     static constexpr int TALLEST = W == 16 ? 12 : 4;
     static constexpr int64_t PREPARED = PREPARED_BYTES;
@@ -30,23 +28,11 @@ struct Bytes {
 
     static void prepare(const LinearArgs& args, const float* from, A* to) {
         const float scale = round_row(args, from, [&](int64_t k, vi x) {
-            for (int i = 0; i < W; i++) to[k + i] = (A)(x[i] + 128);
+            narrow(to + k, x + 128);
         });
         memcpy(to + whole_steps(args.inputs), &scale, sizeof scale);
     }
 
-    static Share part(int64_t count, int64_t index) { return Share(count, index, divide_up(count, TALLEST)); }
-
-    static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<uint8_t>& blocks
-    ) {
-        static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
-            return std::array{tile<M + 1>...};
-        }(std::make_integer_sequence<int, TALLEST>());
-        tiles[rows - 1](args, a, stride, row, blocks);
-    }
-
-private:
     template <int M>
     static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, const Pair<uint8_t>& blocks) {
         const int64_t weights = whole_steps(args.inputs) * W;
@@ -75,7 +61,7 @@ private:
             store(found[m][0], __builtin_convertvector(sums[m][0] - added[0], vf) * scale);
             store(found[m][1], __builtin_convertvector(sums[m][1] - added[1], vf) * scale);
         }
-        finish(args, row, M, blocks.b0, blocks.b1, found);
+        finish(args, row, M, blocks.b0, blocks.b1, stored(found));
     }
 };
 #endif
@@ -83,12 +69,10 @@ private:
 #ifdef KVRELAY_BYTE_TILES
 // Products by AMX. WIDE: inputs of 16 bits, 256 * high + low. A prepared row has the high bytes, the low ones, its scale.
 template <bool WIDE>
-struct ByteTiles {
+struct ByteTiles : ByTiles<ByteTiles<WIDE>> {
     using A = int8_t;
     static constexpr int TALLEST = WIDE ? tiles::ROWS : 2 * tiles::ROWS;
     static constexpr int64_t PREPARED = 1 << 19;
-
-    tiles::Registers registers;
 
     static int64_t stride(const LinearArgs& args) { return stride_of(args.inputs); }
     static int64_t prepared_floats(int64_t inputs) { return rows_at_once<ByteTiles>(inputs) * stride_of(inputs) / 4; }
@@ -96,18 +80,10 @@ struct ByteTiles {
     static void prepare(const LinearArgs& args, const float* from, A* to) {
         A* low = to + whole_steps(args.inputs);
         const float scale = round_row(args, from, [&](int64_t k, vi x) {
-            const __m128i high_bytes = _mm512_cvtepi32_epi8((__m512i)(WIDE ? x >> 8 : x));
-            _mm_storeu_si128((__m128i*)(to + k), high_bytes);
-            if (WIDE) _mm_storeu_si128((__m128i*)(low + k), _mm512_cvtepi32_epi8((__m512i)x));
+            narrow((uint8_t*)to + k, WIDE ? x >> 8 : x);
+            if (WIDE) narrow((uint8_t*)low + k, x);
         });
         memcpy(to + scale_at(args.inputs), &scale, sizeof scale);
-    }
-
-    static Share part(int64_t count, int64_t index) {
-        Share all(count, 0, 1);
-        all.begin = index * TALLEST;
-        all.end = std::min(count, all.begin + TALLEST);
-        return all;
     }
 
     static void multiply(
@@ -164,21 +140,18 @@ private:
             _tile_stored(2, sums[1][0][0], sizeof sums[0][0]);
             _tile_stored(3, sums[1][0][1], sizeof sums[0][0]);
         }
-        alignas(64) float found[TALLEST][2][W];
-        for (int64_t m = 0; m < rows; m++) {
+        const A* scales = a + scale_at(args.inputs);
+        finish(args, row, rows, blocks.b0, blocks.b1, [&](int64_t m, int i) {
             float scale;
-            memcpy(&scale, a + m * stride + scale_at(args.inputs), sizeof scale);
-            for (int i = 0; i < 2; i++) {
-                vi high, low;
-                memcpy(&high, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
-                if constexpr (WIDE) {
-                    memcpy(&low, sums[1][m][i], sizeof low);
-                    high = (high << 8) + low;
-                }
-                store(found[m][i], __builtin_convertvector(high, vf) * scale);
+            vi high, low;
+            memcpy(&scale, scales + m * stride, sizeof scale);
+            memcpy(&high, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
+            if constexpr (WIDE) {
+                memcpy(&low, sums[1][m][i], sizeof low);
+                high = (high << 8) + low;
             }
-        }
-        finish(args, row, rows, blocks.b0, blocks.b1, found);
+            return __builtin_convertvector(high, vf) * scale;
+        });
     }
 };
 #endif

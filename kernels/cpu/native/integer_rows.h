@@ -31,39 +31,62 @@ inline vi rounded(vf x) {
 #endif
 }
 
+// Stores the low 16, or 8, bits of W integers.
+inline void narrow(int16_t* to, vi x) {
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+    const __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
+    _mm_storeu_si128((__m128i*)to, _mm_packs_epi32(low, high));
+#endif
+}
+inline void narrow(uint8_t* to, vi x) {
+#ifdef __AVX512F__
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    int16_t words[W];
+    narrow(words, x & 255);
+    const __m128i wide = _mm_loadu_si128((const __m128i*)words);
+    _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(wide, wide));
+#endif
+}
+
 // Rounds the inputs of a row, normalized if there is a norm, to integers; `put(k, integers)` gets W of them at a time, the
 // last ones 0. Returns the row's scale, which is NaN if an input isn't finite.
 template <class Put>
 float round_row(const LinearArgs& args, const float* from, Put put) {
     const int64_t inputs = args.inputs, whole = inputs / W * W;
-    const auto at = [&](int64_t k) {
-        vf x = {}, norm = splat(1.0f);
-        if (k < whole) {
-            x = load(from + k);
-            if (args.norm != nullptr) norm = load(args.norm + k);
-        } else {
-            for (int64_t i = k; i < inputs; i++) {
-                x[i - k] = from[i];
-                if (args.norm != nullptr) norm[i - k] = args.norm[i];
-            }
-        }
-        return std::pair{x, x * norm};
+    // The last inputs apart: a vector that is filled one by one lives in memory, and so would all others of a loop.
+    alignas(64) float last[W] = {}, last_norm[W] = {};
+    for (int64_t k = whole; k < inputs; k++) {
+        last[k - whole] = from[k];
+        last_norm[k - whole] = args.norm != nullptr ? args.norm[k] : 1.0f;
+    }
+    const auto each = [&](auto use) {
+        for (int64_t k = 0; k < whole; k += W) use(k, load(from + k), args.norm != nullptr ? load(args.norm + k) : splat(1.0f));
+        if (whole < inputs) use(whole, load(last), load(last_norm));
     };
-    vf squares = {}, most = {}, odd = {};
-    for (int64_t k = 0; k < inputs; k += W) {
-        const auto [x, y] = at(k);
+    // As integers, magnitudes are in the order of the numbers, and all that aren't finite come after those.
+    vf squares = {};
+    vi most = {};
+    each([&](int64_t, vf x, vf norm) {
         squares += x * x;
-        most = larger(larger(most, y), -y);
-        odd += y - y;  // 0 for finite numbers
+        const vi magnitude = (vi)(x * norm) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    });
+    int32_t bits = 0;
+    for (int i = 0; i < W; i++) bits = std::max(bits, most[i]);
+    if (bits >= 0x7f800000) {
+        for (int64_t k = 0; k < whole_steps(inputs); k += W) put(k, vi{});
+        return std::numeric_limits<float>::quiet_NaN();
     }
-    float largest = 0.0f;
-    for (int i = 0; i < W; i++) largest = std::max(largest, most[i]);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
     const float integers = (float)largest_input(args), factor = largest > 0.0f ? integers / largest : 0.0f;
-    for (int64_t k = 0; k < whole_steps(inputs); k += W) {
-        put(k, k < inputs ? rounded(at(k).second * factor) : vi{});
-    }
+    each([&](int64_t k, vf x, vf norm) { put(k, rounded(x * norm * factor)); });
+    for (int64_t k = round_up(inputs, W); k < whole_steps(inputs); k += W) put(k, vi{});
     const float norm = args.norm == nullptr ? 1.0f : 1.0f / std::sqrt(sum(squares) / (float)inputs + args.eps);
-    return sum(odd) == 0.0f ? largest / integers * norm : std::numeric_limits<float>::quiet_NaN();
+    return largest / integers * norm;
 }
 
 // Codes that are multiplied as they are packed.

@@ -1,8 +1,6 @@
 // Products of 16 by 16 bits, added in pairs; see `integers.h`.
 #pragma once
 
-#include <array>
-
 #include "integer_rows.h"
 
 namespace {
@@ -88,7 +86,7 @@ inline void words(const uint8_t* codes, vi* out) {
 
 // Products of words. A prepared row has its integers, their sum in each group, and its scale.
 template <WeightType TYPE, bool GROUPED>
-struct Words {
+struct Words : ByVectors<Words<TYPE, GROUPED>> {
     using A = int16_t;
     // Sums of integers, and with groups of float32 too, stay in registers.
     static constexpr bool FOURS = TYPE == INT8;
@@ -103,7 +101,7 @@ struct Words {
 
     static void prepare(const LinearArgs& args, const float* from, A* to) {
         const float scale = round_row(args, from, [&](int64_t k, vi x) {
-            for (int i = 0; i < W; i++) to[k + i] = (A)x[i];
+            narrow(to + k, x);
         });
         memcpy(to + scale_at(args.inputs), &scale, sizeof scale);
         if constexpr (GROUPED) {
@@ -116,18 +114,8 @@ struct Words {
         }
     }
 
-    static Share part(int64_t count, int64_t index) { return Share(count, index, divide_up(count, TALLEST)); }
-
-    static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<uint8_t>& blocks
-    ) {
-        static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
-            return std::array{tile<M + 1>...};
-        }(std::make_integer_sequence<int, TALLEST>());
-        tiles[rows - 1](args, a, stride, row, blocks);
-    }
-
 private:
+    friend ByVectors<Words>;
     static constexpr int HALVES = FOURS ? 2 : 1;  // vectors of the sums of a block
 
     static int64_t scale_at(int64_t inputs) { return whole_steps(inputs); }
@@ -195,7 +183,7 @@ private:
             store(found[m][0], totals[m][0] * scale);
             store(found[m][1], totals[m][1] * scale);
         }
-        finish(args, row, M, blocks.b0, blocks.b1, found);
+        finish(args, row, M, blocks.b0, blocks.b1, stored(found));
     }
 };
 

@@ -1,9 +1,6 @@
 // Products of float32 and bfloat16, by vectors or by AMX.
 #pragma once
 
-#include <array>
-#include <utility>
-
 #include "linear_run.h"
 #include "tiles.h"
 
@@ -59,7 +56,7 @@ inline void multiply(vf (&sums)[M][2], const bf16* a, int64_t stride, const bf16
 // Products by vectors of T, for up to TALLEST rows and two blocks. The sums stay in registers: with AVX-512 24 of 32, next
 // to two of weights and one of input.
 template <class T>
-struct Vectors {
+struct Vectors : ByVectors<Vectors<T>> {
     using A = Input<T>;
     static constexpr int TALLEST = W == 16 ? 12 : 6;
     static constexpr int64_t PREPARED = 1 << 17;  // numbers of the rows that are prepared at once
@@ -70,20 +67,6 @@ struct Vectors {
     }
     static void prepare(const LinearArgs& args, const float* from, A* to) { ::prepare(args, from, to); }
 
-    // Multiplies `rows` rows, from `row` on, which are prepared at `a`, with two blocks.
-    static void multiply(
-        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<T>& blocks
-    ) {
-        static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
-            return std::array{tile<M + 1>...};
-        }(std::make_integer_sequence<int, TALLEST>());
-        tiles[rows - 1](args, a, stride, row, blocks);
-    }
-
-    // Part `index` of `count` rows, which are divided into as few parts as possible.
-    static Share part(int64_t count, int64_t index) { return Share(count, index, divide_up(count, TALLEST)); }
-
-private:
     // A row's products are added in the same order for every M, so its result doesn't depend, to the last bit, on the
     // other rows.
     template <int M>
@@ -109,7 +92,7 @@ private:
             store(found[m][0], sums[m][0]);
             store(found[m][1], sums[m][1]);
         }
-        finish(args, row, M, blocks.b0, blocks.b1, found);
+        finish(args, row, M, blocks.b0, blocks.b1, stored(found));
     }
 };
 
@@ -117,12 +100,10 @@ private:
 // Products by AMX: four tiles of sums at a time, of two tiles of rows and two blocks, so that each load is used twice.
 // Fewer rows use the same instructions with partly idle tiles. That costs nothing, because a decode step waits for the
 // weights, and a row's result doesn't depend, to the last bit, on the other rows.
-struct Tiles {
+struct Tiles : ByTiles<Tiles> {
     using A = bf16;
     static constexpr int TALLEST = 2 * tiles::ROWS;
     static constexpr int64_t PREPARED = 1 << 19;
-
-    tiles::Registers registers;
 
     static int64_t stride(const LinearArgs& args) { return padded(args.inputs); }
     static int64_t prepared_floats(int64_t inputs) {
@@ -138,13 +119,6 @@ struct Tiles {
         } else {
             tile<1>(args, a, stride, row, rows, blocks);
         }
-    }
-
-    static Share part(int64_t count, int64_t index) {
-        Share all(count, 0, 1);
-        all.begin = index * TALLEST;
-        all.end = std::min(count, all.begin + TALLEST);
-        return all;
     }
 
 private:
@@ -186,7 +160,7 @@ private:
             _tile_stored(2, sums[tiles::ROWS][0], sizeof sums[0]);
             _tile_stored(3, sums[tiles::ROWS][1], sizeof sums[0]);
         }
-        finish(args, row, rows, blocks.b0, blocks.b1, sums);
+        finish(args, row, rows, blocks.b0, blocks.b1, stored(sums));
     }
 };
 #endif

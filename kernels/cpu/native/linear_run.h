@@ -10,8 +10,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <type_traits>
+#include <utility>
 
 #include "linear.h"
 #include "simd.h"
@@ -71,8 +73,9 @@ inline void write(float* out, vf y, int64_t count, bool add) {
     for (int64_t i = 0; i < count; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-// Stores the products of `rows` rows, from `row` on, with blocks `b0` and `b1`.
-inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0, int64_t b1, const float (*sums)[2][W]) {
+// Stores the products of `rows` rows, from `row` on, with blocks `b0` and `b1`: `sums(m, i)` of row m with block i.
+template <class Sums>
+inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0, int64_t b1, Sums sums) {
     const vf bias0 = args.bias != nullptr ? load(args.bias + b0 * W) : vf{};
     const vf bias1 = args.bias != nullptr ? load(args.bias + b1 * W) : vf{};
     const bool scaled = scaled_last(args);
@@ -82,16 +85,55 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     float *out0 = args.out + row * stride + b0 * W, *out1 = args.out + row * stride + b1 * W;
     if (args.epilogue == SILU_MUL) {
         for (int64_t m = 0; m < rows; m++, out0 += stride) {
-            store(out0, silu(load(sums[m][0]) * scale0 + bias0) * (load(sums[m][1]) * scale1 + bias1));
+            store(out0, silu(sums(m, 0) * scale0 + bias0) * (sums(m, 1) * scale1 + bias1));
         }
         return;
     }
     const bool add = args.epilogue == ADD;
     for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
-        write(out0, load(sums[m][0]) * scale0 + bias0, left0, add);
-        if (left1 > 0) write(out1, load(sums[m][1]) * scale1 + bias1, left1, add);
+        write(out0, sums(m, 0) * scale0 + bias0, left0, add);
+        if (left1 > 0) write(out1, sums(m, 1) * scale1 + bias1, left1, add);
     }
 }
+
+// Sums that are in memory.
+inline auto stored(const float (*sums)[2][W]) {
+    return [sums](int64_t m, int i) { return load(sums[m][i]); };
+}
+
+// Products by vectors: `P::tile<M>` multiplies M rows, up to P::TALLEST.
+template <class P>
+struct ByVectors {
+    // Multiplies `rows` rows, from `row` on, which are prepared at `a`, with two blocks.
+    template <class A, class T>
+    static void multiply(
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<T>& blocks
+    ) {
+        static constexpr auto tiles = []<int... M>(std::integer_sequence<int, M...>) {
+            return std::array{P::template tile<M + 1>...};
+        }(std::make_integer_sequence<int, P::TALLEST>());
+        tiles[rows - 1](args, a, stride, row, blocks);
+    }
+
+    // Part `index` of `count` rows, which are divided into as few parts as possible.
+    static Share part(int64_t count, int64_t index) { return Share(count, index, divide_up(count, P::TALLEST)); }
+};
+
+#ifdef KVRELAY_TILES
+// Products by AMX.
+template <class P>
+struct ByTiles {
+    tiles::Registers registers;
+
+    // Part `index` of `count` rows: whole tiles, but for the last one.
+    static Share part(int64_t count, int64_t index) {
+        Share all(count, 0, 1);
+        all.begin = index * P::TALLEST;
+        all.end = std::min(count, all.begin + P::TALLEST);
+        return all;
+    }
+};
+#endif
 
 // The pairs of blocks of a product: two neighbours, or a block of the gate and the same one of up.
 struct Order {

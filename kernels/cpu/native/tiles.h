@@ -46,6 +46,8 @@ public:
             shape.row_bytes[i] = 64;
             shape.rows[i] = ROWS;
         }
+        // GCC 12 takes the instruction to read 8 bytes only, and may leave out the stores of the others.
+        asm volatile("" : : "m"(shape));
         _tile_loadconfig(&shape);
     }
     // With tiles configured, every context switch saves and restores 8 KB more.

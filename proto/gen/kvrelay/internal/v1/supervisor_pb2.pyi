@@ -51,7 +51,7 @@ STAGE_LEAVE: Stage
 STAGE_RETURN: Stage
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "metrics_address")
+    __slots__ = ("name", "role", "incarnation", "address", "pid", "state", "transports", "loaded", "compatibility", "generation", "step_age_seconds", "slow_step_seconds", "failed", "http_address", "max_context", "context_limit", "roles", "weights", "kv_dtype", "metrics_address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class Member(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: Role
@@ -87,8 +89,10 @@ class Member(_message.Message):
     max_context: int
     context_limit: _worker_pb2.ContextLimit
     roles: _containers.RepeatedScalarFieldContainer[Role]
+    weights: str
+    kv_dtype: str
     metrics_address: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[MemberState, str]] = ..., transports: _Optional[_Iterable[str]] = ..., loaded: _Optional[float] = ..., compatibility: _Optional[str] = ..., generation: _Optional[int] = ..., step_age_seconds: _Optional[float] = ..., slow_step_seconds: _Optional[float] = ..., failed: _Optional[bool] = ..., http_address: _Optional[str] = ..., max_context: _Optional[int] = ..., context_limit: _Optional[_Union[_worker_pb2.ContextLimit, str]] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., weights: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("member", "load", "description")
