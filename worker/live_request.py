@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.request import Request
@@ -66,3 +66,10 @@ class LiveRequest:
         if tokens and self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None
+
+
+def refused_suspect(submit: Submit, others: Iterable[LiveRequest]) -> str:
+    """Why a worker that has these requests can't take this one beside its suspects; empty if it can."""
+    suspects = [live for live in others if live.suspect_tokens] if submit.suspect_tokens else []
+    on_trial = submit.on_trial or any(live.on_trial for live in suspects)
+    return f"{len(suspects)} other suspects, and one of all is on trial" if suspects and on_trial else ""

@@ -40,7 +40,7 @@ from kvrelay.worker.events import PlainToken, event_of
 from kvrelay.worker.fences import Fences
 from kvrelay.worker.foreign_prompts import ForeignPrompts
 from kvrelay.worker.hooks import WorkerHooks
-from kvrelay.worker.live_request import LiveRequest
+from kvrelay.worker.live_request import LiveRequest, refused_suspect
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
 from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
@@ -379,11 +379,8 @@ class Worker:
         if len(self._live) >= most:
             message = f"worker {name} has {len(self._live)} requests; max_waiting is {most}"
             return Failure(code=Failure.CODE_FULL, message=message)
-        if submit.suspect_tokens:
-            suspects = [live for live in self._live.values() if live.suspect_tokens]
-            if any(submit.on_trial or live.on_trial for live in suspects):
-                message = f"{name} has {len(suspects)} other suspects, and one of all is on trial"
-                return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=message)
+        if suspects := refused_suspect(submit, self._live.values()):
+            return Failure(code=Failure.CODE_RETRY, cause=Failure.CAUSE_TRIAL, message=f"{name} has {suspects}")
         return None
 
     def _expire(self, key: Key) -> None:

@@ -14,7 +14,6 @@ from support.router_fakes import (
     FakeCluster,
     FakeWorker,
     Job,
-    byte_level_tokenizer,
     colocated_of,
     fake_cluster,
     run,
@@ -22,6 +21,7 @@ from support.router_fakes import (
     silent,
     until,
 )
+from support.tokenizers import byte_level_tokenizer
 
 COUNT = 12
 TEXT = byte_level_tokenizer().decode([40 + index for index in range(COUNT)])

@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from support.router_fakes import FakeSupervisor, FakeWorker, Job, colocated_of, length_if, model_folder, run, until
+from support.router_fakes import FakeSupervisor, FakeWorker, Job, colocated_of, length_if, run, until
+from support.tokenizers import model_folder
 
 STARVED_SECONDS = 10.0
 BURNERS = 4

@@ -16,7 +16,7 @@ from kvrelay.router.prompt import Prompt
 from kvrelay.router.stops import StopStrings
 from kvrelay.router.validation import CheckedRequest
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED
-from support.router_fakes import byte_level_tokenizer
+from support.tokenizers import byte_level_tokenizer
 
 REPLACEMENT = "\ufffd"
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from support.http_calls import CHAT, serving, usage_of, writer_of
-from support.router_fakes import FakeWorker, byte_level_tokenizer, run
+from support.router_fakes import FakeWorker, run
+from support.tokenizers import byte_level_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [

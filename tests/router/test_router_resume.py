@@ -29,15 +29,14 @@ from support.router_fakes import (
     FakeCluster,
     FakeWorker,
     Job,
-    byte_level_tokenizer,
     fake_cluster,
     length_if,
-    model_folder,
     run,
     second_router,
     silent,
     until,
 )
+from support.tokenizers import byte_level_tokenizer, model_folder
 
 TOKENIZER = byte_level_tokenizer()
 KEY = bytes(range(16))

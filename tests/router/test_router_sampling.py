@@ -18,7 +18,7 @@ from kvrelay.router.sampling import (
 )
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import Constraint, SamplingParams
-from support.router_fakes import byte_level_tokenizer
+from support.tokenizers import byte_level_tokenizer
 
 
 def defaults_of(folder: Path, **config: Any) -> SamplingDefaults:

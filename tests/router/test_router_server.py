@@ -28,13 +28,13 @@ from support.router_fakes import (
     colocated_of,
     decode_of,
     fake_cluster,
-    model_folder,
     pair,
     prefill_of,
     run,
     silent,
     until,
 )
+from support.tokenizers import model_folder
 
 SERVICE = "kvrelay.v1.InferenceService"
 TIMEOUT = 30

@@ -21,12 +21,12 @@ from support.router_fakes import (
     colocated_of,
     decode_of,
     fake_cluster,
-    model_folder,
     prefill_of,
     run,
     silent,
     until,
 )
+from support.tokenizers import model_folder
 
 CONTEXT = 128 * 1024
 LAG_SECONDS = 0.020

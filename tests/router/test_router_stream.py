@@ -18,7 +18,6 @@ from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
 from support.router_fakes import (
     FakeWorker,
     Job,
-    byte_level_tokenizer,
     colocated_of,
     decode_of,
     fake_cluster,
@@ -30,6 +29,7 @@ from support.router_fakes import (
     until,
     within,
 )
+from support.tokenizers import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
 

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from kvrelay.router import chat
 from kvrelay.router.chat import ChatTemplate, Conversation, TemplateFailed
 from kvrelay.router.tokenizer import INLINE_CHARACTERS, Tokenizer
-from support.router_fakes import byte_level_tokenizer
+from support.tokenizers import byte_level_tokenizer
 
 MESSAGES = [{"role": "user", "content": "<b>hi</b>"}]
 

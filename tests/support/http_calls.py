@@ -10,7 +10,8 @@ import aiohttp
 
 from kvrelay.internal.v1.worker_pb2 import PrefillReport
 from kvrelay.v1.inference_pb2 import FINISH_REASON_STOP
-from support.router_fakes import FakeCluster, FakeWorker, Job, byte_level_tokenizer, fake_cluster, pair
+from support.router_fakes import FakeCluster, FakeWorker, Job, fake_cluster, pair
+from support.tokenizers import byte_level_tokenizer
 
 HELLO = {"prompt": "hello", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
@@ -47,37 +46,11 @@ from kvrelay.router.server import RouterServer
 from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.options import server_options
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from support.tokenizers import model_folder
 
-EOS = "</s>"
-CORPUS = ["def __init__(self, name):\n    self.name = name\n    return None\n", "größer als 日本語 🙂🙃 e\u0301"] * 4
-TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant:"
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
 WAIT_SECONDS = 20.0
 TURN_SECONDS = 0.01
-
-
-def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
-    """A tiny byte-level BPE; ids 0 and 1 are special."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<s>", EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def model_folder(folder: Path) -> Path:
-    """A checkpoint's folder with the files that a router reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS) -> Any:
