@@ -154,6 +154,8 @@ def test_status_shows_what_the_members_reported() -> None:
                 "blocks": {"total": 9, "free": 4, "cached": 3, "held": 2},
                 "requests": {"waiting": 1, "running": 2},
                 "context": {"tokens": 0, "limit": "model", "reason": "the model isn't loaded yet"},
+                "weights": None,
+                "kv_dtype": None,
             } in shown["workers"]
             assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
 

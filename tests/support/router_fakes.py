@@ -281,7 +281,7 @@ class FakeWorker(WorkerServiceServicer):
             if request.HasField("submit"):
                 job = Job(self, request.submit, stream)
                 self.jobs.append(job)
-                self._tasks.append(asyncio.create_task(self._compute(job)))
+                self._tasks.append(asyncio.create_task(self._compute(job, self.script)))
             elif request.HasField("begin"):
                 self._job(request.begin).begun.set()
             elif request.HasField("fence"):
@@ -294,13 +294,13 @@ class FakeWorker(WorkerServiceServicer):
         key = named.request_id, named.attempt
         return next(job for job in self.jobs if (job.submit.request_id, job.submit.attempt) == key)
 
-    async def _compute(self, job: Job) -> None:
+    async def _compute(self, job: Job, script: Script) -> None:
         if job.submit.suspect_tokens:
             self.suspected(job)
         else:
             job.begun.set()
         await job.begun.wait()
-        await self.script(job)
+        await script(job)
 
     def _fence(self, fence: ClientCall) -> None:
         """Returns what earlier calls of the request have submitted, as a worker does."""
