@@ -27,13 +27,13 @@ ROWS = "[...document.querySelectorAll('tr')].filter(row => row.innerText.include
 SECONDS = 60.0
 
 
-async def dashboard(cluster: LocalCluster, members: int) -> None:
-    """Ray's page of actors, when it shows them all."""
+async def dashboard(cluster: LocalCluster, members: int, token: str) -> None:
+    """Ray's page of actors, when it shows them all; `token` if Ray asks for one."""
     with tempfile.TemporaryDirectory() as folder:
         async with browser(Path(folder)) as tab:
-            if TOKEN.is_file():
+            if token:
                 await tab.open(cluster.dashboard)
-                await tab.value(ENTER.replace("TOKEN", TOKEN.read_text().strip()) + " && 0")
+                await tab.value(ENTER.replace("TOKEN", token) + " && 0")
                 await tab.until("window.entered === 200")
             await tab.open(f"{cluster.dashboard}/?#/actors", width=1600, height=800)
             await tab.until(f"{ROWS} >= {members}", SECONDS)
@@ -46,7 +46,8 @@ def main() -> None:
         load = threads.submit(cluster.run, "bench", *LOAD)
         time.sleep(LOADED_SECONDS)
         cluster.run("top", "--once", "--svg", str(IMAGES / "top.svg"))
-        asyncio.run(dashboard(cluster, len(status["workers"]) + len(status["routers"]) + 1))
+        token = TOKEN.read_text().strip() if TOKEN.is_file() else ""
+        asyncio.run(dashboard(cluster, len(status["workers"]) + len(status["routers"]) + 1, token))
         load.result()
 
 
