@@ -155,6 +155,8 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
                 grpc_port=PORTS[0] if shared else 0,
                 http_port=PORTS[1],
                 share_port=shared,
+                # Requests of a rate that isn't reached still run at the end.
+                drain_seconds=0.0,
             )
             held_files.append(Path(folder, f"held-{number}.json"))
             timed = [HERE / "router_process.py", "--config", options, "--held", held_files[-1]]

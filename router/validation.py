@@ -197,7 +197,7 @@ def _check_count(request: GenerateRequest) -> None:
         raise InvalidRequest("n", count, f"1 to {MAX_COMPLETIONS}")
     if len(request.resume.others) >= count:
         raise InvalidRequest(
-            "resume.others: number of lists", len(request.resume.others), f"{count - 1}, one less than n"
+            "resume.others: number of lists", len(request.resume.others), f"up to {count - 1}, one less than n"
         )
 
 

@@ -1,7 +1,7 @@
 """A decode worker or the router dies under n completions of one prompt: each has the tokens that it would have had."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,34 +22,40 @@ def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield it
 
 
-def test_completions_go_on_after_a_kill(it: Scene) -> None:
-    """Of a decode worker, which moves its completions and leaves the others; then of their router, which moves all."""
-    prompt, count = prompt_of("several"), 6 * OUT
-    chunks: list[Chunk] = []
-    killed = ""
-    options = {"max_tokens": count, "ignore_eos": True, "seed": 5, "temperature": 1.0}
-    with it.client.generate(prompt, n=COUNT, timeout=CLIENT_SECONDS, **options) as stream:  # type: ignore[arg-type]  # mixed values
-        for chunk in stream:
-            chunks.append(chunk)
-            if not killed and {each.index for each in chunks} == set(range(COUNT)):
-                # All have begun; the one that holds fewer of them dies.
-                holding = wait_until(lambda: [name for name in it.decodes if it.held(name)], "they decode")
-                killed = min(holding, key=it.held)
-                it.signal(killed, signal.SIGKILL)
-    done = whole(prompt, count, chunks)
+def test_a_kill_moves_the_completions_of_one_worker_and_leaves_the_others(it: Scene) -> None:
+    def fewer() -> str:
+        """The worker that holds fewer of them."""
+        holding = wait_until(lambda: [name for name in it.decodes if it.held(name)], "they decode")
+        return min(holding, key=it.held)
+
+    killed, done = complete(it, "several", fewer)
     retries = [completion.timeline.retries for completion in done]
     print(f"{killed} was killed; retries {retries}")
     assert set(retries) <= {0, 1}
     assert 1 in retries
     assert all(completion.timeline.decode_worker != killed for completion in done if completion.timeline.retries)
-    assert [completion.usage.prompt_tokens for completion in done] == [len(prompt)] + [0] * (COUNT - 1)
+    prompt = len(prompt_of("several"))
+    assert [completion.usage.prompt_tokens for completion in done] == [prompt] + [0] * (COUNT - 1)
     wait_until(lambda: it.ended() == [killed], "it has ended")
     it.cluster.wait_idle(5, but=[killed])
     it.replace(killed)
 
 
-def test_completions_go_on_at_the_other_router(it: Scene) -> None:
-    prompt, count = prompt_of("several again"), 6 * OUT
+def test_all_go_on_at_the_other_router(it: Scene) -> None:
+    def theirs() -> str:
+        """The router that has them. Heartbeats tell; an earlier one may still name the other."""
+        return str(wait_until(lambda: sole(running(it)), "one router has them")[0])
+
+    killed, done = complete(it, "several again", theirs)
+    resumes = [completion.timeline.resumes for completion in done]
+    print(f"{killed} was killed; resumes {resumes}")
+    assert 1 in resumes
+    it.cluster.wait_idle(5, but=[killed])
+
+
+def complete(it: Scene, name: str, victim: Callable[[], str]) -> tuple[str, list[Completion]]:
+    """Kills `victim()` once all completions have begun; its name, and the completions, each with its seed's tokens."""
+    prompt, count = prompt_of(name), 6 * OUT
     chunks: list[Chunk] = []
     killed = ""
     options = {"max_tokens": count, "ignore_eos": True, "seed": 5, "temperature": 1.0}
@@ -57,14 +63,15 @@ def test_completions_go_on_at_the_other_router(it: Scene) -> None:
         for chunk in stream:
             chunks.append(chunk)
             if not killed and {each.index for each in chunks} == set(range(COUNT)):
-                # Heartbeats tell; an earlier one may still name another router.
-                (killed,) = wait_until(lambda: sole(running(it)), "one router has them")
+                killed = victim()
                 it.signal(killed, signal.SIGKILL)
-    done = whole(prompt, count, chunks)
-    resumes = [completion.timeline.resumes for completion in done]
-    print(f"{killed} was killed; resumes {resumes}")
-    assert 1 in resumes
-    it.cluster.wait_idle(5, but=[killed])
+    done = completions(chunks, COUNT)
+    for completion in done:
+        sampling = SamplingParams(temperature=1.0, seed=completion.seed)
+        assert list(completion.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT, sampling=sampling)
+        assert completion.finish_reason == "length"
+    assert len({completion.token_ids for completion in done}) == COUNT
+    return killed, done
 
 
 def running(it: Scene) -> list[str]:
@@ -75,14 +82,3 @@ def running(it: Scene) -> list[str]:
 def sole(names: list[str]) -> list[str]:
     """The name, if there is one only."""
     return names if len(names) == 1 else []
-
-
-def whole(prompt: list[int], count: int, chunks: list[Chunk]) -> list[Completion]:
-    """The completions, each with the tokens of its seed."""
-    done = completions(chunks, COUNT)
-    for completion in done:
-        sampling = SamplingParams(temperature=1.0, seed=completion.seed)
-        assert list(completion.token_ids) == expected_tokens(prompt, count, WORKER_LAYOUT, sampling=sampling)
-        assert completion.finish_reason == "length"
-    assert len({completion.token_ids for completion in done}) == COUNT
-    return done

@@ -246,7 +246,7 @@ def test_what_is_wrong_with_a_later_call_is_named(tmp_path: Path) -> None:
     ]
     many = request(2, [40])
     many.resume.others.add()
-    bad.append((many, r"resume\.others: number of lists is 1; allowed: 0, one less than n"))
+    bad.append((many, r"resume\.others: number of lists is 1; allowed: up to 0, one less than n"))
     other = request(2, [40])
     other.n = 2
     other.resume.others.add(ids=[400])
