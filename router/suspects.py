@@ -8,9 +8,9 @@ has sent a few tokens more. It is tried again alone:
                             v lost again                   v lost again
                          convicted                      another trial; convicted at the third loss
 
-So a request that ends its worker each time ends two, and each of the others loses at most one worker to it. This takes
-that a worker which is lost in a trial had no other suspect, whichever router sent it, and that the router knows of the
-trial by then:
+So a request that ends its worker each time ends two. Each of the others loses at most both to it, and the second one
+only if it has stood its own trial by then; so none of them is convicted. This takes that a worker which is lost in a
+trial had no other suspect, whichever router sent it, and that the router knows of the trial by then:
 
     router  Submit, as a suspect -->  worker   takes it, unless it has another suspect and one of both is on trial
     router  <-- taken                 worker   keeps all others out from now on; computes nothing of it
