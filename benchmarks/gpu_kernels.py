@@ -140,7 +140,7 @@ def sampler(machine: Machine) -> Iterator[Case]:
             choices.top_p.fill_(top_p)
             choices.min_p.fill_(min_p)
             choices.keys.random_(-(2**31), 2**31 - 1)
-            workspace = torch.empty(rows, vocabulary, dtype=torch.int32, device=machine.device)
+            workspace = sampling.Workspace.empty(rows, vocabulary, machine.device)
             tokens = torch.empty(rows, dtype=torch.int64, device=machine.device)
 
             def run(logits=logits, choices=choices, workspace=workspace, tokens=tokens) -> Tensor:
@@ -154,6 +154,7 @@ def sampler(machine: Machine) -> Iterator[Case]:
                 lambda logits=logits, choices=choices: _winners(logits, choices),
                 0.0,
                 bytes=logits.nbytes,
+                launches=4,
                 rivals={"torch.sort": lambda logits=logits: logits.sort(-1).indices} if "p" in name else {},
             )
 

@@ -13,22 +13,29 @@
     min_p        float32 [R]; 0 keeps all
     keys         int32 [R, 2] of the noise
     banned       int32 [R, B] tokens that must not be chosen; -1 is none
-    workspace      int32 [R, V]
+    workspace    see `Workspace`
     tokens       int64 [R]
 
-Each filter keeps all tokens with s above some bound, so the kernel only has to find that bound: the smallest s that is
-kept. Two passes over the row first reduce the vocabulary to a short list of candidates:
+A row's vocabulary is cut into slices, each for a program of its own, and four kernels follow one another:
 
-    1  the maximum, and the largest logit of each lane (BLOCK of them): at least k tokens are as large as the k-th
-       largest lane, so a token below that isn't among the top k
-    2  the mass (the sum of exp(s)), and the list of tokens above a floor: for top-k the lane of pass 1, for top-p
-       log((1 - p) / V), because all tokens below it together have less than 1 - p of the mass
+    1  slices: the largest logit, and its token
+    2  slices: the race for the token (`_race`) in rows without top-k and top-p; in the others the mass (the sum of
+       exp(s)), and how many tokens are in each bin of s
+    3  slices: in rows with top-k or top-p the bins tell which tokens are kept for sure, and which aren't for sure.
+       The race of the former, their mass, and a list of the tokens in the bins between
+    4  rows: the winner of the slices. With a list: the bound, the race of the listed tokens that are kept, and the
+       winner of all
 
-Then a bisection over the list finds the bound. Each probe counts (or weighs) the tokens above the middle and notes the
-values next to it, so both ends are always values of the list; they meet after about log2(list) probes, however the
-values are distributed.
+Each filter keeps all tokens with s above some bound, the smallest s that is kept. A bisection over the list finds it.
+Each probe counts (or weighs) the tokens above the middle and notes the values next to it, so both ends are always
+values of the list; they meet after about log2(list) probes, however the values are distributed. The bins only make the
+list short. They are narrow: tokens of one bin differ in probability by a factor of e^(1/16) at most, so the tokens that
+they leave open have some 6 % of the mass.
 
-Grid: (R,). Limit: memory, at the bandwidth of one multiprocessor: every logit must be read at least once.
+Kernels have nothing to do in greedy rows but for the first and the last, and end at once. The first three share a row
+between programs, and read all of a slice before they use any of it; the last one has the list in registers.
+
+Grid: (slices, R) three times, then (R,). Limit: memory: every logit must be read at least once.
 """
 
 from typing import NamedTuple
@@ -39,12 +46,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
 
 NONFINITE = -1
-BLOCK = 1024
+SLICE = 8192
+"""Tokens of a slice."""
+LISTED = 4096
+"""Listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each probe."""
 WARPS = 16
-LANE_PROBES = 20
-"""Halvings of the lanes' range; the remaining error adds only a few candidates."""
+NO_TOKEN = tl.constexpr(2147483647)
 
 
 class Choices(NamedTuple):
@@ -78,6 +88,57 @@ class Choices(NamedTuple):
         return Choices(*(column.index_select(0, rows) for column in self))
 
 
+class Workspace(NamedTuple):
+    """What the kernels leave for one another: for R rows of S slices."""
+
+    largest: Tensor
+    """float32 [R, S]: the largest logit; NaN if any is."""
+    first: Tensor
+    """int32 [R, S]: its token, the first of equal ones."""
+    mass: Tensor
+    """float64 [R, S]."""
+    sure: Tensor
+    """int32 [R, S]: the number of tokens that are kept for sure."""
+    sure_mass: Tensor
+    """float64 [R, S]: their mass."""
+    score: Tensor
+    """float32 [R, S] of the race's winner; -1 if nobody ran."""
+    winner: Tensor
+    """int32 [R, S]."""
+    length: Tensor
+    """int32 [R, S] of the slice's list."""
+    counts: Tensor
+    """int32 [R, BINS] tokens."""
+    listed: Tensor
+    """int32 [R, V]: each slice's list, at the slice's place."""
+
+    @staticmethod
+    def columns(vocabulary: int) -> list[tuple[str, int, torch.dtype]]:
+        """Name, values in a row, and type of each tensor."""
+        slices = triton.cdiv(vocabulary, slice_of(vocabulary))
+        of_slices = [torch.float32, torch.int32, torch.float64, torch.int32, torch.float64]
+        of_slices += [torch.float32, torch.int32, torch.int32]
+        return [
+            *((name, slices, dtype) for name, dtype in zip(Workspace._fields, of_slices, strict=False)),
+            ("counts", BINS.value, torch.int32),
+            ("listed", vocabulary, torch.int32),
+        ]
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: int, device: torch.device | str) -> "Workspace":
+        """For `rows` rows of so many tokens each."""
+        return cls(*(torch.empty(rows, size, dtype=dtype, device=device) for _, size, dtype in cls.columns(vocabulary)))
+
+    def rows(self, count: int) -> "Workspace":
+        """Views of the first `count` rows."""
+        return Workspace(*(tensor[:count] for tensor in self))
+
+
+def slice_of(vocabulary: int) -> int:
+    """Tokens of a slice of so many."""
+    return min(SLICE, int(triton.next_power_of_2(vocabulary)))
+
+
 @triton.jit
 def _exponential(key_0, key_1, token):
     """-log(1 - u) as `engine.sampling.noise.exponential` has it; uint32 arithmetic wraps."""
@@ -95,163 +156,212 @@ def _exponential(key_0, key_1, token):
 
 
 @triton.jit
-def _race(best, token, s, ids, bound, key_0, key_1):
-    """The best score and its token, of `token` with `best`, and of those `ids` [BLOCK] whose s is `bound` or more."""
+def _race(s, ids, bound, key_0, key_1):
+    """The best score, and its token, of those `ids` whose s is `bound` or more; the first of equal ones."""
     score = tl.where(s >= bound, tl.exp(s) / _exponential(key_0, key_1, ids), -1.0)
-    most = tl.max(score, 0)
-    # Token ids ascend, and the first of equal scores wins.
-    winner = tl.min(tl.where(score == most, ids, 2147483647), 0)
-    token = tl.where(most > best, winner, token)
-    return tl.maximum(most, best), token
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, ids, NO_TOKEN), 0)
 
 
 @triton.jit
-def _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK: tl.constexpr):
-    """s and token ids of BLOCK entries of the list, from `first` on; s is minus infinity past the end of the list."""
-    index = first + tl.arange(0, BLOCK)
-    listed = index < count
-    ids = tl.load(candidates + index, mask=listed, other=0)
-    s = (tl.load(row_logits + ids, mask=listed, other=float("-inf")) - largest) / temperature
-    return tl.where(listed, s, float("-inf")), ids
+def _better(best, token, other, other_token):
+    """The better one of two results of `_race`."""
+    wins = (other > best) | ((other == best) & (other_token < token))
+    return tl.where(wins, other, best), tl.where(wins, other_token, token)
 
 
 @triton.jit
-def _smallest_kept(
-    row_logits, candidates, count, largest, temperature, low, budget, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The smallest s of the list, not below its value `low`, that fewer than `budget` tokens (or less mass) exceed."""
-    high = low * 0.0
-    while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle >= high, low, middle)
-        weight = (budget * 0.0).to(tl.float64)
-        above, below = high, low
-        for first in range(0, count, BLOCK):
-            s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
-            larger = s > middle
-            each = tl.exp(s) if BY_MASS else tl.full(s.shape, 1.0, tl.float32)
-            weight += tl.sum(tl.where(larger, each, 0.0), 0)
-            above = tl.minimum(above, tl.min(tl.where(larger, s, 0.0), 0))
-            below = tl.maximum(below, tl.max(tl.where(larger, float("-inf"), s), 0))
-        kept = weight < budget
-        high = tl.where(kept, below, high)
-        low = tl.where(kept, low, above)
-    return high
+def _load_slice(logits, row, vocabulary, SLICE: tl.constexpr):
+    """The logits of this program's slice, minus infinity past the end of the vocabulary, and their tokens."""
+    ids = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
+    return tl.load(logits + row * vocabulary + ids, mask=ids < vocabulary, other=float("-inf")), ids
 
 
 @triton.jit
-def _bound(row_logits, candidates, count, largest, temperature, mass, top_k, top_p, BLOCK: tl.constexpr):
-    """The smallest s of the list that top-k and top-p keep; `mass` is that of all tokens."""
-    low = 0.0
-    for first in range(0, count, BLOCK):
-        s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
-        low = tl.minimum(low, tl.min(tl.where(s == float("-inf"), 0.0, s), 0))
-    if top_k > 0:
-        budget = top_k.to(tl.float64)
-        low = _smallest_kept(row_logits, candidates, count, largest, temperature, low, budget, False, BLOCK)
-        mass = mass * 0.0
-        for first in range(0, count, BLOCK):
-            s, _ = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
-            mass += tl.sum(tl.where(s >= low, tl.exp(s), 0.0), 0)
-    if top_p < 1.0:
-        budget = top_p.to(tl.float64) * mass
-        low = _smallest_kept(row_logits, candidates, count, largest, temperature, low, budget, True, BLOCK)
-    return low
+def _largest(largest, row, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The row's largest logit, and whether it and all others allow a choice."""
+    index = tl.arange(0, BLOCK_S)
+    value = tl.load(largest + row * SLICES + index, mask=index < SLICES, other=float("-inf"))
+    nan = tl.max((value != value).to(tl.int32), 0) > 0
+    most = tl.max(tl.where(value == value, value, float("-inf")), 0)
+    return most, (most > float("-inf")) & (most < float("inf")) & (nan == 0)
 
 
 @triton.jit
-def _lane_floor(lanes, wanted, PROBES: tl.constexpr):
-    """The largest value that a few probes find which at least `wanted` lanes reach; the maximum of the lanes is 0."""
-    floor = tl.min(lanes, 0)
-    floor = tl.maximum(floor, -3.0e38)
-    enough = tl.sum((lanes >= floor).to(tl.int32), 0) >= wanted
-    floor = tl.where(enough, floor, -3.0e38)
-    high = floor * 0.0
-    for _ in range(PROBES):
-        middle = floor + (high - floor) * 0.5
-        reached = tl.sum((lanes >= middle).to(tl.int32), 0) >= wanted
-        floor = tl.where(enough & reached, middle, floor)
-        high = tl.where(reached, high, middle)
-    return floor
+def _sum_slices(column, row, SLICES: tl.constexpr, BLOCK_S: tl.constexpr):
+    index = tl.arange(0, BLOCK_S)
+    return tl.sum(tl.load(column + row * SLICES + index, mask=index < SLICES, other=0.0), 0)
 
 
 @triton.jit
-def sample_kernel(
+def _filters(choices, row, vocabulary):
+    """top_k, 0 if it keeps all; top_p; the smallest s that min-p keeps."""
+    top_k, top_p, min_p = tl.load(choices.top_k + row), tl.load(choices.top_p + row), tl.load(choices.min_p + row)
+    least = tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-37)), -3.0e38)
+    return tl.where(top_k < vocabulary, top_k, 0), top_p, least
+
+
+@triton.jit
+def _keys(choices, row):
+    key_0, key_1 = tl.load(choices.keys + 2 * row), tl.load(choices.keys + 2 * row + 1)
+    return key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def largest_kernel(
     logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    keys,
     banned,
     workspace,
-    tokens,
     vocabulary,
     BANNED: tl.constexpr,
     BANNED_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROBES: tl.constexpr,
+    SLICE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    row_logits, candidates = logits + row * vocabulary, workspace + row * vocabulary
+    row, slices = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if BANNED > 0:
+        first = tl.program_id(0) * SLICE
         ban_index = tl.arange(0, BANNED_BLOCK)
         ban = tl.load(banned + row * BANNED + ban_index, mask=ban_index < BANNED, other=-1)
-        tl.store(row_logits + ban, float("-inf"), mask=(ban >= 0) & (ban < vocabulary))
+        mine = (ban >= first) & (ban < tl.minimum(first + SLICE, vocabulary))
+        tl.store(logits + row * vocabulary + ban, float("-inf"), mask=mine)
         tl.debug_barrier()
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    largest = tl.max(value, 0)
+    first_token = tl.min(tl.where(value == largest, ids, NO_TOKEN), 0)
+    nan = tl.max((value != value).to(tl.int32), 0) > 0
+    place = row * slices + tl.program_id(0)
+    tl.store(workspace.largest + place, tl.where(nan, float("nan"), largest))
+    tl.store(workspace.first + place, first_token)
+    if tl.program_id(0) == 0:
+        bins = tl.arange(0, BINS)
+        tl.store(workspace.counts + row * BINS + bins, tl.zeros((BINS,), tl.int32))
 
-    lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
-    chosen = tl.zeros((BLOCK,), tl.int32)
-    nan = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        value = tl.load(row_logits + index, mask=index < vocabulary, other=float("-inf"))
-        nan |= (value != value).to(tl.int32)
-        chosen = tl.where(value > lanes, index, chosen)
-        lanes = tl.where(value > lanes, value, lanes)
-    largest = tl.max(lanes, 0)
-    token = tl.min(tl.where(lanes == largest, chosen, 2147483647), 0)
-    finite = (tl.max(nan, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
-    temperature = tl.load(temperatures + row)
+
+@triton.jit
+def weigh_kernel(
+    logits, choices, workspace, vocabulary, SLICE: tl.constexpr, BLOCK_S: tl.constexpr, SLICES: tl.constexpr
+):
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(choices.temperature + row)
+    if temperature <= 0.0:
+        return
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    if finite == 0:
+        return
+    s = (value - largest) / temperature
+    top_k, top_p, least = _filters(choices, row, vocabulary)
+    place = row * SLICES + tl.program_id(0)
+    if (top_k > 0) | (top_p < 1.0):
+        tl.store(workspace.mass + place, tl.sum(tl.exp(s).to(tl.float64), 0))
+        counts = tl.histogram(bin_of(s), BINS, mask=s > -3.0e38)
+        bins = tl.arange(0, BINS)
+        tl.atomic_add(workspace.counts + row * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+    else:
+        key_0, key_1 = _keys(choices, row)
+        score, winner = _race(s, ids, least, key_0, key_1)
+        tl.store(workspace.score + place, score)
+        tl.store(workspace.winner + place, winner)
+
+
+@triton.jit
+def list_kernel(
+    logits, choices, workspace, vocabulary, SLICE: tl.constexpr, BLOCK_S: tl.constexpr, SLICES: tl.constexpr
+):
+    row = tl.program_id(1).to(tl.int64)
+    top_k, top_p, least = _filters(choices, row, vocabulary)
+    temperature = tl.load(choices.temperature + row)
+    if (temperature <= 0.0) | ((top_k == 0) & (top_p >= 1.0)):
+        return
+    value, ids = _load_slice(logits, row, vocabulary, SLICE)
+    counts = tl.load(workspace.counts + row * BINS + tl.arange(0, BINS))
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    if finite == 0:
+        return
+    mass = _sum_slices(workspace.mass, row, SLICES, BLOCK_S)
+    first, last = open_bins(counts, top_k, top_p, mass.to(tl.float32))
+    s = (value - largest) / temperature
+    bin = bin_of(s)
+    counted = s > -3.0e38
+    sure = counted & (bin < first)
+    listed = counted & (bin >= first) & (bin <= last)
+    place = row * SLICES + tl.program_id(0)
+    tl.store(workspace.sure + place, tl.sum(sure.to(tl.int32), 0))
+    tl.store(workspace.sure_mass + place, tl.sum(tl.where(sure, tl.exp(s), 0.0).to(tl.float64), 0))
+    key_0, key_1 = _keys(choices, row)
+    score, winner = _race(tl.where(sure, s, float("-inf")), ids, least, key_0, key_1)
+    tl.store(workspace.score + place, score)
+    tl.store(workspace.winner + place, winner)
+    entry = tl.cumsum(listed.to(tl.int32), 0)
+    tl.store(workspace.listed + row * vocabulary + tl.program_id(0) * SLICE + entry - 1, ids, mask=listed)
+    tl.store(workspace.length + place, tl.max(entry, 0))
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    choices,
+    workspace,
+    tokens,
+    vocabulary,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK_S)
+    place, present = row * SLICES + index, index < SLICES
+    largest, finite = _largest(workspace.largest, row, SLICES, BLOCK_S)
+    largests = tl.load(workspace.largest + place, mask=present, other=float("-inf"))
+    token = tl.min(tl.where(largests == largest, tl.load(workspace.first + place, mask=present, other=0), NO_TOKEN), 0)
+    temperature = tl.load(choices.temperature + row)
     if finite & (temperature > 0.0):
-        key_0 = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
-        key_1 = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
-        top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
-        top_k = tl.where(top_k < vocabulary, top_k, 0)
-        least = tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-37)), -3.0e38)
-        best = -1.0
+        scores = tl.load(workspace.score + place, mask=present, other=-1.0)
+        score = tl.max(scores, 0)
+        winners = tl.load(workspace.winner + place, mask=present, other=NO_TOKEN)
+        token = tl.min(tl.where(scores == score, winners, NO_TOKEN), 0)
+        top_k, top_p, least = _filters(choices, row, vocabulary)
         if (top_k > 0) | (top_p < 1.0):
+            length = workspace.length + row * SLICES
+            lists = (
+                logits + row * vocabulary,
+                workspace.listed + row * vocabulary,
+                length,
+                largest,
+                temperature,
+                SLICES,
+            )
+            longest = tl.max(tl.load(length + index, mask=present, other=0), 0)
+            parts = (longest + EACH - 1) // EACH
+            s, ids = load_listed(lists, 0, SLICE, EACH, BLOCK_S * EACH)
+            bound = tl.min(tl.where(s == float("-inf"), 0.0, s), 0)
+            for part in range(1, parts):
+                more, _ = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                bound = tl.minimum(bound, tl.min(tl.where(more == float("-inf"), 0.0, more), 0))
+            sure_mass = _sum_slices(workspace.sure_mass, row, SLICES, BLOCK_S)
+            mass = _sum_slices(workspace.mass, row, SLICES, BLOCK_S)
             if top_k > 0:
-                floor = _lane_floor((lanes - largest) / temperature, top_k, PROBES)
-            else:
-                # A little lower than necessary, because of rounding.
-                floor = tl.maximum(tl.log(tl.maximum(1.0 - top_p, 1e-7) / vocabulary) - 1.0, least)
-            mass = (largest * 0.0).to(tl.float64)
-            count = token * 0
-            for first in range(0, vocabulary, BLOCK):
-                index = first + tl.arange(0, BLOCK)
-                value = tl.load(row_logits + index, mask=index < vocabulary, other=float("-inf"))
-                s = (value - largest) / temperature
-                mass += tl.sum(tl.exp(s), 0)
-                listed = (s >= floor) & (s > -3.0e38)
-                entry = count + tl.cumsum(listed.to(tl.int32), 0) - 1
-                tl.store(candidates + entry, index, mask=listed)
-                count += tl.sum(listed.to(tl.int32), 0)
-            tl.debug_barrier()
-            bound = _bound(row_logits, candidates, count, largest, temperature, mass, top_k, top_p, BLOCK)
+                sure = _sum_slices(workspace.sure, row, SLICES, BLOCK_S).to(tl.float64)
+                budget = top_k.to(tl.float64)
+                bound = smallest_kept(s, lists, parts, bound, sure, budget, False, SLICE, EACH)
+                mass = sure_mass + tl.sum(tl.where(s >= bound, tl.exp(s), 0.0).to(tl.float64), 0)
+                for part in range(1, parts):
+                    more, _ = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                    mass += tl.sum(tl.where(more >= bound, tl.exp(more), 0.0).to(tl.float64), 0)
+            if top_p < 1.0:
+                budget = top_p.to(tl.float64) * mass
+                bound = smallest_kept(s, lists, parts, bound, sure_mass, budget, True, SLICE, EACH)
             bound = tl.maximum(bound, least)
-            for first in range(0, count, BLOCK):
-                s, ids = _load_candidates(row_logits, candidates, first, count, largest, temperature, BLOCK)
-                best, token = _race(best, token, s, ids, bound, key_0, key_1)
-        else:
-            for first in range(0, vocabulary, BLOCK):
-                index = first + tl.arange(0, BLOCK)
-                value = tl.load(row_logits + index, mask=index < vocabulary, other=float("-inf"))
-                best, token = _race(best, token, (value - largest) / temperature, index, least, key_0, key_1)
+            key_0, key_1 = _keys(choices, row)
+            for part in range(parts):
+                s, ids = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
+                other, other_token = _race(s, ids, bound, key_0, key_1)
+                score, token = _better(score, token, other, other_token)
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def sample(logits: Tensor, choices: Choices, workspace: Tensor, tokens: Tensor) -> None:
+def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
     """Writes a token for each row of `logits` [R, V] into `tokens` [R].
 
     Raises:
@@ -264,19 +374,26 @@ def sample(logits: Tensor, choices: Choices, workspace: Tensor, tokens: Tensor) 
         wide = {"keys": (rows, 2), "banned": (rows, choices.banned.shape[-1])}
         dtype = torch.int32 if name in ("top_k", "keys", "banned") else torch.float32
         check_tensor(name, column, wide.get(name, (rows,)), logits, dtype)
-    check_tensor("workspace", workspace, (rows, vocabulary), logits, torch.int32)
+    for name, shape, dtype in Workspace.columns(vocabulary):
+        check_tensor(f"workspace.{name}", getattr(workspace, name), (rows, shape), logits, dtype)
     check_tensor("tokens", tokens, (rows,), logits, torch.int64)
-    if rows:
-        banned = choices.banned.shape[1]
-        sample_kernel[(rows,)](
-            logits,
-            *choices,
-            workspace,
-            tokens,
-            vocabulary,
-            BANNED=banned,
-            BANNED_BLOCK=triton.next_power_of_2(max(banned, 1)),
-            BLOCK=BLOCK,
-            PROBES=LANE_PROBES,
-            num_warps=WARPS,
-        )
+    if not rows:
+        return
+    banned, block = choices.banned.shape[1], slice_of(vocabulary)
+    slices = triton.cdiv(vocabulary, block)
+    block_s = triton.next_power_of_2(slices)
+    largest_kernel[(slices, rows)](
+        logits,
+        choices.banned,
+        workspace,
+        vocabulary,
+        BANNED=banned,
+        BANNED_BLOCK=triton.next_power_of_2(max(banned, 1)),
+        SLICE=block,
+        num_warps=WARPS,
+    )
+    sizes = {"SLICE": block, "SLICES": slices, "BLOCK_S": block_s}
+    weigh_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
+    list_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
+    each = max(1, LISTED // block_s)
+    choose_kernel[(rows,)](logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each, num_warps=WARPS)

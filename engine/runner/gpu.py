@@ -44,7 +44,7 @@ from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import NONFINITE, Choices, sample
+from kvrelay.kernels.sample import NONFINITE, Choices, Workspace, sample
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
@@ -121,7 +121,7 @@ class GpuRunner:
         self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
         windows = model.config.windows(spec.max_context)
         self.attention = TritonAttention(pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows)
-        self._scratch = torch.empty(rows, spec.vocab_size, dtype=torch.int32, device=self.device)
+        self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._capture = capture
@@ -198,7 +198,7 @@ class GpuRunner:
         """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
         inputs = self._decode
         logits = self._decode_logits[rows] = self.model.logits(self._forward(inputs, rows))
-        sample(logits, inputs.choices.first(rows), self._scratch[:rows], self._sampled[:rows])
+        sample(logits, inputs.choices.first(rows), self._scratch.rows(rows), self._sampled[:rows])
 
     def _choose_special(
         self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, choices: Choices, tokens: Tensor
@@ -223,7 +223,7 @@ class GpuRunner:
             last, which = (index.to(self.device, non_blocking=True) for index in (last, which))
             chosen = torch.empty(count, dtype=torch.int64, device=self.device)
             logits = self.model.logits(hidden.index_select(0, last))
-            sample(logits, inputs.choices.first(count), self._scratch[:count], chosen)
+            sample(logits, inputs.choices.first(count), self._scratch.rows(count), chosen)
             special = self._choose_special(plan, sampled, logits, inputs.choices, chosen)
             self._sampled.index_copy_(0, which, chosen)
         return Extras(special, prompts)
@@ -244,7 +244,7 @@ class GpuRunner:
         self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens])))
         hidden = self._forward(inputs, tokens)
         choices = Choices.empty(1, MAX_BANNED, self.device)
-        sample(self.model.logits(hidden[-1:]), choices, self._scratch[:1], self._sampled[:1])
+        sample(self.model.logits(hidden[-1:]), choices, self._scratch.rows(1), self._sampled[:1])
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

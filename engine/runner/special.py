@@ -14,7 +14,7 @@ from kvrelay.engine.plan import StepPlan, TokenLogprobs
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.sampling.sampler import draws_of, early_stops
-from kvrelay.kernels.sample import Choices, sample
+from kvrelay.kernels.sample import Choices, Workspace, sample
 
 
 class SpecialRows:
@@ -44,7 +44,7 @@ class SpecialRows:
         ban(own, early_stops(draws, logits.shape[1]))
         self._empty = (own.amax(-1) == -torch.inf).to("cpu", non_blocking=True)
         chosen = torch.empty(len(places), dtype=torch.int64, device=logits.device)
-        sample(own, choices.select(index), torch.empty(own.shape, dtype=torch.int32, device=own.device), chosen)
+        sample(own, choices.select(index), Workspace.empty(len(own), own.shape[1], own.device), chosen)
         tokens.index_copy_(0, index, chosen)
         tops = [draws[place].params.logprobs or 0 for place in self._scored]
         self._scores = Scores(raw, chosen.index_select(0, scored), tops) if tops else None

@@ -38,7 +38,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by the lanes of a block as well."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(sample_kernel, "BLOCK", 512)
+        monkeypatch.setattr(sample_kernel, "SLICE", 512)
 
 
 @pytest.fixture(scope="module")

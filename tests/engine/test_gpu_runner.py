@@ -28,7 +28,7 @@ OPTIONS = EngineConfig(block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by the lanes of a block as well."""
-    monkeypatch.setattr(sample_kernel, "BLOCK", 512)
+    monkeypatch.setattr(sample_kernel, "SLICE", 512)
 
 
 @pytest.fixture(scope="module")
