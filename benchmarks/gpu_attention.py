@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrelay.engine.attention.triton import architecture_of
+from kvrelay.engine.config import GPU_DEFAULTS
 from kvrelay.kernels import kv_checksum, kv_gather, reference
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
@@ -21,9 +22,10 @@ from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
 from kvrelay.kernels.paged_decode import paged_decode
 
 TOLERANCE = 1.5e-2
-BLOCK = 16
-TMA_BLOCK = 128
-"""Slots of a page that a tile of keys fills, so that it is loaded by TMA."""
+BLOCK = GPU_DEFAULTS.block_size
+"""Slots of a page, as the engine has them: enough for a tile of keys, which is then loaded by TMA."""
+SMALL_BLOCK = 16
+"""Without TMA."""
 CHECKED = 64
 """Queries of a long prompt that are checked: the last ones, which see the most keys."""
 
@@ -50,7 +52,7 @@ class Paged:
 def moving(machine: Machine) -> Iterator[Case]:
     """Frames of an 8B Llama's KV, read from the pool and written into it, and their checksums."""
     layers, kv_heads, dim = (2, 2, 16) if machine.dry else (32, 8, 128)
-    for tokens in (20, 40) if machine.dry else (256, 4096):
+    for tokens in (80, 200) if machine.dry else (256, 4096):
         count = -(-tokens // BLOCK)
         shape = (count + 3, layers, 2, kv_heads, BLOCK, dim)
         pool = torch.empty(shape, dtype=machine.dtype, device=machine.device).normal_()
@@ -114,7 +116,7 @@ def prefill(machine: Machine) -> Iterator[Case]:
         shapes = [
             (rows, start, length, 32, 8, 128, block)
             for rows, start, length in ((1, 0, 1024), (1, 0, 4096), (1, 0, 16384), (1, 0, 32768), (16, 0, 1024))
-            for block in (BLOCK, TMA_BLOCK)
+            for block in (BLOCK, SMALL_BLOCK)
         ]
         shapes += [(1, 30720, 2048, 32, 8, 128, BLOCK), (4, 0, 4096, 32, 8, 64, BLOCK)]
     for shape in shapes:

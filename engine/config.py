@@ -38,7 +38,7 @@ class DeviceDefaults:
 
 
 CPU_DEFAULTS = DeviceDefaults(16, 512, 64, memory_share=0.5, pool_contexts=16)
-GPU_DEFAULTS = DeviceDefaults(32, 2048, 256, memory_share=0.9, pool_contexts=256)
+GPU_DEFAULTS = DeviceDefaults(64, 2048, 256, memory_share=0.9, pool_contexts=256)
 LARGE_GPU_BYTES = 70 * 2**30
 LARGE_GPU_BATCH_TOKENS = 8192
 """Step of a GPU with LARGE_GPU_BYTES or more. The intermediate tensors of a step take memory from the KV pool."""
@@ -91,7 +91,7 @@ class EngineConfig:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     block_size: Annotated[int, Automatic("auto, or a power of two from 8 to 128")] = AUTO
-    """Tokens per KV block; a power of two, 8 to 128. auto: 16 on CPU, 32 on GPU."""
+    """Tokens per KV block; a power of two, 8 to 128. auto: 16 on CPU, 64 on GPU."""
 
     kv_memory_bytes: Annotated[int, Automatic("auto, 1 or more bytes, or text such as 8GiB", sizes=True)] = AUTO
     """Bytes of the KV pool, allocated at start, as a number or as text such as `8GiB`; it has as many blocks as fit.

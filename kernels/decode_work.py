@@ -72,35 +72,39 @@ def plan_decode(contexts: NDArray[np.int64], window: int, work: DecodeWork) -> N
         work: in host memory.
     """
     programs = len(work.starts) - 1
-    first = np.maximum(contexts - window, 0) if window else np.zeros_like(contexts)
-    origin = first // STEP * STEP
+    first = origin = np.zeros_like(contexts)
+    if window:
+        first = np.maximum(contexts - window, 0)
+        origin = first // STEP * STEP
     # A row without keys is an entry too: its result is written.
-    steps = np.maximum((contexts - origin + STEP - 1) // STEP, 1)
+    steps = np.maximum((contexts - origin + (STEP - 1)) // STEP, 1)
     row_ends = steps.cumsum()
     total = int(row_ends[-1])
     used = max(1, min(programs, total // MIN_STEPS))
-    cuts = np.arange(1, used) * total // used
+    cuts = np.arange(total, total * used, total) // used
     row = row_ends.searchsorted(cuts)
     after = row_ends[row] - cuts
     before = steps[row] - after
     reach = total // (SNAP * used)
     back, forth = before <= reach, after <= reach
     within = ~(back | forth)
-    cuts += after * forth - before * back * ~forth
+    cuts += np.where(back, -before, after * forth)
     parts = np.bincount(row[within], minlength=len(contexts))
 
     ends = np.concatenate((row_ends, cuts[within]))
     ends.sort()
-    row = row_ends.searchsorted(ends)
-    lengths = np.diff(ends, prepend=0)
-    key = origin[row] + (ends - row_ends[row] + steps[row]) * STEP
-    partial = parts[row] > 0
     count = len(ends)
+    row = row_ends.searchsorted(ends)
+    begins = np.empty_like(ends)
+    begins[0], begins[1:] = 0, ends[:-1]
+    # From steps of all rows to keys of one.
+    shift = (origin - (row_ends - steps) * STEP)[row]
+    partial = parts[row] > 0
     entries = work.entries.numpy()[:count].T
     entries[0] = row
-    entries[1] = np.maximum(key - lengths * STEP, first[row])
-    entries[2] = np.minimum(key, contexts[row])
-    entries[3] = np.where(partial, partial.cumsum() - 1, -1)
+    entries[1] = np.maximum(begins * STEP + shift, first[row]) if window else begins * STEP + shift
+    entries[2] = np.minimum(ends * STEP + shift, contexts[row])
+    entries[3] = partial.cumsum() * partial - 1
     starts = work.starts.numpy()
     starts[0] = 0
     starts[1:used] = ends.searchsorted(cuts) + 1

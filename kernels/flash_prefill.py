@@ -63,6 +63,8 @@ def choose_tile(dim: int, dtype: torch.dtype, block_size: int = 0, architecture:
         return Tile(16, 16 if dim > 128 else 32, 4, 2)
     if architecture < 90:
         return Tile(64, 32, 8, 3) if dim > 128 else Tile(128, 32, 8, 3)
+    if dim <= 64 and block_size == 64:
+        return Tile(128, 64, 8 if architecture < 100 else 4, 3, tma=True)
     keys = 32 if dim > 128 else 64 if dim > 64 else 128
     return Tile(128, keys, 8, 3, tma=block_size > 0 and block_size % keys == 0)
 

@@ -197,11 +197,11 @@ def test_a_gpu_worker_measures_its_workspaces_before_it_takes_the_rest(llama: Pa
         def used(self) -> int:
             return next(self.figures)
 
-    options = EngineConfig(max_batch_tokens=32, max_sequences=2, threads=1)
+    options = EngineConfig(max_batch_tokens=64, max_sequences=2, threads=1)
     runner = build_gpu_runner(llama, "float32", options, device="cpu", memory=Device())
     layout = runner.layout
-    measured = 5 * 2**20 - layout.block_bytes  # a step of 32 tokens takes one block
-    assert layout.block_size == 32
+    measured = 5 * 2**20 - layout.block_bytes  # a step of 64 tokens takes one block
+    assert layout.block_size == 64
     most = 256 * 1024 * layout.token_bytes
     assert runner.pool.num_blocks == min(int(0.9 * (60 * 2**20 - measured)), most) // layout.block_bytes
     assert (runner.spec.max_context, runner.spec.context_limit) == (1024, "model")
@@ -251,8 +251,8 @@ def test_steps_are_larger_on_larger_devices() -> None:
     found = [EngineConfig().on("cpu"), EngineConfig().on("cuda", 24 * GIB), EngineConfig().on("cuda", 80 * GIB)]
     assert [(each.block_size, each.max_batch_tokens, each.max_sequences) for each in found] == [
         (16, 512, 64),
-        (32, 2048, 256),
-        (32, 8192, 256),
+        (64, 2048, 256),
+        (64, 8192, 256),
     ]
     given = EngineConfig(block_size=64, max_batch_tokens=128, max_sequences=5, memory_share=0.3, memory_part=0.2)
     assert given.on("cuda", 80 * GIB) == EngineConfig(

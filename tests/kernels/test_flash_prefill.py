@@ -183,6 +183,7 @@ LAUNCHES = [
     Launch(block_size=64, window=4096),  # by TMA
     Launch(),
     Launch(dim=64, group=8, dtype=torch.float16, kv_dtype=torch.float16),
+    Launch(dim=64, group=8, block_size=64),
     Launch(dim=80, group=7),
     Launch(dim=256, group=2, block_size=64),
     Launch(kv_dtype=torch.int8, window=4096, stages=2),
