@@ -101,6 +101,32 @@ def monkeypatch_module() -> object:
         yield patch
 
 
+@pytest.mark.parametrize(
+    "step", [0.01, *(pytest.param(step, marks=pytest.mark.slow) for step in (0.0625, 0.5))], ids="{}_apart".format
+)
+def test_the_last_token_that_is_kept_may_win_and_the_next_one_may_not(
+    step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the draw's winner is next to the bound of a filter, on logits that share bins, or have one each."""
+    monkeypatch.setattr(kernel, "SLICE", 32)
+    monkeypatch.setattr(kernel, "LISTED", 8)
+    logits = -step * torch.arange(40.0)[torch.randperm(40, generator=torch.Generator().manual_seed(1))]
+    order = logits.argsort(descending=True)
+    filters = [{"top_k": 8}, {"top_p": 0.45}, {"top_k": 9, "top_p": 0.6}, {"top_k": 30, "min_p": 0.75}]
+    draws, expected = [], []
+    for options in filters:
+        params = SamplingParams(temperature=1.0, **options)
+        kept = token_probabilities(logits, 1.0, params.top_k, params.top_p, params.min_p) > 0
+        last = int(kept.sum()) - 1
+        noise = exponential(noise_keys([0] * 4000, np.arange(4000)), np.arange(40, dtype=np.int32)).double()
+        scores = logits.double().exp() / noise
+        for winner in (order[last], order[last + 1]):
+            position = int((scores.argmax(-1) == winner).nonzero()[0])
+            draws.append(Draw(SamplingParams(temperature=1.0, seed=0, **options), position, 0))
+            expected.append(int((scores[position] * kept).argmax()))
+    assert choose(logits.repeat(len(draws), 1), choices_of(draws)) == expected
+
+
 SMALL, LARGE = (6, 40), (40, 400)
 """Vocabulary, and number of draws."""
 CASES = {
