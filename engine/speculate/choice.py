@@ -22,8 +22,8 @@ class Candidate(NamedTuple):
 
     share: float
     """The probability that one is kept, behind kept ones."""
-    count: int
-    """Guesses, perhaps none."""
+    guesses: int
+    """How many it has, perhaps none."""
     context: int
     """Tokens of the sequence."""
     choosing: Choosing
@@ -41,7 +41,7 @@ def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, pass_se
     ranked = []
     for place, candidate in enumerate(candidates):
         gain = 1.0
-        for level in range(1, candidate.count + 1):
+        for level in range(1, candidate.guesses + 1):
             gain *= candidate.share
             if gain < LEAST:
                 break
