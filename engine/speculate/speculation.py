@@ -5,7 +5,6 @@ pay (`choice.py`). A draft model takes time for each guess, so it is decided fir
 a while where none pays, and where guesses have lost what they may lose (`allowance.py`).
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate import choice
 from kvrelay.engine.speculate.allowance import Allowance
 from kvrelay.engine.speculate.base import NO_GUESS, Guess, Proposer, Want
-from kvrelay.engine.speculate.costs import Choosing, StepCosts
+from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts
 from kvrelay.engine.speculate.shares import Shares
 
 FOLLOW = 0.1
@@ -83,16 +82,15 @@ NOT_ASKED = Flight({}, 0.0, True)
 class Speculation:
     """Guesses for the sequences of one engine. Not thread-safe: the scheduler's."""
 
-    def __init__(self, config: SpeculationConfig, proposer: Proposer, most_rows: int, lag: int = 0) -> None:
+    def __init__(self, config: SpeculationConfig, proposer: Proposer, most_rows: int, clock: Clock) -> None:
         """
         Args:
             most_rows: of a step.
-            lag: of the runner. One that computes a step in `launch` is measured in CPU time of its thread, which other
-                processes on the machine don't change.
+            clock: seconds, by which steps and guesses are measured.
         """
         self.counts = Counts()
-        self._clock = time.monotonic if lag else time.thread_time
-        self._costs = StepCosts(most_rows, self._clock)
+        self._clock = clock
+        self._costs = StepCosts(most_rows, clock)
         self._allowance = Allowance()
         self._shares = Shares(proposer.kinds)
         self._config = config
