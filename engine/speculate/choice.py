@@ -48,14 +48,14 @@ def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, pass_se
             ranked.append((-gain, level, place))
     ranked.sort()
     rows, tokens = len(candidates), float(len(candidates))
-    context = sum([candidate.context for candidate in candidates])
+    context = float(sum([candidate.context for candidate in candidates]))
     choosing = costs.first({candidate.choosing for candidate in candidates})
     choosing += sum([costs.price(candidate.choosing) for candidate in candidates])
     best = MARGIN * tokens / costs.seconds(rows, context, choosing)
     taken = deepest = 0
     for number, (loss, level, place) in enumerate(ranked[: max(0, room)], 1):
         tokens -= loss
-        context += candidates[place].context
+        context += costs.shared * candidates[place].context
         choosing += costs.price(candidates[place].choosing)
         deepest = max(deepest, level)
         rate = tokens / (costs.seconds(rows + number, context, choosing) + deepest * pass_seconds)

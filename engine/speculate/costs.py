@@ -3,7 +3,8 @@
     seconds = speed * (factor[rows] * table[rows] + slope * context + choosing)
 
 `table` is measured with short greedy sequences. `slope` is the time that one row adds for each token of its context;
-`context` is that of all rows together. `choosing` is what tokens cost that are not just the most likely ones: a first
+`context` is that of all rows together, where that of a draft counts `shared` times, since it is read with that of the
+rows before it. `choosing` is what tokens cost that are not just the most likely ones: a first
 row of a kind costs `firsts[kind]`, and each row `prices[kind]`. `factor` and `speed`, that of the whole machine, follow
 the steps that run. Between the measured sizes, lines.
 """
@@ -73,6 +74,8 @@ class Shape(NamedTuple):
     rows: int
     context: int = 0
     """Tokens before each row."""
+    chain: bool = False
+    """Whether the rows are of one sequence, one behind the other."""
     choosing: Choosing = Choosing.GREEDY
 
 
@@ -89,6 +92,8 @@ class StepCosts:
         self._table = self._followed = [1.0] * (most_rows + 1)
         """By rows, as measured and with the factors."""
         self._slope = 0.0
+        self.shared = 1.0
+        """How much of the time of its context a draft takes."""
         self._firsts = [0.0] * len(Choosing)
         self._prices = [0.0] * len(Choosing)
         self._speed = 1.0
@@ -100,8 +105,9 @@ class StepCosts:
         context = max(1, min(CONTEXT, capacity - 1, runner.spec.max_context - 1))
         wide = max([size for size in self._sizes if size <= WIDE])
         greedy = [Shape(size) for size in self._sizes]
-        chosen = [Shape(rows, 0, kind) for kind in MEASURED if kind for rows in {1, wide}]
-        shapes = [*greedy, Shape(wide, context), *chosen]
+        chosen = [Shape(rows, choosing=kind) for kind in MEASURED if kind for rows in {1, wide}]
+        long = Shape(wide, context), Shape(wide, context, chain=True)
+        shapes = [*greedy, *long, *chosen]
         fastest = dict.fromkeys(shapes, math.inf)
         began = self._clock()
         # One of each shape, then one of each again: what else the machine does meets all of them alike.
@@ -113,9 +119,12 @@ class StepCosts:
         sizes = np.minimum.accumulate(np.array([fastest[shape] for shape in greedy])[::-1])[::-1]
         self._table = self._by_rows(sizes)
         self._followed = self._table
-        self._slope = max(0.0, fastest[Shape(wide, context)] - self._table[wide]) / (wide * context)
+        own, shared = (max(0.0, fastest[shape] - self._table[wide]) / (wide * context) for shape in long)
+        self._slope = own
+        # In a chain, the first row's own share is one of `wide`.
+        self.shared = min(1.0, max(0.0, wide * shared / own - 1) / (wide - 1)) if own and wide > 1 else 1.0
         for kind in MEASURED:
-            first, all_rows = (fastest[Shape(rows, 0, kind)] - self._table[rows] for rows in (1, wide))
+            first, all_rows = (fastest[Shape(rows, choosing=kind)] - self._table[rows] for rows in (1, wide))
             self._prices[kind] = max(0.0, all_rows - max(0.0, first)) / max(1, wide - 1)
             self._firsts[kind] = max(0.0, first - self._prices[kind])
         # Until there were some: what they cost depends on their requests.
@@ -131,14 +140,14 @@ class StepCosts:
         return self._prices[kind]
 
     def seconds(self, rows: int, context: float, choosing: float) -> float:
-        """Of a step with so many rows, and so many tokens before them together."""
+        """Of a step with so many rows, and so many tokens before them together, those before drafts `shared` times."""
         return self._speed * (self._followed[rows] + self._slope * context + choosing)
 
-    def step(self, rows: int, context: int, kinds: Sequence[Choosing]) -> float:
+    def step(self, rows: int, context: float, kinds: Sequence[Choosing]) -> float:
         """Seconds of a step whose rows' tokens are chosen so; arguments as for `observe`."""
         return self.seconds(rows, context, self._choosing(kinds))
 
-    def observe(self, rows: int, context: int, kinds: Sequence[Choosing], seconds: float) -> None:
+    def observe(self, rows: int, context: float, kinds: Sequence[Choosing], seconds: float) -> None:
         """A decode step took `seconds`.
 
         Args:
@@ -172,13 +181,14 @@ class StepCosts:
         return found
 
     def _seconds(self, runner: Runner, shape: Shape) -> float:
-        rows, context, choosing = shape
+        rows, context, chain, choosing = shape
+        starts = np.maximum(0, context - np.arange(rows)[::-1] * chain)
         blocks = runner.layout.blocks_for(context + 1)
         plan = StepPlan(
             step=0,
             handles=tuple(range(rows)),
             tokens=np.zeros(rows, np.int32),
-            starts=np.full(rows, context, np.int32),
+            starts=starts.astype(np.int32),
             lengths=np.ones(rows, np.int32),
             block_tables=np.tile(np.arange(blocks, dtype=np.int32), (rows, 1)),
             sample=np.ones(rows, np.bool_),

@@ -168,7 +168,10 @@ class Speculation:
         if plan.kind != "decode":
             return
         kinds = [Choosing.of(params) for params in plan.sampling]
-        context = int(plan.starts.sum())
+        context = own_context = float(plan.starts.sum())
+        if plan.drafts is not None:
+            own_context = float(plan.starts[~plan.drafts].sum())
+            context = own_context + self._costs.shared * (context - own_context)
         own = max(seconds - flight.seconds, seconds / 10)
         self._costs.observe(plan.num_rows, context, kinds, own)
         if drafts is None:
@@ -179,7 +182,7 @@ class Speculation:
             return
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
-        alone = self._costs.step(count, int(plan.starts[others].sum()), [kinds[row] for row in others])
+        alone = self._costs.step(count, own_context, [kinds[row] for row in others])
         expected = self._costs.step(plan.num_rows, context, kinds) + flight.seconds
         self._allowance.settle(tokens / count - min(seconds, BOUND * expected) / alone)
         self.counts.steps += 1
