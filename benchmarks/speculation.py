@@ -10,14 +10,14 @@ is Python's standard library. Cells:
 
     continue      batch 1, temperature 0.8: a file's beginning goes on
     greedy        the same, greedy
-    edit          batch 1, greedy: a class, then the first quarter of its changed copy, which goes on: a look-up can find
-                  what is copied. 128 tokens; all others have 64
+    edit          batch 1, greedy: a class, then the first quarter of its changed copy, which goes on: what is copied
+                  can be looked up. 128 tokens; all others have 64
     batch_8, batch_32    so many sequences, temperature 0.8
 
 `tpot_ms` is milliseconds per token after the first, the median of the rounds; `ratio` that of `off` to it, the median
 of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` once more: its ratio is the machine's
 noise. `accepted` is the share of checked guesses that were kept, `step_tokens` how many tokens of all sequences a step
-with guesses yielded, and `saved` the share of the time without guesses that was saved, by the engine's own measurements.
+with guesses yielded, `saved` the share of the time without guesses that was saved, by the engine's own measurements.
 
 `acceptance`: over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p and the
 draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise` is how
