@@ -5,8 +5,8 @@
 
 Times are CPU seconds of the thread that steps the engine (one thread computes), so other work on the machine changes
 them little. All methods compute on one runner, so with the same weights at the same addresses. Each prompt is continued
-with every method, in random order, before the next prompt, and every round does all prompts. Rounds end when the next one would take longer than --minutes, of wall time, allow. The text
-is Python's standard library. Cells:
+with every method, in random order, before the next prompt, and every round does all prompts. Rounds end when the next
+one would take longer than --minutes, of wall time, allow. The text is Python's standard library. Cells:
 
     continue      batch 1, temperature 0.8: a file's beginning goes on
     greedy        the same, greedy

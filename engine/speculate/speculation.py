@@ -71,12 +71,12 @@ class Flight(NamedTuple):
     kinds: dict[int, int]
     """By handle: the kind of its guess."""
     seconds: float
-    """That the proposer took."""
-    complete: bool
-    """Whether the proposer had a guess for each sequence that it was asked for."""
+    """That it took to have or to choose guesses."""
+    invested: bool
+    """Whether that was for guesses to come: a draft model read prompts."""
 
 
-NOT_ASKED = Flight({}, 0.0, True)
+NOT_ASKED = Flight({}, 0.0, False)
 
 
 class Speculation:
@@ -128,8 +128,9 @@ class Speculation:
         Args:
             room: rows for drafts.
         """
+        began = self._clock()
         if not self._flights:
-            self._began = self._clock()
+            self._began = began
         self._flights.append(NOT_ASKED)
         if self._rests:
             self._rests -= 1
@@ -146,11 +147,13 @@ class Speculation:
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
         if found and self._config.adaptive and not self._proposer.passes:
             found = self._chosen(sequences, found, room)
-        self._flights[-1] = Flight({handle: guess.kind for handle, guess in found.items()}, seconds, complete)
         # Without a guess, nothing is lost by running ahead.
         self._eager.difference_update([sequence.handle for sequence in sequences])
         self._eager.update(found)
-        return [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
+        chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
+        kinds = {handle: guess.kind for handle, guess in found.items()}
+        self._flights[-1] = Flight(kinds, self._clock() - began, self._proposer.passes and not complete)
+        return chains
 
     def settle(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence]) -> None:
         """A step has ended.
@@ -167,6 +170,10 @@ class Speculation:
             self._learn(drafts, kept, sequences, flight.kinds)
         if plan.kind != "decode":
             return
+        if flight is NOT_ASKED and self._rests:
+            # A rest is to cost nothing; its last step is measured.
+            self._allowance.settle(0.0)
+            return
         kinds = [Choosing.of(params) for params in plan.sampling]
         context = own_context = float(plan.starts.sum())
         if plan.drafts is not None:
@@ -176,9 +183,9 @@ class Speculation:
         self._costs.observe(plan.num_rows, context, kinds, own)
         if drafts is None:
             lost = flight.seconds / own
-            if not flight.complete:
+            if flight.invested:
                 self._allowance.invest(lost)
-            self._allowance.settle(-lost if flight.complete else 0.0)
+            self._allowance.settle(0.0 if flight.invested else -lost)
             return
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
