@@ -28,7 +28,7 @@ CONTEXT = 256
 WIDE = 8
 """Rows of the measurements of `slope` and of `prices`."""
 REPEATS = 5
-"""Steps of each shape. The fastest but one counts: others may use the machine, and a clock of CPU time may miss a step."""
+"""Steps of each shape. The fastest but one counts: others use the machine, and a clock of CPU time may miss a step."""
 MOST_SECONDS = 3.0
 """Of a measurement, unless one step of each shape takes longer."""
 FOLLOW = 0.05
