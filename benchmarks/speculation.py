@@ -1,21 +1,23 @@
 """What guessed tokens save: the same prompts with each method in turn, and the acceptance of draws with common noise.
 
     python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft] [--out FILE]
-    python benchmarks/speculation.py --quick        # does everything once; its figures mean nothing
+    python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
 
 Times are CPU seconds of the thread that steps the engine (one thread computes), so other work on the machine changes
-them little. Each prompt is continued with every method before the next prompt, and every round does all prompts; the
-methods' order alternates. Rounds end when the next one would take longer than --minutes, of wall time, allow. The text
-is Python's standard library. Cells:
+them little. All methods compute on one runner, so with the same weights at the same addresses. Each prompt is continued
+with every method, in random order, before the next prompt, and every round does all prompts. Rounds end when the next
+one would take longer than --minutes, of wall time, allow. The text is Python's standard library. Cells:
 
     continue      batch 1, temperature 0.8: a file's beginning goes on
     greedy        the same, greedy
-    edit          batch 1, greedy: a class, then the first lines of its changed copy: what is copied can be looked up
+    edit          batch 1, greedy: a class, then the first quarter of its changed copy, which goes on: what is copied
+                  can be looked up. 128 tokens; all others have 64
     batch_8, batch_32    so many sequences, temperature 0.8
 
 `tpot_ms` is milliseconds per token after the first, the median of the rounds; `ratio` that of `off` to it, the median
-of the rounds' own ratios, and `ratio_range` their range. `accepted` is the share of checked guesses that were kept,
-`step_tokens` how many tokens of all sequences a step with guesses yielded.
+of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` once more: its ratio is the machine's
+noise. `accepted` is the share of checked guesses that were kept, `step_tokens` how many tokens of all sequences a step
+with guesses yielded, `saved` the share of the time without guesses that was saved, by the engine's own measurements.
 
 `acceptance`: over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p and the
 draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise` is how
@@ -30,8 +32,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -39,19 +43,22 @@ import tokenizers
 import torch
 from turns import own_setting, spread
 
-from kvrelay.engine.build import build_engine
+from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.runner.cpu import CpuRunner
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.sampling.noise import exponential, noise_keys
+from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.models import resolve
 
 CLASSES = ("argparse:HelpFormatter", "queue:Queue", "configparser:RawConfigParser")
 BEGINNINGS = ("textwrap", "shlex", "sched")
 TOKENS = 64
-"""Of each completion."""
+EDIT_TOKENS = 128
+EDIT = 256
+"""Tokens of a class."""
 POSITIONS = 256
 SEEDS = 64
 TEMPERATURES = (1.0, 0.8)
@@ -71,10 +78,10 @@ def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[tuple[int, ...]]]
     begin = [tuple(tokenizer.encode(source(name)).ids[:160]) for name in BEGINNINGS]
     edit = []
     for name in CLASSES:
-        ids = tokenizer.encode(source(name)).ids[:256]
-        text = tokenizer.decode(ids)
-        again = text.partition("\n")[0].replace(name.partition(":")[2], "Timed" + name.partition(":")[2])
-        edit.append(tuple(ids + tokenizer.encode("\n\n\n" + again + "\n" + text.split("\n", 3)[1]).ids))
+        ids = tokenizer.encode(source(name)).ids[:EDIT]
+        kind = name.partition(":")[2]
+        copy = tokenizer.encode("\n\n\n" + tokenizer.decode(ids).replace(kind, "Timed" + kind)).ids
+        edit.append(tuple(ids + copy[: EDIT // 4]))
     wide = [begin[number % len(begin)][: 32 + 2 * number] for number in range(32)]
     return {"continue": begin, "greedy": begin, "edit": edit, "batch_8": wide[:8], "batch_32": wide}
 
@@ -114,9 +121,11 @@ class Cell:
         self.asked = asked
         self.tpot: dict[str, list[float]] = {method: [] for method in methods}
         """Milliseconds, of each round."""
-        self.counts = {method: dict.fromkeys(("proposed", "accepted", "steps", "tokens"), 0) for method in methods}
+        self.seconds = dict.fromkeys(methods, 0.0)
+        fields = "proposed", "accepted", "steps", "tokens", "seconds", "plain_seconds"
+        self.counts: dict[str, dict[str, float]] = {method: dict.fromkeys(fields, 0) for method in methods}
 
-    def round(self, engines: dict[str, Engine], number: int, count: bool) -> None:
+    def round(self, engines: dict[str, Engine], random: Random, count: bool) -> None:
         """Every request once with each engine.
 
         Args:
@@ -126,10 +135,9 @@ class Cell:
             RuntimeError: a method changed the tokens.
         """
         seconds, tokens = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0)
-        order = list(engines) if number % 2 else list(reversed(engines))
         for group in self.asked:
             streams = {}
-            for method in order:
+            for method in random.sample(list(engines), len(engines)):
                 guesses = engines[method].scheduler.speculation
                 before = dict(vars(guesses.counts)) if guesses else {}
                 took, later, streams[method] = run(engines[method], group)
@@ -142,6 +150,7 @@ class Cell:
                 raise RuntimeError(f"{self.name}: the methods have different tokens: {streams}")
         if count:
             for method in engines:
+                self.seconds[method] += seconds[method]
                 self.tpot[method].append(1000 * seconds[method] / tokens[method])
 
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -151,10 +160,12 @@ class Cell:
             ratios = [off / mine for off, mine in zip(self.tpot["off"], tpot, strict=True)]
             counts = self.counts[method]
             row: dict[str, Any] = {"tpot_ms": spread(tpot), "ratio": round(statistics.median(ratios), 3)}
-            row["ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+            row["ratio_range"] = [round(edge, 3) for edge in np.quantile(ratios, (0.25, 0.75)).tolist()]
             if counts["proposed"]:
                 row["proposed"] = counts["proposed"]
                 row["accepted"] = round(counts["accepted"] / counts["proposed"], 3)
+                saved = counts["plain_seconds"] - counts["seconds"]
+                row["saved"] = round(saved / (saved + self.seconds[method]), 3)
                 row["step_tokens"] = round(counts["tokens"] / max(1, counts["steps"]), 2)
             found[method] = row
         return found
@@ -194,19 +205,12 @@ def acceptance(target: CpuRunner, draft: CpuRunner, ids: list[int], seeds: int) 
     return found
 
 
-def build(folder: Path, speculation: SpeculationConfig, quick: bool) -> Engine:
+def build(runner: CpuRunner, options: EngineConfig, draft: DraftProposer | None, quick: bool) -> Engine:
     """One that has measured what its steps cost, unless that would take too long for a test."""
-    options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False, speculation=speculation)
-    engine, _ = build_engine(folder, "auto", options)
+    engine = engine_on(runner, options, draft)
     if not quick:
         engine.warm_up()
     return engine
-
-
-def runner_of(engine: Engine) -> CpuRunner:
-    if not isinstance(engine.runner, CpuRunner):
-        raise RuntimeError("this benchmark runs on CPUs")
-    return engine.runner
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -221,29 +225,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder, draft = resolve(args.model), resolve(args.draft)
     methods = {
         "off": SpeculationConfig(),
+        "again": SpeculationConfig(),
         "ngram": SpeculationConfig("ngram"),
         "suffix": SpeculationConfig("suffix"),
         "draft": SpeculationConfig("draft", str(draft), max_tokens=4),
     }
-    engines = {name: build(folder, speculation, args.quick) for name, speculation in methods.items()}
+    options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False).on("cpu")
+    runner = build_cpu_runner(folder, "auto", options)
+    small = build_cpu_runner(draft, "auto", options)
+    engines = {}
+    for name, speculation in methods.items():
+        guesses = DraftProposer(small, options.max_batch_tokens) if name == "draft" else None
+        engines[name] = build(
+            runner, replace(options, speculation=replace(speculation, adaptive=not args.quick)), guesses, args.quick
+        )
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = prompts(tokenizer)
-    small = runner_of(build(draft, SpeculationConfig(), quick=True))
     ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]
     result: dict[str, Any] = own_setting("torch") | {"model": args.model, "draft": args.draft, "clock": "cpu"}
-    result["acceptance"] = acceptance(runner_of(engines["off"]), small, ids, 2 if args.quick else SEEDS)
+    result["acceptance"] = acceptance(runner, small, ids, 2 if args.quick else SEEDS)
     print(json.dumps({"acceptance": result["acceptance"]}), flush=True)
     cells = [
-        Cell(name, groups(name, asked, 8 if args.quick else TOKENS), list(engines)) for name, asked in texts.items()
+        Cell(name, groups(name, asked, 8 if args.quick else EDIT_TOKENS if name == "edit" else TOKENS), list(engines))
+        for name, asked in texts.items()
     ]
+    rounds, longest, random = 0, 0.0, Random(0)
     if not args.quick:
         for cell in cells[:2]:
-            cell.round(engines, 0, count=False)
-    rounds, longest = 0, 0.0
+            cell.round(engines, random, count=False)
     while not rounds or (not args.quick and time.monotonic() - began + longest < 60 * args.minutes):
         round_began = time.monotonic()
         for cell in cells:
-            cell.round(engines, rounds, count=True)
+            cell.round(engines, random, count=True)
         rounds += 1
         longest = max(longest, time.monotonic() - round_began)
         print(f"round {rounds}: {longest:.0f} s at most", file=sys.stderr, flush=True)

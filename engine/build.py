@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +115,9 @@ def engine_on(runner: Runner, options: EngineConfig, proposer: Proposer | None =
     speculation = None
     if proposer is not None:
         rows = min(options.max_sequences, options.max_batch_tokens)
-        speculation = Speculation(options.speculation, proposer, rows, runner.lag)
+        # A step that `launch` computes is measured in CPU time of its thread, which other processes don't change.
+        clock = time.monotonic if runner.lag else time.thread_time
+        speculation = Speculation(options.speculation, proposer, rows, clock)
     return Engine(Scheduler(options, prefix, runner.spec, runner.lag, speculation), runner)
 
 

@@ -18,6 +18,18 @@ class Want(NamedTuple):
     """How many tokens to guess at most, 1 or more."""
 
 
+class Guess(NamedTuple):
+    """How a sequence may continue."""
+
+    tokens: list[int]
+    """Perhaps none."""
+    kind: int = 0
+    """Guesses of one kind come true about equally often; from 0, less than the proposer's `kinds`."""
+
+
+NO_GUESS = Guess([])
+
+
 class Proposer(Protocol):
     """Guesses how sequences continue. A wrong guess costs time and nothing else. Not thread-safe."""
 
@@ -26,11 +38,16 @@ class Proposer(Protocol):
         """Whether a further token of a guess takes time of its own, as a pass of a draft model does."""
         ...
 
+    @property
+    def kinds(self) -> int:
+        """How many kinds of guesses it makes, 1 or more."""
+        ...
+
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow."""
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """A guess for each, perhaps shorter than asked for, or empty."""
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        """A guess for each, perhaps shorter than asked for."""
         ...
 
     def forget(self, handle: int) -> None:

@@ -22,7 +22,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import ChainRunner
-from kvrelay.engine.speculate.base import Want
+from kvrelay.engine.speculate.base import Guess, Want
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +41,7 @@ class DraftProposer:
     """Implements `Proposer`."""
 
     passes = True
+    kinds = 1
 
     def __init__(self, runner: ChainRunner, max_batch_tokens: int) -> None:
         """
@@ -62,7 +63,7 @@ class DraftProposer:
     def warm_up(self) -> None:
         self._runner.warm_up()
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
         ready: list[tuple[Draft, Want, list[int]]] = []
         guesses: list[list[int]] = [[] for _ in wants]
@@ -103,7 +104,7 @@ class DraftProposer:
                 for draft, want, guess in ready
                 if len(guess) < want.most and len(draft.tokens) < limit
             ]
-        return guesses
+        return [Guess(guess) for guess in guesses]
 
     def forget(self, handle: int) -> None:
         draft = self._drafts.pop(handle, None)

@@ -6,6 +6,7 @@ quotations, answers with the question's names.
 
 from collections.abc import Sequence
 
+from kvrelay.engine.speculate.base import NO_GUESS, Guess
 from kvrelay.engine.speculate.lookup import copied
 
 
@@ -26,10 +27,10 @@ class NgramIndex:
                     ends[tuple(tokens[end - length : end])] = end
         self._indexed = max(self._indexed, len(tokens) - 1)
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+    def guess(self, tokens: Sequence[int], most: int) -> Guess:
         """See `Index.guess`."""
         begin = self.find(tokens)
-        return [] if begin is None else copied(tokens, begin, most)
+        return NO_GUESS if begin is None else copied(tokens, begin, most)
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """The index behind the last occurrence of the longest n-gram that ends `tokens`; None if there is none."""

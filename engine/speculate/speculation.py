@@ -1,20 +1,13 @@
-"""Decides how many drafts each sequence gets in a step: as many as pay.
+"""Decides which guesses a step checks, and learns from what became of them.
 
-A step of n sequences costs c(n) seconds and yields n tokens. With m more rows for drafts it costs c(n + m), and the
-i-th draft of a sequence is kept with probability a**i, if each draft is kept with probability a behind kept ones. So a
-step with these drafts yields n + sum a**i tokens. The drafts with the largest a**i are taken, as many as make tokens
-per second the most; none, unless that is MARGIN more than without.
-
-`a` is followed for each sequence. While a sequence gets no drafts, its `a` returns slowly to what sequences here have
-on average, and that slowly to FRESH: so what changes is noticed, for a few steps in a hundred.
+A proposer whose guesses cost next to nothing, a look-up, is asked first, and then as many of its guesses are checked as
+pay (`choice.py`). A draft model takes time for each guess, so it is decided first how many it should make. Both end for
+a while where none pays, and where guesses have lost what they may lose (`allowance.py`).
 """
 
-import time
+from collections import deque
 from collections.abc import Sequence as Items
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvrelay.engine.config import SpeculationConfig
 from kvrelay.engine.plan import StepPlan
@@ -22,27 +15,20 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
-from kvrelay.engine.speculate.base import Proposer, Want
-from kvrelay.engine.speculate.costs import StepCosts
+from kvrelay.engine.speculate import choice
+from kvrelay.engine.speculate.allowance import Allowance
+from kvrelay.engine.speculate.base import NO_GUESS, Guess, Proposer, Want
+from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts
+from kvrelay.engine.speculate.shares import Shares
 
-Floats = NDArray[np.float64]
-
-FRESH = 0.7
-"""Share of drafts that is expected of the first sequence."""
 FOLLOW = 0.1
-"""Weight of one draft in its sequence's share."""
-FOLLOW_ALL = 0.01
-"""Weight of one draft in the engine's share."""
-RETURN = 0.002
-"""How far a share returns in a step without drafts."""
-MARGIN = 1.03
-"""By how much drafts must be expected to raise tokens per second."""
+"""Weight of one chain in the time of a pass."""
 DECIDED_STEPS = 8
-"""How long a decision holds, in steps, if the batch stays the same."""
+"""How long a decision holds, in steps: to make no guesses, and how many a draft model makes."""
 WARM_UP_PASSES = 4
 REPEATS = 5
 BOUND = 2.0
-"""A pass that takes so many times longer than expected says more about the machine than about the proposer."""
+"""What takes so many times longer than expected says more about the machine than about itself."""
 ASK_AGAIN = 32
 """Tokens after which a sequence that runs ahead of its commits, and so can't have drafts, is held back for one step."""
 
@@ -79,38 +65,49 @@ class Counts:
         """Time that their tokens would have taken without drafts, as far as is known."""
 
 
+class Flight(NamedTuple):
+    """What was guessed for a plan that isn't committed yet."""
+
+    kinds: dict[int, int]
+    """By handle: the kind of its guess."""
+    seconds: float
+    """That it took to have or to choose guesses."""
+    invested: bool
+    """Whether that was for guesses to come: a draft model read prompts."""
+
+
+NOT_ASKED = Flight({}, 0.0, False)
+
+
 class Speculation:
     """Guesses for the sequences of one engine. Not thread-safe: the scheduler's."""
 
-    def __init__(self, config: SpeculationConfig, proposer: Proposer, most_rows: int, lag: int = 0) -> None:
+    def __init__(self, config: SpeculationConfig, proposer: Proposer, most_rows: int, clock: Clock) -> None:
         """
         Args:
             most_rows: of a step.
-            lag: of the runner. One that computes a step in `launch` is measured in CPU time of its thread, which other
-                processes on the machine don't change.
+            clock: seconds, by which steps and guesses are measured.
         """
         self.counts = Counts()
-        self._clock = time.monotonic if lag else time.thread_time
-        self._costs = StepCosts(most_rows, self._clock)
-        self._in_flight = 0
-        self._began = 0.0
-        """When the oldest plan in flight began to be computed."""
+        self._clock = clock
+        self._costs = StepCosts(most_rows, clock)
+        self._allowance = Allowance()
+        self._shares = Shares(proposer.kinds)
         self._config = config
         self._proposer = proposer
-        self._shares: dict[int, float] = {}
-        """By handle: the share of drafts that are kept."""
-        self._share = FRESH
+        self._flights: deque[Flight] = deque()
+        """Of the plans in flight, the newest last."""
+        self._began = 0.0
+        """When the oldest plan in flight began to be computed."""
         self._eager: set[int] = set()
         """Handles of the sequences that should get drafts in their next step."""
-        self._handles: list[int] = []
-        self._decided: list[int] = []
-        self._most = self._valid = 0
-        """Of the newest decision: its batch, how many drafts each sequence gets and how many one gets at most, and for
-        how many steps more it holds."""
-        self._drafting = 0.0
-        """Seconds that the proposer took for the newest plan."""
+        self._rests = 0
+        """Steps to come without guesses."""
+        self._depths: dict[int, int] = {}
+        self._valid = 0
+        """Of a proposer with passes: by handle, how many guesses it makes, and for how many steps more."""
         self._pass_seconds = 0.0
-        """That one more draft for the whole batch takes the proposer."""
+        """That one more guess for the whole batch takes the proposer."""
 
     def measure(self, runner: Runner) -> None:
         """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
@@ -131,41 +128,32 @@ class Speculation:
         Args:
             room: rows for drafts.
         """
-        self._drafting = 0.0
-        if not self._in_flight:
-            self._began = self._clock()
-        self._in_flight += 1
-        if not sequences:
+        began = self._clock()
+        if not self._flights:
+            self._began = began
+        self._flights.append(NOT_ASKED)
+        if self._rests:
+            self._rests -= 1
             return []
-        handles = [sequence.handle for sequence in sequences]
-        if handles != self._handles or not self._valid:
-            self._decide(sequences, handles, room)
-        self._valid -= 1
-        if not self._most:
-            return []
-        wants = []
-        for sequence, count in zip(sequences, self._decided, strict=True):
-            count = min(count, room, sequence.request.most_tokens - sequence.num_tokens - 1)
-            if count > 0:
-                wants.append(Want(sequence.handle, sequence.request, sequence.tokens, count))
-                room -= count
+        wants = self._wants(sequences, room)
         if not wants:
             return []
-        guesses, self._drafting = self._timed(wants)
+        guesses, seconds = self._timed(wants)
+        complete = all(guess.tokens for guess in guesses)
         # While one of the prompts is read, the time says nothing of a pass.
-        if self._proposer.passes and all(guesses):
-            seconds = self._drafting / max(map(len, guesses))
-            self._pass_seconds += FOLLOW * (min(seconds, BOUND * self._pass_seconds) - self._pass_seconds)
-        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess}
+        if self._proposer.passes and complete:
+            passed = seconds / max([len(guess.tokens) for guess in guesses])
+            self._pass_seconds += FOLLOW * (min(passed, BOUND * self._pass_seconds) - self._pass_seconds)
+        found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
+        if found and self._config.adaptive and not self._proposer.passes:
+            found = self._chosen(sequences, found, room)
         # Without a guess, nothing is lost by running ahead.
-        self._eager.difference_update([want.handle for want in wants if want.handle not in found])
-        return [_chain(sequence, found.get(sequence.handle, [])) for sequence in sequences] if found else []
-
-    def _timed(self, wants: list[Want]) -> tuple[list[list[int]], float]:
-        """The guesses, and the seconds that they took."""
-        began = self._clock()
-        guesses = self._proposer.propose(wants)
-        return guesses, self._clock() - began
+        self._eager.difference_update([sequence.handle for sequence in sequences])
+        self._eager.update(found)
+        chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
+        kinds = {handle: guess.kind for handle, guess in found.items()}
+        self._flights[-1] = Flight(kinds, self._clock() - began, self._proposer.passes and not complete)
+        return chains
 
     def settle(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence]) -> None:
         """A step has ended.
@@ -176,23 +164,111 @@ class Speculation:
         """
         ended = self._clock()
         seconds, self._began = ended - self._began, ended
-        self._in_flight -= 1
-        if plan.drafts is not None:
-            self._learn(plan.drafts.tolist(), kept, sequences)
-            seconds = max(seconds - self._drafting, seconds / 10)
+        flight = self._flights.popleft()
+        drafts = None if plan.drafts is None else plan.drafts.tolist()
+        if drafts is not None:
+            self._learn(drafts, kept, sequences, flight.kinds)
         if plan.kind != "decode":
             return
-        self._costs.observe(plan.num_rows, int(plan.starts.sum()), seconds)
+        if flight is NOT_ASKED and self._rests:
+            # A rest is to cost nothing; its last step is measured.
+            self._allowance.settle(0.0)
+            return
+        kinds = [Choosing.of(params) for params in plan.sampling]
+        context = own_context = float(plan.starts.sum())
         if plan.drafts is not None:
-            count = plan.num_sequences
-            context = np.array([float(plan.starts[~plan.drafts].sum())])
-            alone = float(self._costs.seconds(np.array([float(count)]), context)[0])
-            self.counts.steps += 1
-            self.counts.tokens += sum(kept)
-            self.counts.seconds += seconds + self._drafting
-            self.counts.plain_seconds += alone * sum(kept) / count
+            own_context = float(plan.starts[~plan.drafts].sum())
+            context = own_context + self._costs.shared * (context - own_context)
+        own = max(seconds - flight.seconds, seconds / 10)
+        self._costs.observe(plan.num_rows, context, kinds, own)
+        if drafts is None:
+            lost = flight.seconds / own
+            if flight.invested:
+                self._allowance.invest(lost)
+            self._allowance.settle(0.0 if flight.invested else -lost)
+            return
+        count, tokens = plan.num_sequences, sum(kept)
+        others = [row for row, draft in enumerate(drafts) if not draft]
+        alone = self._costs.step(count, own_context, [kinds[row] for row in others])
+        expected = self._costs.step(plan.num_rows, context, kinds) + flight.seconds
+        self._allowance.settle(tokens / count - min(seconds, BOUND * expected) / alone)
+        self.counts.steps += 1
+        self.counts.tokens += tokens
+        self.counts.seconds += seconds
+        self.counts.plain_seconds += alone * tokens / count
 
-    def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence]) -> None:
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self._shares.forget(sequence.handle)
+        self._eager.discard(sequence.handle)
+        self._depths.pop(sequence.handle, None)
+        self._proposer.forget(sequence.handle)
+
+    def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
+        """What to ask the proposer for."""
+        most, depths = self._config.max_tokens, self._depths
+        if self._config.adaptive:
+            if self._allowance.steps <= 0:
+                return self._rest(sequences)
+            if self._proposer.passes and not self._decided(sequences, room):
+                return self._rest(sequences)
+        wants = []
+        for sequence in sequences:
+            left = sequence.request.most_tokens - sequence.num_tokens - 1
+            count = min(depths.get(sequence.handle, most), room, left)
+            if count > 0:
+                wants.append(Want(sequence.handle, sequence.request, sequence.tokens, count))
+                # What a look-up finds is chosen from.
+                room -= 0 if self._config.adaptive and not self._proposer.passes else count
+        return wants
+
+    def _rest(self, sequences: Items[Sequence]) -> list[Want]:
+        """No guesses for a while."""
+        handles = [sequence.handle for sequence in sequences]
+        self._rests = DECIDED_STEPS - 1
+        self._shares.rest(handles, DECIDED_STEPS)
+        self._eager.difference_update(handles)
+        return []
+
+    def _decided(self, sequences: Items[Sequence], room: int) -> bool:
+        """Whether a proposer with passes should make guesses; `_depths` says how many."""
+        self._valid -= 1
+        if self._valid < 0 or any(sequence.handle not in self._depths for sequence in sequences):
+            self._valid = DECIDED_STEPS - 1
+            candidates = [self._candidate(sequence, 0, self._config.max_tokens) for sequence in sequences]
+            found = choice.counts(candidates, self._costs, room, self._pass_seconds)
+            self._depths = {sequence.handle: count for sequence, count in zip(sequences, found, strict=True)}
+        return any(self._depths[sequence.handle] for sequence in sequences)
+
+    def _chosen(self, sequences: Items[Sequence], found: dict[int, Guess], room: int) -> dict[int, Guess]:
+        """As many of the guesses as pay; by handle."""
+        guesses = [found.get(sequence.handle, NO_GUESS) for sequence in sequences]
+        candidates = [
+            self._candidate(sequence, guess.kind, len(guess.tokens))
+            for sequence, guess in zip(sequences, guesses, strict=True)
+        ]
+        chosen = {
+            sequence.handle: guess._replace(tokens=guess.tokens[:count])
+            for sequence, guess, count in zip(
+                sequences, guesses, choice.counts(candidates, self._costs, room, 0.0), strict=True
+            )
+            if count
+        }
+        if not chosen:
+            self._rest(sequences)
+        return chosen
+
+    def _candidate(self, sequence: Sequence, kind: int, count: int) -> choice.Candidate:
+        share = self._shares.expected(sequence.handle, kind)
+        return choice.Candidate(share, count, sequence.num_tokens, Choosing.of(sequence.request.sampling))
+
+    def _timed(self, wants: list[Want]) -> tuple[list[Guess], float]:
+        """The guesses, and the seconds that they took."""
+        began = self._clock()
+        guesses = self._proposer.propose(wants)
+        return guesses, self._clock() - began
+
+    def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence], kinds: dict[int, int]) -> None:
         counts = self.counts
         for row, draft in enumerate(drafts):
             if not draft:
@@ -204,60 +280,16 @@ class Speculation:
             if kept[row - 1]:
                 counts.accepted += right
                 sequence.accepted += right
-                self._share += FOLLOW_ALL * (right - self._share)
-                if not sequence.ended:
-                    share = self._shares.get(sequence.handle, self._share)
-                    self._shares[sequence.handle] = share + FOLLOW * (right - share)
-
-    def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
-        self._shares.pop(sequence.handle, None)
-        self._eager.discard(sequence.handle)
-        self._proposer.forget(sequence.handle)
-
-    def _decide(self, sequences: Items[Sequence], handles: list[int], room: int) -> None:
-        """How many drafts each sequence gets in the next steps."""
-        most = self._config.max_tokens
-        self._handles, self._valid = handles, DECIDED_STEPS
-        if not self._config.adaptive:
-            self._decided, self._most = [most] * len(handles), most
-        else:
-            shares = np.array([self._shares.get(handle, self._share) for handle in handles])
-            contexts = np.array([sequence.num_tokens for sequence in sequences], np.float64)
-            self._decided = self._best(shares, contexts, most, room)
-            self._most = max(self._decided)
-            self._share += RETURN * RETURN * DECIDED_STEPS * (FRESH - self._share)
-            for handle, count in zip(handles, self._decided, strict=True):
-                if not count and handle in self._shares:
-                    self._shares[handle] += RETURN * DECIDED_STEPS * (self._share - self._shares[handle])
-        for handle, count in zip(handles, self._decided, strict=True):
-            (self._eager.add if count else self._eager.discard)(handle)
-
-    def _best(self, shares: Floats, contexts: Floats, depth: int, room: int) -> list[int]:
-        """As many drafts of each sequence, up to `depth`, and `room` in all, as make tokens per second the most."""
-        count = len(shares)
-        if room < 1:
-            return [0] * count
-        # Level by level, so that of equal gains a draft comes after those that it follows.
-        gains = (shares ** np.arange(1, depth + 1)[:, None]).reshape(-1)
-        order = (-gains).argsort(kind="stable")[:room]
-        owners, levels = order % count, order // count + 1
-        tokens = np.concatenate(([0.0], gains[order].cumsum())) + count
-        rows = np.arange(len(order) + 1, dtype=np.float64) + count
-        context = np.concatenate(([0.0], contexts[owners].cumsum())) + contexts.sum()
-        drafting = np.concatenate(([0.0], np.maximum.accumulate(levels))) * self._pass_seconds
-        rates = tokens / (self._costs.seconds(rows, context) + drafting)
-        taken = int(rates.argmax())
-        if rates[taken] < MARGIN * rates[0]:
-            return [0] * count
-        found: list[int] = np.bincount(owners[:taken], minlength=count).tolist()
-        return found
+                self._shares.learn(sequence.handle, kinds[sequence.handle], right)
+                if sequence.ended:
+                    self._shares.forget(sequence.handle)
 
 
-def _chain(sequence: Sequence, drafts: list[int]) -> Chain:
-    """As many of the drafts as the request's constraint allows."""
-    if not drafts:
+def _chain(sequence: Sequence, guess: Guess | None) -> Chain:
+    """As many of the guessed tokens as the request's constraint allows."""
+    if guess is None:
         return NO_CHAIN
+    drafts = guess.tokens
     if sequence.shaping is None:
         return Chain(drafts, [])
     shapings: list[Shaping | None] = []

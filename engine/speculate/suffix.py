@@ -10,6 +10,7 @@ long copies come in few steps, and chance matches cost little.
 
 from collections.abc import Sequence
 
+from kvrelay.engine.speculate.base import NO_GUESS, Guess
 from kvrelay.engine.speculate.lookup import copied
 
 FACTOR = 2
@@ -42,10 +43,10 @@ class SuffixIndex:
             self._push(tokens[index])
         self._count = len(tokens)
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+    def guess(self, tokens: Sequence[int], most: int) -> Guess:
         """See `Index.guess`."""
         length, end = self.match
-        return [] if length < self._shortest else copied(tokens, end, min(most, FACTOR * length))
+        return NO_GUESS if length < self._shortest else copied(tokens, end, min(most, FACTOR * length))
 
     def _push(self, token: int) -> None:
         state, before = self._state({}, self._length[self._last] + 1), self._last

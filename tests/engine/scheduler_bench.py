@@ -1,6 +1,7 @@
 """A scheduler with a runner that computes nothing, for the tests of the scheduler."""
 
 import dataclasses
+import time
 from collections import deque
 
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
@@ -47,7 +48,7 @@ class Bench:
         if drafts:
             options = SpeculationConfig("ngram", max_tokens=drafts, adaptive=False)
             rows = min(max_sequences, max_batch_tokens)
-            speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, lag)
+            speculation = Speculation(options, HashGuesses(wrong_every=drafts + 2), rows, time.thread_time)
         self.scheduler = Scheduler(self.config, self.prefix, self.runner.spec, lag, speculation)
         self.lag = lag
         self.flight: deque[tuple[StepPlan, StepHandle]] = deque()

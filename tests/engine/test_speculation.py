@@ -24,7 +24,7 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.engine.speculate.base import Proposer, Want
+from kvrelay.engine.speculate.base import NO_GUESS, Guess, Proposer, Want
 from kvrelay.engine.speculate.lookup import LookupProposer
 from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
@@ -49,6 +49,7 @@ class Truth:
     """Guesses what a stream without guesses had, and every third time something else. Implements `Proposer`."""
 
     passes = False
+    kinds = 1
 
     def __init__(self, streams: dict[str, list[int]], wrong_every: int = 3) -> None:
         self._streams = streams
@@ -57,8 +58,8 @@ class Truth:
     def warm_up(self) -> None:
         pass
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        return [self._propose(want) for want in wants]
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        return [Guess(self._propose(want)) for want in wants]
 
     def forget(self, handle: int) -> None:
         pass
@@ -315,10 +316,10 @@ def test_prompt_lookup_copies_what_followed_the_longest_match() -> None:
     proposer = LookupProposer(lambda: NgramIndex(2, 3))
     asked = request("a", [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3], SamplingParams())
     want = Want(0, asked, asked.tokens, 4)
-    assert proposer.propose([want]) == [[4, 5, 9, 2]]
+    assert proposer.propose([want]) == [Guess([4, 5, 9, 2], kind=2)]
     # Two tokens match, and three don't; the last of two places counts.
-    assert proposer.propose([want._replace(tokens=(*asked.tokens, 7, 2, 3))]) == [[7, 2, 3, 7]]
-    assert proposer.propose([want._replace(handle=1, tokens=(1, 2, 3))]) == [[]]
+    assert proposer.propose([want._replace(tokens=(*asked.tokens, 7, 2, 3))]) == [Guess([7, 2, 3, 7], kind=2)]
+    assert proposer.propose([want._replace(handle=1, tokens=(1, 2, 3))]) == [NO_GUESS]
 
 
 @settings(max_examples=60, deadline=None)

@@ -241,6 +241,41 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
         assert all(map(torch.equal, result, results[0]))
 
 
+def decode(step: Step, attention: NativeAttention, layer: int, first: int, count: int) -> Tensor:
+    """[count, H * D] of tokens of the step's only row, each a row of its own behind those before it."""
+    start = step.rows[0][0]
+    starts = np.arange(start + first, start + first + count)
+    attention.plan(AttentionInputs.decoding(starts, step.tables.repeat(count, 0), step.shape.block))
+    rotation = Rotation(*(angles[first : first + count] for angles in step.rotation))
+    norm = step.norm if layer else None
+    return attention.run(layer, step.qkv[first : first + count].clone(), rotation, norm)
+
+
+@native_only
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(4, 2), (3, 3), (6, 1), (9, 3), (10, 2), (7, 1)]),
+    st.sampled_from([16, 32, 40, 64, 128]),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+    st.sampled_from([0, 3, 100, 118, 120, 127, 250, 700]),
+    st.integers(2, 17),
+    st.sampled_from([0, 1, 20, 140]),
+    st.integers(1, 3),
+)
+def test_guesses_are_computed_as_if_one_by_one(
+    heads: tuple[int, int], dim: int, dtype: KVDtype, start: int, count: int, window: int, threads: int
+) -> None:
+    """Bit by bit, and whatever the guesses behind a token are."""
+    shape = Shape(*heads, dim, 16, window)
+    for layer in range(LAYERS):
+        step = Step(shape, [(start, count)], 5, dtype)
+        attention = native(step, threads)
+        alone = torch.cat([decode(step, attention, layer, index, 1) for index in range(count)])
+        assert torch.equal(decode(step, attention, layer, 0, count), alone)
+        step.qkv[-1] = torch.nan
+        assert torch.equal(decode(step, attention, layer, 0, count)[:-1], alone[:-1])
+
+
 @native_only
 def test_activations_of_another_type_are_converted() -> None:
     step = Step(Shape(4, 2, 32), [(30, 1), (0, 40)], 3, "bfloat16")

@@ -6,7 +6,7 @@ import xxhash
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.engine.speculate.base import Want
+from kvrelay.engine.speculate.base import Guess, Want
 from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, kv_bytes
 
 
@@ -14,6 +14,7 @@ class HashGuesses:
     """A `Proposer` that knows the model. One guess in `wrong_every` is wrong, and so are those behind it."""
 
     passes = False
+    kinds = 1
 
     def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
         self._layout = layout
@@ -24,8 +25,8 @@ class HashGuesses:
     def warm_up(self) -> None:
         pass
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        return [self._propose(want) for want in wants]
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        return [Guess(self._propose(want)) for want in wants]
 
     def forget(self, handle: int) -> None:
         self._states.pop(handle, None)

@@ -18,6 +18,13 @@ constexpr double DECODE_KEY = 35.0;     // for each HEADS query heads
 constexpr double PREFILL_KEY = 220.0;   // for each panel
 constexpr double TILED_KEY = 50.0;      // for each panel, by AMX
 
+// Whether `next` is the token behind a row's last one, in the same sequence: a guess of it.
+bool continues(const AttentionShape& shape, const Row& row, const Row& next) {
+    const int64_t end = row.start + row.tokens;
+    if (next.tokens != 1 || next.start != end) return false;
+    return std::equal(row.blocks, row.blocks + divide_up(end, shape.block_size), next.blocks);
+}
+
 }  // namespace
 
 void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
@@ -29,32 +36,49 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
     auto first_seen = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
 
     // Items of all KV heads read memory in longer runs, but there must still be enough items for all threads.
-    int64_t chunks = 0;
-    for (const Row& row : rows) chunks += row.tokens * divide_up(row.start + row.tokens, CHUNK);
+    int64_t chunks = 0, shared = 0;
+    for (size_t r = 0; r < rows.size(); r++) {
+        int64_t& to = r > 0 && continues(shape, rows[r - 1], rows[r]) ? shared : chunks;
+        to += rows[r].tokens * divide_up(rows[r].start + rows[r].tokens, CHUNK);
+    }
+    chunks += shared / queries_together(shape);
     const int32_t together = chunks >= 8 * shape.threads ? shape.kv_heads : 1;
 
+    // Queries that see the same first key, up to `queries_together`: `query` of row `r` and those after it.
+    auto add = [&](int32_t r, int64_t query, int64_t queries) {
+        const int64_t position = rows[r].start + query, first = first_seen(position);
+        const int64_t last = position + queries, most = divide_up(last - first, CHUNK);
+        const int64_t merge = most > 1 ? int64_t(merges.size()) : -1;
+        for (int64_t end = position + 1; end <= last && most > 1; end++) {
+            const int64_t parts = divide_up(end - first, CHUNK);
+            for (int64_t head = 0; head < shape.kv_heads; head++, next_part += parts) merges.push_back({next_part, parts});
+        }
+        for (int64_t part = 0; part < most; part++) {
+            const int64_t begin = first + part * CHUNK, end = std::min(begin + CHUNK, last);
+            const int64_t done = std::max<int64_t>(0, begin - position);  // queries that see none of these keys
+            for (int32_t head = 0; head < shape.kv_heads; head += together) {
+                const double cost = DECODE_KEY * (end - begin) * together * divide_up((queries - done) * group, HEADS);
+                const int64_t to = merge < 0 ? -1 : merge + done * shape.kv_heads + head;
+                costed.push_back({cost, {r, head, together, query + done, queries - done, begin, end, to, part, true}});
+            }
+        }
+    };
+
     for (int32_t r = 0; r < int32_t(rows.size()); r++) {
-        const Row& row = rows[r];
-        if (row.tokens == 1 || row.tokens * group <= FEW_QUERIES) {
-            for (int64_t query = 0; query < row.tokens; query++) {
-                const int64_t last = row.start + query + 1, first = first_seen(last - 1);
-                const int64_t parts = divide_up(last - first, CHUNK);
-                const int64_t merge = parts > 1 ? int64_t(merges.size()) : -1;
-                for (int64_t head = 0; head < shape.kv_heads && parts > 1; head++, next_part += parts) {
-                    merges.push_back({next_part, parts});
-                }
-                for (int64_t part = 0; part < parts; part++) {
-                    const int64_t begin = first + part * CHUNK, end = std::min(begin + CHUNK, last);
-                    for (int32_t head = 0; head < shape.kv_heads; head += together) {
-                        const double cost = DECODE_KEY * (end - begin) * together * divide_up(group, HEADS);
-                        costed.push_back(
-                            {cost, {r, head, together, query, 1, begin, end, merge < 0 ? -1 : merge + head, part, true}}
-                        );
-                    }
-                }
+        if (rows[r].tokens == 1 || rows[r].tokens * group <= FEW_QUERIES) {
+            int64_t queries = rows[r].tokens;
+            for (; r + 1 < int32_t(rows.size()) && continues(shape, rows[r], rows[r + 1]); r++) queries++;
+            // The last row's block table has the keys of all.
+            const int64_t end = rows[r].tokens;
+            for (int64_t query = end - queries; query < end;) {
+                int64_t count = std::min(queries_together(shape), end - query);
+                if (first_seen(rows[r].start + query + count - 1) > 0) count = 1;
+                add(r, query, count);
+                query += count;
             }
             continue;
         }
+        const Row& row = rows[r];
         for (int64_t query = 0; query < row.tokens; query += tile_tokens(shape)) {
             const int64_t queries = std::min(tile_tokens(shape), row.tokens - query);
             const int64_t first = first_seen(row.start + query), last = row.start + query + queries;

@@ -7,8 +7,9 @@
 //
 // An item of the list is one of
 //
-//     decode    one query token against up to CHUNK keys. Limit: memory. Each key and value is read once for all query
-//               heads that share it. A long context is several items; the last one to finish combines their results.
+//     decode    a few consecutive query tokens of a sequence, mostly one, against up to CHUNK keys. Limit: memory. Each key
+//               and value is read once for all queries and heads that share it. A long context is several items; the
+//               last one to finish combines their results.
 //     prefill   a tile of query tokens against all keys that they see. Limit: arithmetic.
 //
 // Chunks begin at fixed keys, so a row's result doesn't depend on the other rows of the step or the number of threads.
@@ -58,9 +59,9 @@ struct Row {
 struct Item {
     int32_t row;
     int32_t head, heads;    // KV heads [head, head + heads)
-    int64_t query, queries; // tokens [query, query + queries) of the row
-    int64_t key_first, key_last;  // keys [key_first, key_last)
-    int64_t merge;          // index into `merges` of its first head; -1: the item has all keys of its query
+    int64_t query, queries; // tokens [query, query + queries) of the row; below 0: of rows before it, in the same sequence
+    int64_t key_first, key_last;  // keys [key_first, key_last), as far as a query sees them
+    int64_t merge;          // index into `merges` of its first query and head; -1: the item has all keys of its queries
     int64_t part;           // its index among the parts of the merge
     bool decode;
 };

@@ -1,12 +1,18 @@
-// One query token against up to CHUNK of its keys, for all query heads that share a KV head.
+// A few consecutive query tokens against up to CHUNK of their keys, for all query heads that share a KV head: Q * G rows.
 //
-//     scores [G, keys] = query [G, D] . key [keys, D]          a vector is part of a key; HEADS * KEYS sums at a time
-//     sums   [G, D]    = weights [G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS sums at a time
+//     scores [Q G, keys] = query [Q G, D] . key [keys, D]          a vector is part of a key; HEADS * KEYS sums at a time
+//     sums   [Q G, D]    = weights [Q G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS sums at a time
+//
+// A row's numbers are added in the same order whatever the other rows are. A query's weights end at its own key, so what
+// later tokens have never reaches it.
 //
 // Scores of keys in int8 are multiplied by the scales of the keys, and weights by those of the values.
 //
 // Limit: memory; 2 * keys * D numbers of the pool must be read.
 #pragma once
+
+#include <numeric>
+#include <tuple>
 
 #include "attention_lanes.h"
 #include "attention_pages.h"
@@ -15,7 +21,10 @@ constexpr int64_t CHUNK = 128;
 constexpr int HEADS = 4;
 constexpr int KEYS = 4;
 constexpr int DIMS = W == 16 ? 4 : 2;
-constexpr int64_t SCORES = CHUNK + W;  // numbers from the scores of one head to those of the next
+constexpr int64_t SCORES = CHUNK + W;  // numbers from the scores of one row to those of the next
+
+// How many query tokens of a sequence an item has at most: so many that no product has less than HEADS rows.
+inline int64_t queries_together(const AttentionShape& shape) { return HEADS / std::gcd(shape.group(), int64_t{HEADS}); }
 
 // Writes KEYS columns of scores [H, SCORES]: query [H, D] . key, for KEYS keys.
 template <int H, typename T>
@@ -59,22 +68,35 @@ inline void score(const AttentionShape& shape, const float* query, const Segment
     }
 }
 
+// Keys [first, first + count) of an item's. If `first` isn't 0, their products are added to sums of those before.
+struct Range {
+    int64_t first, count;
+};
+
 // N vectors, from dimension `d` on, of sums [H, D] = weights [H, keys] . values [keys, D]. If `part` isn't 0, it is one
 // vector of `part` < W numbers.
 template <int H, int N, typename T>
 inline void weigh(
-    const AttentionShape& shape, const float* weights, const Segment<T>* segments, int64_t count, int64_t d,
-    int64_t part, float* sums, Prefetcher& prefetcher
+    const AttentionShape& shape, const float* weights, const Segment<T>* segment, Range keys, int64_t d, int64_t part,
+    float* sums, Prefetcher& prefetcher
 ) {
-    const int64_t stride = shape.token_stride();
+    const int64_t stride = shape.token_stride(), dim = shape.head_dim;
     vf x[H][N];
     for (int h = 0; h < H; h++) {
-        for (int n = 0; n < N; n++) x[h][n] = vf{};
+        for (int n = 0; n < N; n++) {
+            const float* from = sums + h * dim + d + n * W;
+            x[h][n] = keys.first == 0 ? vf{} : part ? load(from, part) : load(from);
+        }
     }
-    for (const Segment<T>* segment = segments; segment < segments + count; segment++) {
-        const T* value = segment->values + d;
+    int64_t skipped = keys.first;
+    weights += skipped;
+    for (; skipped >= segment->count; segment++) skipped -= segment->count;
+    for (int64_t left = keys.count; left > 0; segment++, skipped = 0) {
+        const int64_t count = std::min(segment->count - skipped, left);
+        const T* value = segment->values + skipped * stride + d;
+        left -= count;
         prefetcher.fetch();
-        for (const T* end = value + segment->count * stride; value < end; value += stride, weights++) {
+        for (const T* end = value + count * stride; value < end; value += stride, weights++) {
             vf loaded[N];
             for (int n = 0; n < N; n++) loaded[n] = part ? load(value, part) : load(value + n * W);
             for (int h = 0; h < H; h++) {
@@ -83,7 +105,7 @@ inline void weigh(
         }
     }
     for (int h = 0; h < H; h++) {
-        float* to = sums + h * shape.head_dim + d;
+        float* to = sums + h * dim + d;
         if (part) {
             store(to, x[h][0], part);
         } else {
@@ -123,25 +145,28 @@ struct Part {
 // `weigh` for all dimensions.
 template <int H, typename T>
 inline void weigh(
-    const AttentionShape& shape, const float* weights, const Segment<T>* segments, int64_t count, float* sums,
+    const AttentionShape& shape, const float* weights, const Segment<T>* segments, Range keys, float* sums,
     Prefetcher& prefetcher
 ) {
     const int64_t dim = shape.head_dim;
     int64_t d = 0;
-    for (; d + DIMS * W <= dim; d += DIMS * W) weigh<H, DIMS>(shape, weights, segments, count, d, 0, sums, prefetcher);
-    for (; d + W <= dim; d += W) weigh<H, 1>(shape, weights, segments, count, d, 0, sums, prefetcher);
-    if (d < dim) weigh<H, 1>(shape, weights, segments, count, d, dim - d, sums, prefetcher);
+    for (; d + DIMS * W <= dim; d += DIMS * W) weigh<H, DIMS>(shape, weights, segments, keys, d, 0, sums, prefetcher);
+    if constexpr (DIMS > 2) {
+        for (; d + 2 * W <= dim; d += 2 * W) weigh<H, 2>(shape, weights, segments, keys, d, 0, sums, prefetcher);
+    }
+    for (; d + W <= dim; d += W) weigh<H, 1>(shape, weights, segments, keys, d, 0, sums, prefetcher);
+    if (d < dim) weigh<H, 1>(shape, weights, segments, keys, d, dim - d, sums, prefetcher);
 }
 
-// Calls use<H>(head) for H <= HEADS heads of a group at a time, from `head` on.
+// Calls use<H>(row) for H <= HEADS of `count` rows at a time, from `row` on.
 template <typename Use>
-inline void each_heads(int64_t group, Use use) {
-    int64_t head = 0;
-    for (; head + HEADS <= group; head += HEADS) use.template operator()<HEADS>(head);
-    switch (group - head) {
-        case 3: use.template operator()<3>(head); break;
-        case 2: use.template operator()<2>(head); break;
-        case 1: use.template operator()<1>(head); break;
+inline void each_rows(int64_t count, Use use) {
+    int64_t row = 0;
+    for (; row + HEADS <= count; row += HEADS) use.template operator()<HEADS>(row);
+    switch (count - row) {
+        case 3: use.template operator()<3>(row); break;
+        case 2: use.template operator()<2>(row); break;
+        case 1: use.template operator()<1>(row); break;
     }
 }
 
@@ -166,7 +191,8 @@ inline void combine(const AttentionShape& shape, float* parts, int64_t count, fl
 
 // Numbers of workspace that an item needs.
 inline int64_t decode_workspace(const AttentionShape& shape) {
-    return int64_t{shape.heads} * (shape.head_dim + SCORES) + Part::size(shape);
+    const int64_t rows = queries_together(shape) * shape.group();
+    return shape.kv_heads * rows * (shape.head_dim + SCORES) + rows * (shape.head_dim + 2) + Part::size(shape);
 }
 
 // Addresses of an item's keys and values.
@@ -212,25 +238,37 @@ template <typename T>
 inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, const Item* next, float* workspace) {
     const AttentionShape& shape = args.step->shape;
     const int64_t group = shape.group(), dim = shape.head_dim, stride = shape.token_stride();
-    const int64_t token = args.step->rows[item.row].token + item.query, first = item.head * group * dim;
+    const int64_t count = item.queries * group;  // rows of each KV head
+    const Row& row_of = args.step->rows[item.row];
+    const int64_t token = row_of.token + item.query, first = item.head * group * dim;
     float* query = workspace;
-    float* scores = query + item.heads * group * dim;
-    float* own_part = scores + item.heads * group * SCORES;
+    float* scores = query + item.heads * count * dim;
+    float* sums = scores + item.heads * count * SCORES;
+    float* largest = sums + count * dim;
+    float* totals = largest + count;
+    float* own_part = totals + count;
     const float scale = 1.44269504f / __builtin_sqrtf(float(dim));  // weights are powers of 2
-    for (int64_t i = 0; i < item.heads * group * dim; i++) {
-        query[i] = args.qkv[token * args.qkv_stride + first + i] * scale;
+    for (int64_t head = 0; head < item.heads; head++) {
+        for (int64_t q = 0; q < item.queries; q++) {
+            const float* from = args.qkv + (token + q) * args.qkv_stride + first + head * group * dim;
+            float* to = query + (head * count + q * group) * dim;
+            for (int64_t i = 0; i < group * dim; i++) to[i] = from[i] * scale;
+        }
     }
     ItemKeys<T> found(args, item);
-    const int64_t visits = item.heads * divide_up(group, HEADS) * found.count;
+    const int64_t visits = item.heads * divide_up(count, HEADS) * found.count;
     const T* rows[CHUNK];
     Prefetcher prefetcher;
 
     const int64_t keys = item.key_last - item.key_first;
+    // Of the first query; each later one sees one key more, up to `keys`.
+    const int64_t seen = std::min(keys, row_of.start + item.query + 1 - item.key_first);
+    auto sees = [&](int64_t row) { return std::min(keys, seen + row / group); };
     [[maybe_unused]] float scales[CHUNK] = {};
     prefetcher.begin(rows, found.list(true, stride, rows), item.heads * dim, visits);
     for (int64_t head = 0; head < item.heads; head++) {
-        each_heads(group, [&]<int H>(int64_t member) {
-            const int64_t row = head * group + member;
+        each_rows(count, [&]<int H>(int64_t first_row) {
+            const int64_t row = head * count + first_row;
             float* to = scores + row * SCORES;
             for (int64_t i = 0; i < found.count; to += found.segments[i++].count) {
                 prefetcher.fetch();
@@ -241,7 +279,7 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
         });
         if constexpr (scaled<T>) {
             found.scales(false, head, shape.kv_heads, scales);
-            scale_columns(scores + head * group * SCORES, group, scales, keys);
+            scale_columns(scores + head * count * SCORES, count, scales, keys);
         }
     }
 
@@ -249,29 +287,35 @@ inline void decode(const AttentionArgs& args, Worklist& list, const Item& item, 
     if (next != nullptr && next->decode) rows_ahead = ItemKeys<T>(args, *next).list(false, stride, rows);
     prefetcher.begin(rows, rows_ahead, item.heads * dim, visits * divide_up(dim, DIMS * W));
     for (int64_t head = 0; head < item.heads; head++) {
-        const int64_t merge = item.merge + head;
-        float* parts = item.merge < 0 ? own_part : list.part(shape, list.merges[merge].first);
-        const Part part(shape, item.merge < 0 ? parts : parts + item.part * Part::size(shape));
-        for (int64_t member = 0; member < group; member++) {
-            float* of_member = scores + (head * group + member) * SCORES;
-            auto [largest, weights] = soften(of_member, keys);
-            part.largest[member] = largest;
-            part.weights[member] = weights;
+        float* weights = scores + head * count * SCORES;
+        for (int64_t row = 0; row < count; row++) {
+            std::tie(largest[row], totals[row]) = soften(weights + row * SCORES, sees(row));
         }
         if constexpr (scaled<T>) {
             found.scales(true, head, shape.kv_heads, scales);
-            scale_columns(scores + head * group * SCORES, group, scales, keys);
+            scale_columns(weights, count, scales, keys);
         }
-        each_heads(group, [&]<int H>(int64_t member) {
-            const float* weights = scores + (head * group + member) * SCORES;
-            weigh<H>(shape, weights, found.segments, found.count, part.sums + member * dim, prefetcher);
+        each_rows(count, [&]<int H>(int64_t row) {
+            weigh<H>(shape, weights + row * SCORES, found.segments, {0, seen}, sums + row * dim, prefetcher);
         });
-        float* out = args.out + token * args.out_stride + first + head * group * dim;
-        if (item.merge < 0) {
-            combine(shape, parts, 1, out);
-        } else if (list.pending[merge].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-            list.pending[merge].store(int32_t(list.merges[merge].parts), std::memory_order_relaxed);
-            combine(shape, parts, list.merges[merge].parts, out);
+        for (int64_t row = group; row < count; row++) {
+            if (sees(row) == seen) continue;
+            weigh<1>(shape, weights + row * SCORES, found.segments, {seen, sees(row) - seen}, sums + row * dim, prefetcher);
+        }
+        for (int64_t q = 0; q < item.queries; q++) {
+            const int64_t merge = item.merge + q * shape.kv_heads + head;
+            float* parts = item.merge < 0 ? own_part : list.part(shape, list.merges[merge].first);
+            const Part part(shape, item.merge < 0 ? parts : parts + item.part * Part::size(shape));
+            memcpy(part.sums, sums + q * group * dim, group * dim * sizeof(float));
+            memcpy(part.largest, largest + q * group, group * sizeof(float));
+            memcpy(part.weights, totals + q * group, group * sizeof(float));
+            float* out = args.out + (token + q) * args.out_stride + first + head * group * dim;
+            if (item.merge < 0) {
+                combine(shape, parts, 1, out);
+            } else if (list.pending[merge].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                list.pending[merge].store(int32_t(list.merges[merge].parts), std::memory_order_relaxed);
+                combine(shape, parts, list.merges[merge].parts, out);
+            }
         }
         for (int64_t i = 0; i < found.count; i++) found.segments[i].values += dim;
     }
