@@ -14,10 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.kernels import kv_checksum, kv_gather, reference
+from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
 from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import DecodeSplits, count_splits, paged_decode, splits_span
 from kvrelay.kernels.paged_decode import bytes_moved as decode_bytes
+from kvrelay.kernels.paged_decode import paged_decode
 
 TOLERANCE = 1.5e-2
 BLOCK = 16
@@ -36,7 +37,6 @@ class Paged:
         shape = (blocks, 1, 2, kv_heads, block, dim)
         self.pool = torch.empty(shape, dtype=machine.dtype, device=machine.device).normal_()
         self.tables = torch.randperm(blocks, device=machine.device)[: rows * width].view(rows, width).int()
-        self.contexts = torch.full((rows,), context, dtype=torch.int32, device=machine.device)
         self.kv = PagedKV(self.pool, 0)
         self.context = context
 
@@ -221,10 +221,12 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
         kv = PagedKV(pool, 0, torch.full(pool.shape[:5], scale, dtype=torch.bfloat16, device=machine.device))
         paged.pool = pool.float() * scale
         exact_keys, exact_values = paged.contiguous()
-    count = count_splits(rows, kv_heads, machine.processors, context)
-    splits = DecodeSplits.empty(rows, heads, dim, count, machine.device)
     contexts = [context] * rows
-    splits.span.fill_(splits_span(contexts, kv_heads, machine.processors, count))
+    programs = count_programs(kv_heads, machine.processors)
+    planned = DecodeWork.view(torch.zeros(sum(DecodeWork.sizes(rows, programs)), dtype=torch.int32), rows, programs)
+    plan_decode(np.array(contexts), 0, planned)
+    work = DecodeWork(*(tensor.to(machine.device) for tensor in planned))
+    parts = DecodeParts.empty(programs, heads, dim, machine.device)
     out = torch.empty_like(query)
 
     def exact() -> Tensor:
@@ -233,7 +235,7 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
         )
 
     def run() -> Tensor:
-        paged_decode(query, kv, paged.tables, paged.contexts, splits, 0, out)
+        paged_decode(query, kv, paged.tables, work, parts, out)
         return out
 
     grouped = query.view(rows, kv_heads, -1, dim)
@@ -249,12 +251,13 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
             "heads": f"{heads}/{kv_heads}",
             "dim": dim,
             "kv": str(kind)[6:],
-            "splits": count,
+            "parts": int(planned.cuts[:, 2].sum()),
         },
         run,
         exact,
         TOLERANCE,
         bytes=decode_bytes(contexts, heads, kv_heads, dim, query.element_size(), kind.itemsize),
+        launches=2,
         rivals=rivals,
     )
 

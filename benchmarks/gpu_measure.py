@@ -31,6 +31,8 @@ class Case:
     """Bytes that must move, if memory is the limit."""
     flops: int = 0
     """Operations that must be done, if arithmetic is the limit."""
+    launches: int = 1
+    """Kernels, one after the other."""
     rivals: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     part: Callable[[Tensor], Tensor] = lambda found: found
     """Of what `run` returns, the part that `exact` has."""

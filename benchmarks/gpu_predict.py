@@ -1,6 +1,7 @@
 """What a kernel's limit lets one expect on a GPU that isn't here; see `gpu.py --predict`.
 
-    seconds = LAUNCH_SECONDS + max(bytes / (bytes_per_second * COPY_SHARE), flops / (flops_per_second * PRODUCT_SHARE))
+    seconds = launches * LAUNCH_SECONDS
+              + max(bytes / (bytes_per_second * COPY_SHARE), flops / (flops_per_second * PRODUCT_SHARE))
 
 Rates are those of the data sheets: dense bfloat16 products, and the memory. The shares are what a plain copy and a
 large product by cuBLAS reach of them on one H200 (4.3 of 4.8 TB/s, 788 of 989 TFLOP/s), and are taken for the others.
@@ -23,6 +24,7 @@ class Work(Protocol):
     shape: dict[str, Any]
     bytes: int
     flops: int
+    launches: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Hardware:
         return {
             "bytes": case.bytes,
             "flops": case.flops,
-            "predicted_s": LAUNCH_SECONDS + max(memory, arithmetic),
+            "predicted_s": case.launches * LAUNCH_SECONDS + max(memory, arithmetic),
             "limit": "memory" if memory >= arithmetic else "arithmetic",
         }
 

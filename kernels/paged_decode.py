@@ -1,4 +1,4 @@
-"""Attention of one new token of each sequence over paged KV, with long contexts split over several programs.
+"""Attention of one new token of each sequence over paged KV, with the keys of all rows in equal shares for programs.
 
     s[r, h, j]  = query[r, h] . key[j, h // G] * scale     context - window <= j < context, or all j without a window
     out[r, h]   = sum_j exp(s[r, h, j] - m[r, h]) value[j, h // G] / sum_j exp(s[r, h, j] - m[r, h]),  m = max_j s
@@ -7,22 +7,22 @@
     query         [R, H, D] contiguous; D of 16 to 256
     pool, scales  see `PagedKV`: of query's type, or of 8 bits with scales; the new token's own KV is already in it
     block_tables  int32 [R, W], unit stride within a row
-    contexts      int32 [R] tokens of each sequence, the new one included; 0 for an unused row
-    splits        see `DecodeSplits`
+    work          which program attends to which keys, contexts and window included: see `DecodeWork`
+    parts         see `DecodeParts`
     out           [R, H, D] contiguous; 0 where the context is 0
 
 One program serves all G query heads of a KV head, padded to the 16 rows of a matrix instruction, so that KV is read
-once. Split i of a row has the keys [begin + i * span, begin + (i + 1) * span); a program with an empty split ends at
-once. The grid, and with it a captured CUDA graph, depends only on R and on the number of splits: contexts and span are
-read from device memory. Each split writes its weighted sum and the logarithm of its weight; a second kernel combines
-them.
+once. It goes through its entries of the work list one after the other, and writes the result of each one: to `out` if
+the entry has all keys of a row, else as a part of it, with the logarithm of the part's weight. A second kernel adds up
+the parts of each row that was cut. The grid, and with it a captured CUDA graph, depends on the device only: what there
+is to do is read from device memory.
 
-Grid: (Hkv, R, splits); then (H, R). Limit: memory. `bytes_moved` counts it.
-Source: Dao et al.: Flash-Decoding, 2023; Kwon et al.: PagedAttention, arXiv:2309.06180.
+Grid: (Hkv, P); then (H, P - 1). Limit: memory. `bytes_moved` counts it.
+Source: Dao et al.: Flash-Decoding, 2023; Kwon et al.: PagedAttention, arXiv:2309.06180; Ye et al.: FlashInfer,
+arXiv:2501.01005, which plans its work on the host likewise.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,74 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.decode_work import STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
-STEP = 64
-"""Keys of a step; spans are multiples of it."""
-MIN_SPAN = 256
-"""Fewest keys of a split: a smaller one costs more to start than it saves."""
-MAX_SPLITS = 64
-WAVES = 2
-"""Programs wanted for each multiprocessor, so that the loads of one hide behind the arithmetic of the other."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeSplits:
-    """How rows are split, and the workspace of the splits' results; one for each graph and window."""
-
-    span: Tensor
-    """int32 [1]: keys of a split, from `splits_span`; written before each step."""
-    parts: Tensor
-    """float32 [R, H, splits, D]: each split's weighted sum of values."""
-    weights: Tensor
-    """float32 [R, H, splits]: the binary logarithm of each split's weight."""
-
-    @classmethod
-    def empty(cls, rows: int, heads: int, dim: int, count: int, device: torch.device) -> "DecodeSplits":
-        """The workspace for `count` splits of each of `rows` rows."""
-        # A row's only split writes to `out` instead.
-        shape = (rows, heads, count) if count > 1 else (0, heads, count)
-        return cls(
-            torch.full((1,), MIN_SPAN, dtype=torch.int32, device=device),
-            torch.empty(*shape, dim, dtype=torch.float32, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-        )
-
-    @property
-    def count(self) -> int:
-        """Splits of a row at most."""
-        return self.weights.shape[2]
-
-
-def count_splits(rows: int, kv_heads: int, processors: int, longest: int) -> int:
-    """Splits of a row at most: a power of two that depends only on what a graph is captured for.
-
-    A single row must be able to fill the device, because lengths may be very unequal; more splits than there are spans
-    in `longest` would be useless.
-
-    Args:
-        rows: of the batch, at most.
-        processors: multiprocessors of the device.
-        longest: context that a row may have, 0 or more tokens.
-    """
-    fill = -(-WAVES * processors // kv_heads)
-    # Empty splits still start and end: at most 16 for each program that the device can run at once.
-    cap = max(1, 16 * WAVES * processors // (rows * kv_heads))
-    most = max(1, min(fill, cap, -(-longest // MIN_SPAN), MAX_SPLITS))
-    return 1 << (most - 1).bit_length() if most < MAX_SPLITS else MAX_SPLITS
-
-
-def splits_span(contexts: Sequence[int], kv_heads: int, processors: int, count: int, window: int = 0) -> int:
-    """Keys of a split with which a step makes about `WAVES` programs a multiprocessor, of nearly equal length.
-
-    Args:
-        contexts: [R] on the host.
-        count: splits of a row at most; `count` times the span covers the longest row.
-    """
-    lengths = [min(context, window) if window else context for context in contexts]
-    even = -(-sum(lengths) * kv_heads // (WAVES * processors))
-    wanted = max(MIN_SPAN, even, -(-max(lengths, default=0) // count))
-    return -(-wanted // STEP) * STEP
+SUMMED = 32
+"""Parts of a row that are added up at a time."""
 
 
 def bytes_moved(
@@ -125,15 +62,13 @@ def paged_decode_kernel(
     block_stride,
     scale_block_stride,
     block_tables,
-    contexts,
-    span,
-    parts,
+    entries,
+    starts,
+    sums,
     weights,
     out,
     scale,
-    window,
     table_stride,
-    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -142,164 +77,134 @@ def paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    head, split = tl.program_id(0), tl.program_id(2)
-    row = tl.program_id(1).to(tl.int64)
-    context = tl.load(contexts + row)
-    first = 0
-    if window > 0:
-        first = tl.maximum(context - window, 0)
-    # Steps begin at a multiple of BLOCK_N, so that none crosses the end of a page.
-    origin = first // BLOCK_N * BLOCK_N
-    if SPLITS == 1:
-        begin = origin
-        end = context
-    else:
-        keys_of_split = tl.load(span)
-        begin = origin + split * keys_of_split
-        end = tl.minimum(begin + keys_of_split, context)
-        if split == SPLITS - 1:
-            end = context
-        if begin >= end:
-            return
+    head, program = tl.program_id(0), tl.program_id(1)
     head_offset = head * BLOCK_SIZE
     keys += head_offset * DIM
     values += head_offset * DIM
     if key_scales is not None:
         key_scales += head_offset
         value_scales += head_offset
-
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    query_head = row * tl.num_programs(0) * GROUP + head * GROUP + m
-    offset = query_head[:, None] * DIM + d[None, :]
     inside = (m < GROUP)[:, None] & (d < DIM)[None, :]
-    q = tl.load(query + offset, mask=inside, other=0.0)
-    state = (
-        tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
-        tl.full((BLOCK_M,), -1.0e30, tl.float32),
-        tl.zeros((BLOCK_M,), tl.float32),
-    )
-    total, largest, weight = attend_keys(
-        state,
-        q,
-        scale,
-        (keys, values, key_scales, value_scales, block_stride, scale_block_stride),
-        None,
-        block_tables + row * table_stride,
-        begin,
-        end,
-        first,
-        None,
-        window,
-        MASKED=True,
-        WINDOWED=False,
-        TMA=False,
-        DIM=DIM,
-        BLOCK_SIZE=BLOCK_SIZE,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-    )
-    total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
-    if SPLITS == 1:
-        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
-    else:
-        part = query_head * SPLITS + split
-        tl.store(parts + part[:, None] * DIM + d[None, :], total, mask=inside)
-        tl.store(weights + part, largest + tl.log2(weight), mask=m < GROUP)
+    heads = tl.num_programs(0) * GROUP
+    for index in range(tl.load(starts + program), tl.load(starts + program + 1)):
+        entry = entries + index * 4
+        row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        end, part = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
+        query_head = head * GROUP + m
+        offset = (row * heads + query_head)[:, None] * DIM + d[None, :]
+        q = tl.load(query + offset, mask=inside, other=0.0)
+        state = (
+            tl.zeros((BLOCK_M, BLOCK_D), tl.float32),
+            tl.full((BLOCK_M,), -1.0e30, tl.float32),
+            tl.zeros((BLOCK_M,), tl.float32),
+        )
+        total, largest, weight = attend_keys(
+            state,
+            q,
+            scale,
+            (keys, values, key_scales, value_scales, block_stride, scale_block_stride),
+            None,
+            block_tables + row * table_stride,
+            # Steps begin at a multiple of BLOCK_N, so that none crosses the end of a page.
+            first // BLOCK_N * BLOCK_N,
+            end,
+            first,
+            None,
+            0,
+            MASKED=True,
+            WINDOWED=False,
+            TMA=False,
+            DIM=DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_N=BLOCK_N,
+            STAGES=STAGES,
+        )
+        total = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+        if part < 0:
+            tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+        else:
+            part_head = part * heads + query_head
+            tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside)
+            tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP)
 
 
 @triton.jit
-def combine_splits_kernel(
-    contexts,
-    span,
-    parts,
+def sum_parts_kernel(
+    cuts,
+    sums,
     weights,
     out,
-    window,
-    SPLITS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    context = tl.load(contexts + row)
-    origin = 0
-    if window > 0:
-        origin = tl.maximum(context - window, 0) // BLOCK_N * BLOCK_N
-    keys_of_split = tl.load(span)
-    used = tl.minimum((context - origin + keys_of_split - 1) // keys_of_split, SPLITS)
-    head = row * tl.num_programs(0) + tl.program_id(0)
-    split = tl.arange(0, SPLITS)
-    logarithms = tl.load(weights + head * SPLITS + split, mask=split < used, other=-1.0e30)
+    cut = cuts + tl.program_id(1) * 3
+    row, first, count = tl.load(cut).to(tl.int64), tl.load(cut + 1).to(tl.int64), tl.load(cut + 2)
+    if count == 0:
+        return
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    every = tl.arange(0, BLOCK_P)
+    logarithms = tl.load(weights + (first + every) * heads + head, mask=every < count, other=float("-inf"))
     largest = tl.max(logarithms, 0)
-    weight = tl.sum(tl.where(split < used, tl.exp2(logarithms - largest), 0.0), 0)
+    weight = tl.sum(tl.exp2(logarithms - largest), 0)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, used, BLOCK_S):
-        split = start + tl.arange(0, BLOCK_S)
-        logarithm = tl.load(weights + head * SPLITS + split, mask=split < used, other=-1.0e30)
-        offset = (head * SPLITS + split)[:, None] * DIM + d[None, :]
-        part = tl.load(parts + offset, mask=(split < used)[:, None] & (d < DIM)[None, :], other=0.0)
-        total += tl.sum(part * tl.exp2(logarithm - largest)[:, None], 0)
-    total = total / tl.where(weight > 0.0, weight, 1.0)
-    tl.store(out + head * DIM + d, total.to(out.dtype.element_ty), mask=d < DIM)
+    for start in range(0, count, SUMMED):
+        some = start + tl.arange(0, SUMMED)
+        part_head = (first + some) * heads + head
+        logarithm = tl.load(weights + part_head, mask=some < count, other=float("-inf"))
+        inside = (some < count)[:, None] & (d < DIM)[None, :]
+        each = tl.load(sums + part_head[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+        total += tl.sum(each * tl.exp2(logarithm - largest)[:, None], 0)
+    tl.store(out + (row * heads + head) * DIM + d, (total / weight).to(out.dtype.element_ty), mask=d < DIM)
 
 
 def paged_decode(
-    query: Tensor,
-    kv: PagedKV,
-    block_tables: Tensor,
-    contexts: Tensor,
-    splits: DecodeSplits,
-    window: int,
-    out: Tensor,
+    query: Tensor, kv: PagedKV, block_tables: Tensor, work: DecodeWork, parts: DecodeParts, out: Tensor
 ) -> None:
-    """Writes the attention of one token of each row into `out`. Two kernels, or one if rows aren't split.
+    """Writes the attention of one token of each row of the work list into `out`. Two kernels, or one if P is 1.
 
     Args:
         query: [R, H, D].
         block_tables: int32 [R, W] on the device.
-        contexts: int32 [R] on the device.
-        splits: for R rows or more; no other launch may use it at the same time.
-        window: keys that a query sees, itself included; 0 for all.
+        work: for R rows or more, on the device; a plan of R rows or fewer.
+        parts: for as many programs; no other launch may use it at the same time.
         out: [R, H, D].
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, window, out)
+    kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, 0, out)
     rows, heads = query.shape[:2]
     if len(block_tables) != rows:
         raise ValueError(f"block_tables is {list(block_tables.shape)}; allowed: [{rows}, W]")
-    check_tensor("contexts", contexts, (rows,), query, torch.int32)
-    count = splits.count
-    if not 1 <= count <= MAX_SPLITS or count & (count - 1):
-        raise ValueError(f"splits are {count}; allowed: powers of two up to {MAX_SPLITS}")
-    needed = rows if count > 1 else 0
-    for name, part, shape in (
-        ("parts", splits.parts, (heads, count, dim)),
-        ("weights", splits.weights, (heads, count)),
-    ):
-        check_tensor(f"splits.{name}", part, (max(needed, len(part)), *shape), query, torch.float32)
+    programs = len(work.starts) - 1
+    if programs < 1:
+        raise ValueError(f"work.starts is {list(work.starts.shape)}; allowed: [2] and longer")
+    entries = max(len(work.entries), rows + programs - 1)
+    check_tensor("work.entries", work.entries, (entries, 4), query, torch.int32)
+    check_tensor("work.starts", work.starts, (programs + 1,), query, torch.int32)
+    check_tensor("work.cuts", work.cuts, (programs - 1, 3), query, torch.int32)
+    check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, dim), query, torch.float32)
+    check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
     if not rows:
         return
     block_d = max(16, triton.next_power_of_2(dim))
     # 32-bit values take twice the registers.
     step = STEP if query.dtype.itemsize == 2 else STEP // 2
-    paged_decode_kernel[(kv_heads, rows, count)](
+    paged_decode_kernel[(kv_heads, programs)](
         query,
         *kv.arguments(),
         block_tables,
-        contexts,
-        splits.span,
-        splits.parts,
-        splits.weights,
+        work.entries,
+        work.starts,
+        *parts,
         out,
         LOG2_E * dim**-0.5,
-        window,
         block_tables.stride(0),
-        SPLITS=count,
         GROUP=group,
         DIM=dim,
         BLOCK_SIZE=block_size,
@@ -309,20 +214,16 @@ def paged_decode(
         STAGES=_stages(step * block_d * kv.pool.dtype.itemsize),
         num_warps=4,
     )
-    if count > 1:
-        combine_splits_kernel[(heads, rows)](
-            contexts,
-            splits.span,
-            splits.parts,
-            splits.weights,
+    if programs > 1:
+        sum_parts_kernel[(heads, programs - 1)](
+            work.cuts,
+            *parts,
             out,
-            window,
-            SPLITS=count,
             DIM=dim,
-            BLOCK_N=step,
             BLOCK_D=block_d,
-            BLOCK_S=min(8, count),
-            num_warps=2,
+            BLOCK_P=triton.next_power_of_2(programs),
+            SUMMED=min(SUMMED, triton.next_power_of_2(programs)),
+            num_warps=4,
         )
 
 

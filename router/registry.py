@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -224,8 +225,9 @@ class WorkerRegistry:
                 router_incarnation=self._incarnation,
                 worker_incarnation=worker.id.incarnation,
             )
+            on_change = partial(self._on_stream, worker)
             worker.stream = stream = WorkerStream(
-                worker.id, worker.address, self._credentials, hello, self._on_stream, self._on_load, self._on_foreign
+                worker.id, worker.address, self._credentials, hello, on_change, self._on_load, self._on_foreign
             )
             await stream.run()
             worker.dialed = True
@@ -254,8 +256,10 @@ class WorkerRegistry:
                 logger.error("workers not paired", extra={"reason": sentence})
         self._unpaired = found
 
-    def _on_stream(self) -> None:
-        """A stream has come up or is lost."""
+    def _on_stream(self, worker: _Worker) -> None:
+        """A worker's stream has come up or is lost."""
+        if worker.stream is not None and worker.stream.serving is not None:
+            logger.info("worker reached", extra=_log_fields(worker))
         self._choose_model()
         self._notify()
 

@@ -5,7 +5,7 @@ paged_decode    rows of one token, which come first in a step
 flash_prefill   rows of several tokens
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +16,10 @@ from torch import Tensor
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
 from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import DecodeSplits, count_splits, paged_decode, splits_span
+from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.rope_kv_write import rope_kv_write
 
 
@@ -29,46 +30,44 @@ class PlannedStep:
     inputs: AttentionInputs
     decodes: int
     """Rows at the beginning that have one token each."""
-    splits: Mapping[int, DecodeSplits]
-    """By window, how the decode rows are split."""
     tiles: Mapping[int, Tensor]
     """By window, the work list of the other rows (see `plan_tiles`); empty if there are none."""
 
 
-class SplitWorkspace:
-    """Memory for the partial results of split decode rows; all batch sizes and all layers use it in turn."""
+class DecodeSchedule:
+    """The work lists of decode rows, one for each window, at fixed addresses, and the results of their parts.
 
-    def __init__(self, layout: KVLayout, heads: int, rows: int, longest: int, processors: int, device: torch.device):
+    All batch sizes and all layers use them in turn.
+    """
+
+    def __init__(self, layout: KVLayout, heads: int, rows: int, windows: tuple[int, ...], device: torch.device) -> None:
         """
         Args:
             heads: query heads.
             rows: of a batch at most.
-            longest: context at most.
-            processors: multiprocessors of the device.
+            windows: of the layers, each once.
         """
-        self._layout = layout
-        self._heads = heads
-        self._longest = longest
-        self._processors = processors
-        most = max(count * self.count(count, 0) for count in range(1, rows + 1))
-        self._parts = torch.empty(most * heads * layout.head_dim, dtype=torch.float32, device=device)
-        self._weights = torch.empty(most * heads, dtype=torch.float32, device=device)
+        programs = count_programs(layout.kv_heads, processors_of(device))
+        self.parts = DecodeParts.empty(programs, heads, layout.head_dim, device)
+        words = (len(windows), sum(DecodeWork.sizes(rows, programs)))
+        pinned = device.type == "cuda"
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        # Two, because the copy of the step before may not have begun when this step's copy is queued.
+        self._host_words = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        host_works = [[DecodeWork.view(words, rows, programs) for words in host] for host in self._host_words]
+        self._host_works = [dict(zip(windows, works, strict=True)) for works in host_works]
+        self.works = {
+            window: DecodeWork.view(words, rows, programs) for window, words in zip(windows, self._words, strict=True)
+        }
+        """By window, on the device."""
 
-    def count(self, rows: int, window: int) -> int:
-        """Splits of each row in a batch of `rows`."""
-        longest = min(window, self._longest) if window else self._longest
-        return count_splits(rows, self._layout.kv_heads, self._processors, longest)
-
-    def splits(self, rows: int, window: int, span: Tensor) -> DecodeSplits:
-        """The splits of a batch of `rows`; `span` is int32 [1] on the device."""
-        count, heads, dim = self.count(rows, window), self._heads, self._layout.head_dim
-        parts = self._parts[: rows * heads * count * dim].view(rows, heads, count, dim)
-        return DecodeSplits(span, parts, self._weights[: rows * heads * count].view(rows, heads, count))
-
-    def span(self, contexts: Sequence[int], window: int) -> int:
-        """Keys per split of rows with these contexts."""
-        count = self.count(len(contexts), window)
-        return splits_span(contexts, self._layout.kv_heads, self._processors, count, window)
+    def load(self, contexts: NDArray[np.int64]) -> None:
+        """Queues the copy to the device of the work lists of rows [R] with these contexts."""
+        self._host_words.reverse()
+        self._host_works.reverse()
+        for window, work in self._host_works[0].items():
+            plan_decode(contexts, window, work)
+        self._words.copy_(self._host_words[0], non_blocking=True)
 
 
 class TritonAttention:
@@ -78,16 +77,13 @@ class TritonAttention:
     decode rows changes on the device lies in tensors that the graph reads at fixed addresses.
     """
 
-    def __init__(
-        self, pool: KVPool, dtype: torch.dtype, windows: tuple[int, ...], heads: int, rows: int, longest: int
-    ) -> None:
+    def __init__(self, pool: KVPool, dtype: torch.dtype, windows: tuple[int, ...], heads: int, rows: int) -> None:
         """
         Args:
             dtype: of queries.
             windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
-            longest: context at most.
 
         Raises:
             ValueError: the pool's order isn't HND.
@@ -101,29 +97,22 @@ class TritonAttention:
         self._tile = choose_tile(layout.head_dim, dtype, page, architecture_of(device))
         self._tile_tokens = self._tile.rows // (heads // layout.kv_heads)
         self._step: PlannedStep | None = None
-        self._workspace = SplitWorkspace(layout, heads, rows, longest, processors_of(device), device)
-        self._kinds = sorted(set(windows))
-        self._spans = torch.ones(len(self._kinds), dtype=torch.int32, device=device)
-        # Two, because the copy of the step before may not have begun when this step's copy is queued.
-        self._host_spans = [
-            torch.ones(len(self._kinds), dtype=torch.int32, pin_memory=pool.tensor.is_cuda) for _ in "ab"
-        ]
+        self._kinds = tuple(sorted(set(windows)))
+        self._schedule = DecodeSchedule(layout, heads, rows, self._kinds, device)
 
     def plan(self, inputs: AttentionInputs) -> None:
         """See `Attention.plan`. Rows of one token are taken as decode rows up to the first longer row."""
         longer = np.flatnonzero(inputs.lengths > 1)
         rows = len(inputs.lengths)
         decodes = int(longer[0]) if len(longer) else rows
-        splits, tiles = {}, {}
+        tiles = {}
         if decodes:
-            self._load_spans((inputs.starts[:decodes] + 1).tolist())
-            for index, window in enumerate(self._kinds):
-                splits[window] = self._workspace.splits(decodes, window, self._spans[index : index + 1])
+            self._schedule.load(inputs.starts[:decodes] + 1)
         if decodes < rows:
             for window in self._kinds:
                 work = plan_tiles(inputs.starts, inputs.lengths, self._tile_tokens, window, range(decodes, rows))
                 tiles[window] = self._to_device(work)
-        self._step = PlannedStep(inputs, decodes, splits, tiles)
+        self._step = PlannedStep(inputs, decodes, tiles)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`."""
@@ -136,19 +125,11 @@ class TritonAttention:
         out = torch.empty_like(query)
         first = step.decodes
         if first:
-            tables, contexts = inputs.block_tables[:first], inputs.contexts[:first]
-            paged_decode(query[:first], kv, tables, contexts, step.splits[window], window, out[:first])
+            work, parts = self._schedule.works[window], self._schedule.parts
+            paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first])
         if step.tiles:
             flash_prefill(query, kv, inputs.block_tables, step.tiles[window], self._tile, window, out)
         return out.view(len(out), -1)
-
-    def _load_spans(self, contexts: Sequence[int]) -> None:
-        """Queues the copy to the device of how decode rows with these contexts are split."""
-        self._host_spans.reverse()
-        host = self._host_spans[0]
-        for index, window in enumerate(self._kinds):
-            host[index] = self._workspace.span(contexts, window)
-        self._spans.copy_(host, non_blocking=True)
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         tensor = torch.from_numpy(array)

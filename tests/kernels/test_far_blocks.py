@@ -13,10 +13,11 @@ from paged_kv import LAYER, LAYERS, Sequences, make_sequences
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
+from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, plan_decode
 from kvrelay.kernels.flash_prefill import Tile, choose_tile, flash_prefill, plan_tiles
 from kvrelay.kernels.kv_gather import kv_gather, kv_scatter
 from kvrelay.kernels.paged import PagedKV
-from kvrelay.kernels.paged_decode import STEP, DecodeSplits, paged_decode
+from kvrelay.kernels.paged_decode import paged_decode
 from kvrelay.kernels.rope_kv_write import rope_kv_write
 
 BLOCK_SIZE, KV_HEADS, DIM = 64, 8, 64
@@ -54,11 +55,11 @@ def cases(far: Tensor, device: torch.device) -> tuple[Sequences, PagedKV, Tensor
 
 def decode(case: Sequences, kv: PagedKV, tables: Tensor) -> Tensor:
     query = case.query[:2]
-    splits = DecodeSplits.empty(2, query.shape[1], DIM, 2, query.device)
-    splits.span.fill_(STEP)
+    work = DecodeWork.view(torch.zeros(sum(DecodeWork.sizes(2, 2)), dtype=torch.int32), 2, 2)
+    plan_decode(np.array(CONTEXTS), 0, work)
+    work = DecodeWork(*(tensor.to(query.device) for tensor in work))
     out = torch.empty_like(query)
-    contexts = torch.tensor(CONTEXTS, dtype=torch.int32, device=query.device)
-    paged_decode(query, kv, tables, contexts, splits, 0, out)
+    paged_decode(query, kv, tables, work, DecodeParts.empty(2, query.shape[1], DIM, query.device), out)
     return out
 
 

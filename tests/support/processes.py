@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_DEAD,
@@ -164,7 +162,7 @@ class ProcessCluster:
     def replace(self, name: str) -> None:
         """Starts a new incarnation of a member that has ended; waits until it is ready and the routers reach it."""
         self.start_again(name)
-        wait_until(self.serving, "the routers can place requests", START_SECONDS)
+        wait_until(self.reached, "the routers have reached it", START_SECONDS)
 
     def start_again(self, name: str) -> None:
         """Starts a new incarnation of a member that has ended; waits until it is ready."""
@@ -177,9 +175,15 @@ class ProcessCluster:
 
         wait_until(ready, f"{name} ready again", START_SECONDS)
 
-    def serving(self) -> bool:
-        """Whether every router says that it can place a request."""
-        return all(map(_serving, self.router.split(",")))
+    def reached(self) -> bool:
+        """Whether every live router has a stream to every ready worker; before, it places requests elsewhere."""
+        ready = {
+            status.member.incarnation
+            for status in self.status().members
+            if status.member.name in self.workers and status.member.state == MEMBER_STATE_READY
+        }
+        routers = [self.processes[name] for name in self.processes if name.startswith("router")]
+        return all(ready <= _reached(router.log) for router in routers if router.popen.poll() is None)
 
     @cached_property
     def _supervisor_channel(self) -> grpc.Channel:
@@ -236,10 +240,10 @@ class ProcessCluster:
             raise AssertionError("\n".join(failures))
 
 
-def _serving(router: str) -> bool:
-    with grpc.insecure_channel(router) as channel:
-        answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=STATUS_SECONDS, wait_for_ready=True)
-    return bool(answer.status == HealthCheckResponse.SERVING)
+def _reached(log: Path) -> set[str]:
+    """Incarnations of the workers that a router has a stream to, or had."""
+    lines = log.read_bytes().splitlines()
+    return {json.loads(line)["incarnation"] for line in lines if b'"worker reached"' in line}
 
 
 @contextmanager
@@ -293,8 +297,7 @@ def process_cluster(
         for process in cluster.workers.values():
             process.address()
         wait_until(lambda: cluster.status().ready, "cluster ready", START_SECONDS)
-        if routers > 1:
-            wait_until(cluster.serving, "every router can place requests", START_SECONDS)
+        wait_until(cluster.reached, "every router has reached every worker", START_SECONDS)
         yield cluster
     finally:
         cluster.stop()
