@@ -34,7 +34,7 @@ from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.gpu import GpuRunner
-from kvrelay.kernels import gpu_ops
+from kvrelay.kernels.gpu_ops import GpuOps
 
 LAYERS = (2, 18)
 """A layer's time is the difference of a step of these many layers."""
@@ -77,7 +77,7 @@ class HostDriver:
 
 def make_runner(layers: int, rows: int, chunk: int, int8: bool) -> GpuRunner:
     """A runner of a tiny random model of so many layers."""
-    config = replace(TINY, layers=layers, traits=Traits((0,) * layers))
+    config = replace(TINY, dtype="float32", layers=layers, traits=Traits((0,) * layers))
     options = EngineConfig(
         block_size=16,
         kv_memory_bytes=2**22,
@@ -91,7 +91,7 @@ def make_runner(layers: int, rows: int, chunk: int, int8: bool) -> GpuRunner:
     spec = ModelSpec("random", config.architecture, config.vocab_size, 64, (), config.dtype, "random")
     with torch.inference_mode():
         weights, _ = random_weights(config, pool.tensor.device)
-    return GpuRunner(spec, Decoder(config, weights, gpu_ops), pool, options)
+    return GpuRunner(spec, Decoder(config, weights, GpuOps()), pool, options)
 
 
 def mixed_plan(rows: int, chunk: int) -> StepPlan:
