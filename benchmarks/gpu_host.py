@@ -2,7 +2,8 @@
 
 The runner works on CPU tensors of a tiny model. Triton compiles its kernels for sm_90 and launches them through its own
 Python code into a driver that does nothing, so what is measured is all that the host does for a launch but the driver's
-own call. torch's operations compute on a few hundred numbers. Times are CPU seconds of the thread.
+own call. torch's products compute a few thousand numbers here; what they take is told beside. Times are CPU seconds of
+the thread.
 
     python benchmarks/gpu_host.py [--repeats 20] [--rows 4] [--chunk 12] [--int8] [--profile]
 """
@@ -49,7 +50,7 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         for argument in arguments[9:]:
-            if isinstance(argument, torch.Tensor):
+            if type(argument) is torch.Tensor:
                 argument.data_ptr()
 
 
@@ -120,6 +121,21 @@ def seconds_of(runner: GpuRunner, plan: StepPlan, repeats: int) -> list[float]:
     return found
 
 
+def products_seconds(runner: GpuRunner, tokens: int) -> float:
+    """CPU seconds of the four products of a layer of float32."""
+    layer = runner.model.layers[0]
+    config = runner.model.config
+    hidden, heads = torch.zeros(tokens, config.hidden_size), torch.zeros(tokens, config.heads * config.head_dim)
+    inner = torch.zeros(tokens, config.intermediate_size)
+    found = []
+    with torch.inference_mode():
+        for _ in range(200):
+            began = time.thread_time()
+            layer.qkv(hidden), layer.output(heads), layer.gate_up(hidden), layer.down(inner)
+            found.append(time.thread_time() - began)
+    return sorted(found)[len(found) // 2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20, help="steps of each model, in turns")
@@ -148,6 +164,7 @@ def main() -> None:
     a_layer = [(many[index] - few[index]) / (LAYERS[1] - LAYERS[0]) for index in quartiles]
     result = {
         "us_a_layer": [round(1e6 * value, 1) for value in a_layer],
+        "products_us_a_layer": round(1e6 * products_seconds(runners[0], plan.num_tokens), 1),
         "us_a_step": {
             count: [round(1e6 * values[index], 1) for index in quartiles]
             for count, values in zip(LAYERS, (few, many), strict=True)

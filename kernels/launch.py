@@ -37,25 +37,27 @@ class Launch:
         compiled = kernel[grid](*values.values(), **options)
         self._run: Callable[..., None] | None = None if compiled is None else compiled[(*grid, 1, 1)[:3]]
 
-    def repeat(self, **changes: Any) -> None:
+    def repeat(self, **changes: Tensor | int | None) -> None:
         """The same launch with other arguments, by parameter: tensors of the same shapes and strides, and integers.
 
         Their shapes and devices aren't checked. Those that the kernel doesn't take are left out, so that several
         kernels can be given the same. With arguments that other code would be compiled for, Triton launches it.
         """
-        passed, same = self._passed.copy(), self._run is not None
+        passed, places, run = self._passed.copy(), self._places, self._run
         for name, value in changes.items():
-            if name not in self._places:
+            if name not in places:
                 continue
-            place, trait = self._places[name]
-            if isinstance(value, Tensor):
-                address = passed[place] = value.data_ptr()
-                same = same and trait == (value.dtype, address % 16 == 0)
-            else:
+            place, trait = places[name]
+            if value is None or isinstance(value, int):
                 passed[place] = value
-                same = same and trait == _trait(value)
-        if same and self._run is not None:
-            self._run(*passed)
+                changed = _trait(value) != trait
+            else:
+                address = passed[place] = value.data_ptr()
+                changed = (value.dtype, address % 16 == 0) != trait
+            if changed:
+                run = None
+        if run is not None:
+            run(*passed)
         else:
             values = {name: changes.get(name, value) for name, value in self._values.items()}
             self._kernel[self._grid](*values.values(), **self._options)

@@ -120,6 +120,17 @@ def rope_kv_write_kernel(
 
 
 def rope_kv_write(
+    qkv: Tensor, rotation: tuple[Tensor, Tensor], slots: Tensor, kv: PagedKV, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """As `launch_rope_kv_write`; returns the queries, [T, H, D]."""
+    check_pool(kv, qkv)
+    tokens, all_heads, dim = qkv.shape
+    out = torch.empty(tokens, max(0, all_heads - 2 * kv.pool.shape[3]), dim, dtype=qkv.dtype, device=qkv.device)
+    launch_rope_kv_write(qkv, rotation, slots, kv, norm, out)
+    return out
+
+
+def launch_rope_kv_write(
     qkv: Tensor,
     rotation: tuple[Tensor, Tensor],
     slots: Tensor,

@@ -21,7 +21,7 @@ from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
 from kvrelay.kernels.launch import Launch
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
-from kvrelay.kernels.rope_kv_write import rope_kv_write
+from kvrelay.kernels.rope_kv_write import launch_rope_kv_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class LayerLaunches:
     def __init__(self, write: Launch, attend: Sequence[Launch]) -> None:
         """
         Args:
-            write: of `rope_kv_write`.
+            write: of `launch_rope_kv_write`.
             attend: of the kernels that follow it.
         """
         self._write = write.without("qkv", "weight", "cos", "sin", "out")
@@ -164,7 +164,7 @@ class TritonAttention:
         if known is not None:
             known.repeat(qkv, rotation, norm, self._of_layer[layer], (query, out))
             return out.view(len(out), -1)
-        write = rope_kv_write(qkv, rotation, inputs.slots, kv, norm, query)
+        write = launch_rope_kv_write(qkv, rotation, inputs.slots, kv, norm, query)
         attend: list[Launch | None] = []
         if first:
             work, parts = self._schedule.works[window], self._schedule.parts
