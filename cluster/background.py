@@ -7,12 +7,11 @@ from pathlib import Path
 
 from kvrelay.cluster import configfile, processes, state
 from kvrelay.cluster.config import ClusterConfig
-from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError
 from kvrelay.cluster.report import Report
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 60.0
-ERROR_PREFIX = "kvrelay: "
 
 
 def start(config: ClusterConfig, report: Report) -> state.ClusterState:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvrelay.cluster.commands.common import connection, console
-from kvrelay.cluster.errors import ClusterError, RunError
+from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,10 +50,10 @@ class OneLineErrors(click.Group):
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except ClusterError as error:
             for line in error.lines:
-                click.echo(f"kvrelay: {line}", err=True)
+                click.echo(ERROR_PREFIX + line, err=True)
             sys.exit(error.code)
         except click.ClickException as error:
-            click.echo(f"kvrelay: {' '.join(error.format_message().split())}", err=True)
+            click.echo(ERROR_PREFIX + " ".join(error.format_message().split()), err=True)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)

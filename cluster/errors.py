@@ -1,5 +1,8 @@
 """Errors that a command prints for its user."""
 
+ERROR_PREFIX = "kvrelay: "
+"""Of each line of an error on stderr."""
+
 
 class ClusterError(Exception):
     """Why a command failed: one line for each reason; `code` is the command's exit code."""

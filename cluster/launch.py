@@ -4,7 +4,8 @@
     -> wait for SIGINT, SIGTERM or SIGHUP -> members finish and end -> end or leave Ray
 
 Signals are checked between steps. Only Ray's own start, which takes seconds, is interrupted; the processes that it has
-started by then are descendants of this one, and are killed.
+started by then are descendants of this one, and are killed. Ray may also wait without end, for a process of its own
+that hangs: its start and its end have deadlines, at which this process ends with its descendants.
 """
 
 import logging
@@ -25,7 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import MEMBER, MEMBERS, ClusterConfig, available_cores
-from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
 from kvrelay.cluster.sections import AUTO
@@ -34,6 +35,7 @@ from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from kvrelay.kernels.cpu.library import library
+from kvrelay.rpc.serve import ExitDeadline
 
 if TYPE_CHECKING:
     from kvrelay.cluster.report import Report
@@ -46,6 +48,8 @@ EXIT_SECONDS = 10.0
 """For Ray's own processes to end after its shutdown."""
 STALL_SECONDS = 180.0
 """How long a start may go on without progress of any member."""
+END_SECONDS = 50.0
+"""For the cluster and Ray to end, beyond the time for its requests; less than `kvrelay down` waits."""
 MOST_FAILURES = 3
 """Processes of one member that may end before the cluster is ready."""
 GRAFANA_FOLDER_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
@@ -105,6 +109,7 @@ class Cluster:
         self._supervisor: Any = None
         self._session = Path()
         """Ray's folder of its present session."""
+        self._deadline = ExitDeadline(before=processes.kill_descendants)
         self.state = ClusterState(pid=owner, namespace=config.ray.namespace, drain_seconds=config.drain_seconds)
 
     def start(self) -> None:
@@ -117,7 +122,10 @@ class Cluster:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
         self._report.phase("starting Ray" if self._config.local else f"joining Ray at {self._config.ray.address}")
+        late = f"{ERROR_PREFIX}Ray did not answer within {STALL_SECONDS:g} s"
+        self._deadline.set(STALL_SECONDS, RunError.code, late)
         self._connect()
+        self._deadline.cancel()
         self._signals.check()
         self._report.phase("starting the cluster")
         self._supervisor = supervisor_actor.create(self._config, self._token)
@@ -151,15 +159,19 @@ class Cluster:
     def stop(self) -> None:
         """Ends every member and actor, then Ray itself, or this process's part in it."""
         if not ray.is_initialized():
+            self._deadline.cancel()
             processes.kill_descendants()  # those of an interrupted start
             return
         self._report.phase("stopping")
+        seconds = self._config.drain_seconds + END_SECONDS
+        self._deadline.set(seconds, RunError.code, f"{ERROR_PREFIX}the cluster did not end within {seconds:g} s")
         if self._supervisor is not None:
             supervisor_actor.end(self._config.ray.namespace, self._config.drain_seconds)
         below = processes.descendants()
         ray.shutdown()
         for process in processes.end(below, EXIT_SECONDS):
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
+        self._deadline.cancel()
 
     def _update(self, **fields: Any) -> None:
         self.state = replace(self.state, **fields)

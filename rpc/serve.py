@@ -127,22 +127,31 @@ def run(server: Server, grace: float, stop_seconds: float = STOP_SECONDS, loop: 
 class ExitDeadline:
     """Ends this process when the time is over, whatever its threads do."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            before: called right before the process ends.
+        """
+        self._before = before
         self._timer: threading.Timer | None = None
 
     def set(self, seconds: float, code: int, message: str = "") -> None:
         """In `seconds` from now, in place of the time that was set before, the process ends with `code`."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, _exit, (code, message))
+        self.cancel()
+        self._timer = threading.Timer(seconds, self._exit, (code, message))
         self._timer.daemon = True
         self._timer.start()
 
+    def cancel(self) -> None:
+        """The process goes on without a deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-def _exit(code: int, message: str) -> None:
-    if message:
-        print(message, file=sys.stderr, flush=True)
-    os._exit(code)
+    def _exit(self, code: int, message: str) -> None:
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        self._before()
+        os._exit(code)
 
 
 async def _serve(server: Server, grace: float, stop_seconds: float, deadline: ExitDeadline) -> int:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -31,13 +32,22 @@ from support.paged import PagedSequences
 needs_kernels = pytest.mark.skipif(library() is None, reason="no native kernels here")
 OPTIONS = EngineConfig(kv_memory_bytes=2**22, threads=1)
 
-# Not optimized, which compiles faster.
 BUILD = """
 import pathlib, sys
 from kvrelay.kernels.cpu import library
-library.FLAGS += ("-O0",)
+library.SOURCES = pathlib.Path(sys.argv[2])
 print(library.build(pathlib.Path(sys.argv[1])))
 """
+
+
+@pytest.fixture
+def few_sources(tmp_path: Path) -> Path:
+    """Two of the kernels' sources, which compile in a second."""
+    folder = tmp_path / "native"
+    folder.mkdir()
+    for source in ("team.cpp", "tiles.cpp", "team.h", "tiles.h"):
+        shutil.copy(module.SOURCES / source, folder)
+    return folder
 
 
 def slow_compiler(folder: Path) -> Path:
@@ -51,9 +61,9 @@ def slow_compiler(folder: Path) -> Path:
     return script
 
 
-def builder(folder: Path, compiler: Path) -> "subprocess.Popen[str]":
+def builder(folder: Path, sources: Path, compiler: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", BUILD, folder],
+        [sys.executable, "-c", BUILD, folder, sources],
         env=os.environ | {"CXX": str(compiler)},
         stdout=subprocess.PIPE,
         text=True,
@@ -62,10 +72,12 @@ def builder(folder: Path, compiler: Path) -> "subprocess.Popen[str]":
 
 
 @needs_kernels
-def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(tmp_path: Path) -> None:
+def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(
+    tmp_path: Path, few_sources: Path
+) -> None:
     compiler, folder = slow_compiler(tmp_path), tmp_path / "kept"
     folder.mkdir()
-    killed = builder(folder, compiler)
+    killed = builder(folder, few_sources, compiler)
     deadline = time.monotonic() + 60
     while not (tmp_path / "begun").exists():
         assert time.monotonic() < deadline
@@ -73,10 +85,10 @@ def test_several_builders_at_once_build_once_and_a_killed_one_holds_nobody_up(tm
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=60)
     (tmp_path / "calls").unlink()
-    others = [builder(folder, compiler) for _ in range(3)]
+    others = [builder(folder, few_sources, compiler) for _ in range(3)]
     built = {other.communicate(timeout=150)[0].strip() for other in others}
     assert len(built) == 1
-    assert ctypes.CDLL(built.pop()).kvrelay_linear
+    assert ctypes.CDLL(built.pop()).kvrelay_use_tiles
     links = [line for line in (tmp_path / "calls").read_text().splitlines() if "-shared" in line]
     assert len(links) == 1
 
@@ -220,20 +232,22 @@ def test_prebuilt_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeyp
 
 
 @needs_kernels
-def test_prebuilt_kernels_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prebuilt_kernels_need_no_compiler(tmp_path: Path, few_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process compiles them; another, which finds no compiler and has no cache, uses them."""
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-O0"))
+    monkeypatch.setattr(module, "SOURCES", few_sources)
     module.prebuild(tmp_path, module.INSTRUCTION_SETS[-1:])
     user = """
 import pathlib, sys
 from kvrelay.kernels.cpu import library
-library.FLAGS += ("-O0",)
+library.SOURCES = pathlib.Path(sys.argv[2])
 found = library.prebuilt(pathlib.Path(sys.argv[1]))
 library.prebuilt = lambda: found
 assert found is not None and library.library() is not None
 """
     environment = os.environ | {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", user, tmp_path], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", user, tmp_path, few_sources], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

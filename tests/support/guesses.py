@@ -1,7 +1,8 @@
 """Guesses for the hash model: right ones and wrong ones, in an order that never changes."""
 
-import hashlib
 from collections.abc import Sequence
+
+import xxhash
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
@@ -18,7 +19,7 @@ class HashGuesses:
         self._layout = layout
         self._vocab_size = vocab_size
         self._wrong_every = wrong_every
-        self._states: dict[int, tuple[hashlib.blake2b, int]] = {}
+        self._states: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
     def warm_up(self) -> None:
         pass
@@ -30,7 +31,7 @@ class HashGuesses:
         self._states.pop(handle, None)
 
     def _propose(self, want: Want) -> list[int]:
-        state, known = self._states.get(want.handle) or (hashlib.blake2b(digest_size=8), 0)
+        state, known = self._states.get(want.handle) or (xxhash.xxh3_64(), 0)
         state.update(kv_bytes(want.tokens[known:], known, self._layout).tobytes())
         length, prompt = len(want.tokens), want.request.prompt_tokens
         self._states[want.handle] = state, length

@@ -7,11 +7,11 @@ sampler. A greedy row takes some ten microseconds.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def expected_tokens(
     sampling: SamplingParams = GREEDY,
 ) -> list[int]:
     """The `n` tokens that the hash model yields after `prompt`."""
-    state = hashlib.blake2b(kv_bytes(prompt, 0, layout).tobytes(), digest_size=8)
+    state = xxhash.xxh3_64(kv_bytes(prompt, 0, layout).tobytes())
     tokens: list[int] = []
     shaping = Shaping(sampling, prompt, (), None) if sampling.shaped else None
     while len(tokens) < n:
@@ -135,8 +135,7 @@ class HashRunner:
         return step_output(plan, rows, choice, tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts]))
 
     def _digest(self, plan: StepPlan, row: int, num_tokens: int) -> bytes:
-        data = self.held_bytes(plan.block_tables[row], num_tokens)
-        return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
+        return xxhash.xxh3_64_digest(np.ascontiguousarray(self.held_bytes(plan.block_tables[row], num_tokens)))
 
     def _prompt_logprobs(self, plan: StepPlan, part: PromptPart) -> tuple[TokenLogprobs, ...]:
         ends = range(part.first, part.first + len(part.targets))

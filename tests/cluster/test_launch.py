@@ -1,0 +1,58 @@
+"""A Ray that hangs ends the start or the end of a cluster in time, and nothing is left."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cluster import processes
+from support.processes import wait_until
+
+SECONDS = 60.0
+STUCK = """
+import ctypes, os, subprocess, sys
+import ray
+from kvrelay.cluster import launch, supervisor_actor
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.commands.common import console
+from kvrelay.cluster.report import Report
+from kvrelay.cluster.signals import Signals
+
+def stuck(*args, **options):
+    # In C code no signal handler of Python's runs.
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+launch.STALL_SECONDS = launch.END_SECONDS = 1.0
+supervisor_actor.connect = supervisor_actor.end = stuck
+config = ClusterConfig(drain_seconds=0.0)
+cluster = launch.Cluster(config, Report(console()), Signals(), os.getpid())
+if sys.argv[1] == "stop":
+    ray.is_initialized = lambda: True
+    cluster._supervisor = object()
+getattr(cluster, sys.argv[1])()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [("start", "Ray did not answer within 1 s"), ("stop", "the cluster did not end within 1 s")],
+)
+def test_a_ray_that_hangs_ends_the_step_in_time(
+    step: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, step], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 1, err
+    assert f"kvrelay: {said}\n" in err
+    child = processes.find(int(out.split()[-1]))
+    wait_until(lambda: child is None or not child.alive, "its child has ended")
