@@ -93,7 +93,7 @@ class Bench:
         )
         with torch.inference_mode():
             weights, self.weight_bytes = random_weights(self.config, pool.tensor.device)
-            model = Decoder(self.config, weights, gpu_ops)
+            model = Decoder(self.config, weights, gpu_ops.GpuOps())
         self.runner = GpuRunner(spec, model, pool, options)
         self.options = options
         began = time.perf_counter()

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.launch import Launch, launch
 
 MAX_COLUMNS = 65536
 
@@ -60,7 +61,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    return _launch(x, None, weight, eps)
+    out = _out(x)
+    _launch_norm(x, None, weight, eps, out)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -69,31 +72,65 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
     """
-    return _launch(x, residual, weight, eps), residual
+    out = _out(x)
+    _launch_norm(x, residual, weight, eps, out)
+    return out, residual
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+class Norms:
+    """`rms_norm` and `add_rms_norm`, prepared: a call with tensors like those of the call before repeats its launch."""
+
+    def __init__(self) -> None:
+        self._launches: dict[bool, tuple[object, Launch]] = {}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `rms_norm`; checks `weight` of the first call of a shape only."""
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `add_rms_norm`; checks `residual` and `weight` of the first call of a shape only."""
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = _out(x)
+        like, known = (x.shape, x.stride(), eps), self._launches.get(residual is None)
+        if known is not None and known[0] == like:
+            known[1].repeat(x=x, residual=residual, weight=weight, out=out)
+        else:
+            made = _launch_norm(x, residual, weight, eps, out)
+            if made is not None:
+                self._launches[residual is None] = like, made.without("x", "residual", "weight", "out")
+        return out
+
+
+def _out(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Launch | None:
+    """Writes the norm into `out`; None if there are no rows."""
     if x.dim() != 2 or x.stride(1) != 1 or not 0 < x.shape[1] <= MAX_COLUMNS:
         raise ValueError(f"x is {list(x.shape)}, strides {x.stride()}; allowed: [T, 1 to {MAX_COLUMNS}], unit stride")
     rows, columns = x.shape
     check_tensor("weight", weight, (columns,), x)
     if residual is not None:
         check_tensor("residual", residual, (rows, columns), x)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if rows:
-        block = triton.next_power_of_2(columns)
-        # About 16 values for each thread.
-        warps = min(max(block // 512, 1), 16)
-        add_rmsnorm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            eps,
-            columns,
-            x.stride(0),
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return out
+    if not rows:
+        return None
+    block = triton.next_power_of_2(columns)
+    # About 16 values for each thread.
+    warps = min(max(block // 512, 1), 16)
+    return launch(
+        add_rmsnorm_kernel,
+        (rows,),
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        columns,
+        x.stride(0),
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )

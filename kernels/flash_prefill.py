@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.launch import Launch, launch
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
 
@@ -208,7 +209,7 @@ def flash_prefill_kernel(
 
 def flash_prefill(
     query: Tensor, kv: PagedKV, block_tables: Tensor, tiles: Tensor, tile: Tile, window: int, out: Tensor
-) -> None:
+) -> Launch | None:
     """Writes the attention of the tokens in `tiles` into `out`; the other tokens' rows of `out` aren't touched.
 
     Args:
@@ -230,14 +231,16 @@ def flash_prefill(
             f"tile.tma with pages of {block_size} slots of {kv.pool.dtype}; allowed: multiples of {tile.keys}"
         )
     if not len(tiles):
-        return
+        return None
     block_d = max(16, triton.next_power_of_2(dim))
     pages: Any = TensorDescriptor.from_tensor(kv.pool.view(-1, dim), [tile.keys, block_d]) if tile.tma else None
-    flash_prefill_kernel[(len(tiles) * kv_heads,)](
+    return launch(
+        flash_prefill_kernel,
+        (len(tiles) * kv_heads,),
         query,
         *kv.arguments(),
         pages,
-        kv.layer * 2 * kv_heads * block_size,
+        kv.of_layer()["key_row"],
         block_tables,
         tiles,
         out,

@@ -6,13 +6,22 @@ Triton's interpreter runs the same functions on CPU tensors.
 from torch import Tensor
 from torch.nn import functional
 
-from kvrelay.kernels.add_rmsnorm import add_rms_norm, rms_norm
+from kvrelay.kernels.add_rmsnorm import Norms
 from kvrelay.kernels.ops import Linear
-from kvrelay.kernels.silu_mul import silu_mul
-
-__all__ = ["add_rms_norm", "linear", "rms_norm", "silu_mul"]
+from kvrelay.kernels.silu_mul import SiluMul
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """`x [T, in] -> x @ weight.T + bias [T, out]`; weight is [out, in]."""
     return lambda x: functional.linear(x, weight, bias)
+
+
+class GpuOps:
+    """Implements `Ops` for one model, whose layers repeat each other's launches. Not thread-safe."""
+
+    def __init__(self) -> None:
+        norms = Norms()
+        self.linear = linear
+        self.rms_norm = norms.rms_norm
+        self.add_rms_norm = norms.add_rms_norm
+        self.silu_mul = SiluMul()

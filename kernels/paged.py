@@ -33,6 +33,20 @@ class PagedKV(NamedTuple):
             return keys, values, None, None, pool.stride(0), 0
         return keys, values, scales[:, layer, 0], scales[:, layer, 1], pool.stride(0), scales.stride(0)
 
+    def of_layer(self) -> dict[str, Tensor | int | None]:
+        """By parameter, the arguments of the attention kernels and of `rope_kv_write` that differ between layers."""
+        pool, layer, scales = self
+        keys, values, key_scales, value_scales, _, _ = self.arguments()
+        return {
+            "keys": keys,
+            "values": values,
+            "key_scales": key_scales,
+            "value_scales": value_scales,
+            "key_row": layer * 2 * pool.shape[3] * pool.shape[4],
+            "layer_pool": pool[:, layer],
+            "layer_scales": None if scales is None else scales[:, layer],
+        }
+
 
 def check_pool(kv: PagedKV, like: Tensor) -> None:
     """Checks that a pool is well formed, and fits the type and device of `like`.

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.decode_work import STEP, DecodeParts, DecodeWork
+from kvrelay.kernels.launch import Launch, launch
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
 SUMMED = 32
@@ -164,7 +165,7 @@ def sum_parts_kernel(
 
 def paged_decode(
     query: Tensor, kv: PagedKV, block_tables: Tensor, work: DecodeWork, parts: DecodeParts, out: Tensor
-) -> None:
+) -> tuple[Launch, ...]:
     """Writes the attention of one token of each row of the work list into `out`. Two kernels, or one if P is 1.
 
     Args:
@@ -191,11 +192,13 @@ def paged_decode(
     check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, dim), query, torch.float32)
     check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
     if not rows:
-        return
+        return ()
     block_d = max(16, triton.next_power_of_2(dim))
     # 32-bit values take twice the registers.
     step = STEP if query.dtype.itemsize == 2 else STEP // 2
-    paged_decode_kernel[(kv_heads, programs)](
+    attend = launch(
+        paged_decode_kernel,
+        (kv_heads, programs),
         query,
         *kv.arguments(),
         block_tables,
@@ -214,17 +217,21 @@ def paged_decode(
         STAGES=_stages(step * block_d * kv.pool.dtype.itemsize),
         num_warps=4,
     )
-    if programs > 1:
-        sum_parts_kernel[(heads, programs - 1)](
-            work.cuts,
-            *parts,
-            out,
-            DIM=dim,
-            BLOCK_D=block_d,
-            BLOCK_P=triton.next_power_of_2(programs),
-            SUMMED=min(SUMMED, triton.next_power_of_2(programs)),
-            num_warps=4,
-        )
+    if programs == 1:
+        return (attend,)
+    add = launch(
+        sum_parts_kernel,
+        (heads, programs - 1),
+        work.cuts,
+        *parts,
+        out,
+        DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_P=triton.next_power_of_2(programs),
+        SUMMED=min(SUMMED, triton.next_power_of_2(programs)),
+        num_warps=4,
+    )
+    return attend, add
 
 
 def _stages(step_bytes: int) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.kv_codes import LARGEST
+from kvrelay.kernels.launch import Launch, launch
 from kvrelay.kernels.paged import PagedKV, check_pool
 
 HEADS = 4
@@ -121,13 +122,30 @@ def rope_kv_write_kernel(
 def rope_kv_write(
     qkv: Tensor, rotation: tuple[Tensor, Tensor], slots: Tensor, kv: PagedKV, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    """Writes the step's keys and values into the pool and returns its queries, [T, H, D].
+    """As `launch_rope_kv_write`; returns the queries, [T, H, D]."""
+    check_pool(kv, qkv)
+    tokens, all_heads, dim = qkv.shape
+    out = torch.empty(tokens, max(0, all_heads - 2 * kv.pool.shape[3]), dim, dtype=qkv.dtype, device=qkv.device)
+    launch_rope_kv_write(qkv, rotation, slots, kv, norm, out)
+    return out
+
+
+def launch_rope_kv_write(
+    qkv: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    slots: Tensor,
+    kv: PagedKV,
+    norm: tuple[Tensor, float] | None,
+    out: Tensor,
+) -> Launch | None:
+    """Writes the step's keys and values into the pool and its queries into `out`; None if there are no tokens.
 
     Args:
         qkv: [T, H + 2 Hkv, D].
         rotation: cos and sin, float32 [T, 1, D].
         slots: int64 [T].
-        norm: weight [H + Hkv, D] and eps of the norm of heads.
+        norm: weight [H + Hkv, D] and eps of the norm of heads, or none.
+        out: [T, H, D].
 
     Raises:
         ValueError: a tensor has another shape, type or device than it should.
@@ -145,29 +163,31 @@ def rope_kv_write(
     weight, eps = (None, 0.0) if norm is None else norm
     if weight is not None:
         check_tensor("norm weight", weight, (heads + kv_heads, dim), qkv)
-    out = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    if tokens:
-        rope_kv_write_kernel[(tokens, triton.cdiv(all_heads, HEADS))](
-            qkv,
-            weight,
-            *rotation,
-            slots,
-            pool[:, layer],
-            None if scales is None else scales[:, layer],
-            out,
-            eps,
-            pool.stride(0),
-            pool.stride(2),
-            0 if scales is None else scales.stride(0),
-            0 if scales is None else scales.stride(2),
-            HEADS_Q=heads,
-            HEADS_KV=kv_heads,
-            DIM=dim,
-            BLOCK_SIZE=block_size,
-            LARGEST=LARGEST.get(pool.dtype, 0.0),
-            HAS_NORM=norm is not None,
-            HEADS=HEADS,
-            HALF=triton.next_power_of_2(dim // 2),
-            num_warps=4,
-        )
-    return out
+    check_tensor("out", out, (tokens, heads, dim), qkv)
+    if not tokens:
+        return None
+    return launch(
+        rope_kv_write_kernel,
+        (tokens, triton.cdiv(all_heads, HEADS)),
+        qkv,
+        weight,
+        *rotation,
+        slots,
+        pool[:, layer],
+        None if scales is None else scales[:, layer],
+        out,
+        eps,
+        pool.stride(0),
+        pool.stride(2),
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.stride(2),
+        HEADS_Q=heads,
+        HEADS_KV=kv_heads,
+        DIM=dim,
+        BLOCK_SIZE=block_size,
+        LARGEST=LARGEST.get(pool.dtype, 0.0),
+        HAS_NORM=norm is not None,
+        HEADS=HEADS,
+        HALF=triton.next_power_of_2(dim // 2),
+        num_warps=4,
+    )

@@ -5,8 +5,8 @@ paged_decode    rows of one token, which come first in a step
 flash_prefill   rows of several tokens
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
+from kvrelay.kernels.launch import Launch
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
-from kvrelay.kernels.rope_kv_write import rope_kv_write
+from kvrelay.kernels.rope_kv_write import launch_rope_kv_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +33,40 @@ class PlannedStep:
     """Rows at the beginning that have one token each."""
     tiles: Mapping[int, Tensor]
     """By window, the work list of the other rows (see `plan_tiles`); empty if there are none."""
+    launches: dict[int, "LayerLaunches"] = field(default_factory=dict)
+    """By window, what the first layer of the window has launched, which the others repeat."""
+
+
+class LayerLaunches:
+    """What one layer has launched, to be repeated for another one. Holds no tensor that is made anew for each layer."""
+
+    def __init__(self, write: Launch, attend: Sequence[Launch]) -> None:
+        """
+        Args:
+            write: of `launch_rope_kv_write`.
+            attend: of the kernels that follow it.
+        """
+        self._write = write.without("qkv", "weight", "cos", "sin", "out")
+        self._attend = [launch.without("query", "out") for launch in attend]
+
+    def repeat(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        kv: Mapping[str, Tensor | int | None],
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Launches the same for a layer with this KV, as `PagedKV.of_layer` has it, and whose norm has the same eps.
+
+        Args:
+            out: the queries and the result, both [T, H, D].
+        """
+        weight = None if norm is None else norm.weight
+        query, result = out
+        self._write.repeat(qkv=qkv, weight=weight, cos=rotation.cos, sin=rotation.sin, out=query, **kv)
+        for launch in self._attend:
+            launch.repeat(query=query, out=result, **kv)
 
 
 class DecodeSchedule:
@@ -92,6 +127,8 @@ class TritonAttention:
             raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on GPU takes HND")
         self._pool = pool
         self._windows = windows
+        self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
+        self._of_layer = [kv.of_layer() for kv in self._layers]
         layout, device = pool.layout, pool.tensor.device
         page = 0 if layout.scaled else layout.block_size
         self._tile = choose_tile(layout.head_dim, dtype, page, architecture_of(device))
@@ -115,20 +152,28 @@ class TritonAttention:
         self._step = PlannedStep(inputs, decodes, tiles)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """See `Attention.run`."""
+        """See `Attention.run`. Checks the arguments in the first layer of each window."""
         step = self._step
         if step is None:
             raise RuntimeError("attention runs before a step was planned")
-        inputs = step.inputs
-        kv, window = PagedKV(self._pool.tensor, layer, self._pool.scales), self._windows[layer]
-        query = rope_kv_write(qkv, rotation, inputs.slots, kv, norm)
-        out = torch.empty_like(query)
-        first = step.decodes
+        inputs, kv, window = step.inputs, self._layers[layer], self._windows[layer]
+        shape = len(qkv), qkv.shape[1] - 2 * kv.pool.shape[3], qkv.shape[2]
+        query = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+        known, first = step.launches.get(window), step.decodes
+        if known is not None:
+            known.repeat(qkv, rotation, norm, self._of_layer[layer], (query, out))
+            return out.view(len(out), -1)
+        write = launch_rope_kv_write(qkv, rotation, inputs.slots, kv, norm, query)
+        attend: list[Launch | None] = []
         if first:
             work, parts = self._schedule.works[window], self._schedule.parts
-            paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first])
+            attend += paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first])
         if step.tiles:
-            flash_prefill(query, kv, inputs.block_tables, step.tiles[window], self._tile, window, out)
+            tiles = step.tiles[window]
+            attend.append(flash_prefill(query, kv, inputs.block_tables, tiles, self._tile, window, out))
+        if write is not None:
+            step.launches[window] = LayerLaunches(write, [launch for launch in attend if launch is not None])
         return out.view(len(out), -1)
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:

@@ -60,6 +60,11 @@ class Decoder:
         self._weights = weights
         self._ops = ops
 
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Its layers' weights, first to last."""
+        return self._weights.layers
+
     def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Runs a step's tokens through all layers and writes their KV.
 

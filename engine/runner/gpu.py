@@ -287,7 +287,7 @@ def build_gpu_runner(
     kept = run_dtype if quantization == "none" else quantization
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
         weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Head(head))
-    model = Decoder(config, weights, gpu_ops)
+    model = Decoder(config, weights, gpu_ops.GpuOps())
     unbounded = ModelSpec.of(
         checkpoint,
         config,
