@@ -56,7 +56,7 @@ def test_engine_options_of_a_role_win_over_everyones(pair, tmp_path):
     assert {engine.max_batch_tokens for engine in decodes} == {512}
     assert {engine.kv_memory_bytes for engine in prefills} == {16 * 2**30}
     assert {engine.kv_memory_bytes for engine in decodes} == {40 * 2**30}
-    assert all(engine.block_size == 32 and engine.threads == 8 for engine in (*prefills, *decodes))
+    assert all(engine.block_size == 64 and engine.threads == 8 for engine in (*prefills, *decodes))
 
 
 def test_a_pod_of_several_gpus_has_a_worker_for_each(render, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from kvrelay.internal.v1.worker_pb2 import Failure, TransferReport
+from kvrelay.router.budget import RetryBudget
 from kvrelay.router.suspects import Suspicion
 from support.router_fakes import FakeCluster, FakeWorker, Job, Script, fake_cluster, length_if, run
 
@@ -69,8 +70,10 @@ async def kill_and_replace(cluster: FakeCluster, source: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_stream_is_whole(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Suspicion has tests of its own: here a request may meet any number of kills that it hasn't caused.
+    # Suspicion and the retry budget have tests of their own: here a request may meet any number of kills that it hasn't
+    # caused, and the first ones any number of refusals.
     monkeypatch.setattr(Suspicion, "lost", lambda self, tokens, tried: False)
+    monkeypatch.setattr(RetryBudget, "take", lambda self: True)
     source = random.Random(seed)
 
     async def test() -> None:
