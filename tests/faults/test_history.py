@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.history import CANCEL_SECONDS, MAX_RETRIES, History, violations
+from support.history import CANCEL_SECONDS, MAX_RETRIES, Asked, History, violations
 
 
-def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
-    return [sum(prompt) + (seed or 0) + index for index in range(count)]
+def oracle(asked: Sequence[Asked]) -> list[list[int]]:
+    return [[sum(prompt) + (seed or 0) + index for index in range(count)] for prompt, count, seed in asked]
 
 
 def record(history: History, script: str) -> History:

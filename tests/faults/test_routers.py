@@ -22,7 +22,7 @@ from support.faults import (
     Running,
     Scene,
     asking,
-    oracle,
+    oracle_of_all,
     prompt_of,
     sampling_options,
     scene,
@@ -136,7 +136,7 @@ def test_a_killed_router_is_replaced_and_used_again_and_then_the_other_one_is_ki
                     lambda: f"requests run on the replacement: {cluster.log()[-4000:]}",
                     START_SECONDS,
                 )
-        found = violations(load.history, oracle)
+        found = violations(load.history, oracle_of_all)
         assert not found, "\n".join(found)
         assert sum(completion.timeline.resumes for completion in load.done) > 0
         assert {status.member.state for status in cluster.status().members} == {MEMBER_STATE_READY}

@@ -32,7 +32,7 @@ from nemesis.member import CLOCK_LIBRARY
 from nemesis.report import Injected, Report, figures, machine, percentiles, reason_of
 from support.chaos import Chaos
 from support.detours import DESK, HOSTS
-from support.faults import oracle
+from support.faults import oracle_of_all
 from support.hash_worker import STEP_SECONDS, WORKER_LAYOUT
 from support.history import History, violations
 from support.supervised import Supervised, all_ready, supervised
@@ -183,7 +183,7 @@ class Nemesis:
             else:
                 history.add(name, "finish", stream.ended, count=stream.reported, retries=stream.retries)
         may_fail = {stream.name for stream in streams if self.report.may_fail(stream, self.began)}
-        found = violations(history, oracle, may_fail=may_fail, budget=False)
+        found = violations(history, oracle_of_all, may_fail=may_fail, budget=False)
         self.report.violations += found
         for what in found:
             print(f"VIOLATION {what}", flush=True)

@@ -30,9 +30,9 @@ from kvrelay.transfer import failpoints
 from support import damage
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
-from support.hash_runner import VOCAB_SIZE, expected_tokens
+from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
 from support.hash_worker import BEAT_SECONDS, MODULE, STEP_SECONDS, WORKER_LAYOUT
-from support.history import History, violations
+from support.history import Asked, History, violations
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 CHUNK = 64
@@ -230,7 +230,7 @@ class Scene:
         self.cluster.wait_idle(seconds, but)
         self._record_retries()
         history, self.history = self.history, History()
-        found = violations(history, oracle, may_fail=self.may_fail, budget=not self.losses)
+        found = violations(history, oracle_of_all, may_fail=self.may_fail, budget=not self.losses)
         assert not found, "\n".join(found)
         ended = [name for name in self.ended() if name not in but]
         assert not ended, [self.cluster.processes[name].log.read_text()[-2000:] for name in ended]
@@ -311,9 +311,19 @@ def scene(
 
 
 def oracle(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
+    """The tokens of an undisturbed request."""
+    return oracle_of_all([(prompt, count, seed)])[0]
+
+
+def oracle_of_all(asked: Sequence[Asked]) -> list[list[int]]:
+    """The history's oracle."""
+    return tokens_of_all([Case(prompt, count, _params(seed)) for prompt, count, seed in asked], WORKER_LAYOUT)
+
+
+def _params(seed: int | None) -> SamplingParams:
     options = sampling_options(seed)
     options["logit_bias"] = tuple(options.get("logit_bias", {}).items())
-    return expected_tokens(prompt, count, WORKER_LAYOUT, sampling=SamplingParams(**options))
+    return SamplingParams(**options)
 
 
 def seed_of(name: str) -> int | None:

@@ -22,6 +22,7 @@ PRELOADED = (
     "kvrelay.cluster.supervisor",
     "kvrelay.engine.build",
     "kvrelay.engine.runner.cpu",
+    "support.preloaded",
 )
 
 

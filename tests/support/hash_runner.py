@@ -8,6 +8,7 @@ sampler. A greedy row takes some ten microseconds.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ VOCAB_SIZE = 251
 LOGITS = 4.0
 """The largest logit; the smallest is about 0."""
 GREEDY = SamplingParams(temperature=0.0)
+Bytes = NDArray[np.uint8]
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
 
 
@@ -45,13 +47,17 @@ def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec
     )
 
 
-def kv_bytes(tokens: Sequence[int], first_position: int, layout: KVLayout = LAYOUT) -> NDArray[np.uint8]:
+def kv_bytes(tokens: Sequence[int], first_position: int, layout: KVLayout = LAYOUT) -> Bytes:
     """The KV of consecutive tokens: uint8 [token, layer, k|v, head, bytes of a head], scales included."""
+    return _kv_bytes_at(tokens, np.arange(first_position, first_position + len(tokens)), layout)
+
+
+def _kv_bytes_at(tokens: Sequence[int], positions: Sequence[int] | NDArray[np.int64], layout: KVLayout) -> Bytes:
     head_bytes = layout.head_bytes
     layer_bytes = 2 * layout.kv_heads * head_bytes
     words = -(-layer_bytes // 8)
     token = np.asarray(tokens, np.uint64)[:, None, None]
-    position = np.arange(first_position, first_position + len(tokens), dtype=np.uint64)[:, None, None]
+    position = np.asarray(positions, np.uint64)[:, None, None]
     layer = np.arange(layout.layers, dtype=np.uint64)[None, :, None]
     word = np.arange(words, dtype=np.uint64)[None, None, :]
     seed = (((token << np.uint64(24)) + position << np.uint64(8)) + layer << np.uint64(12)) + word
@@ -67,16 +73,37 @@ def expected_tokens(
     sampling: SamplingParams = GREEDY,
 ) -> list[int]:
     """The `n` tokens that the hash model yields after `prompt`."""
-    state = xxhash.xxh3_64(kv_bytes(prompt, 0, layout).tobytes())
-    tokens: list[int] = []
-    shaping = Shaping(sampling, prompt, (), None) if sampling.shaped else None
-    while len(tokens) < n:
-        draw = Draw(sampling, len(prompt) + len(tokens), len(tokens), shaping)
-        tokens += choose_tokens([state.digest()], [draw], vocab_size).tokens
-        if shaping is not None:
-            shaping.push(tokens[-1])
-        state.update(kv_bytes(tokens[-1:], len(prompt) + len(tokens) - 1, layout).tobytes())
-    return tokens
+    return tokens_of_all([Case(prompt, n, sampling)], layout, vocab_size)[0]
+
+
+class Case(NamedTuple):
+    """What the hash model is asked for."""
+
+    prompt: Sequence[int]
+    count: int
+    """Of tokens."""
+    sampling: SamplingParams = GREEDY
+
+
+def tokens_of_all(cases: Sequence[Case], layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    """The tokens that the hash model yields for each case. Side by side, a token takes a tenth of the time."""
+    states = [xxhash.xxh3_64(kv_bytes(case.prompt, 0, layout).tobytes()) for case in cases]
+    shapings = [Shaping(case.sampling, case.prompt, (), None) if case.sampling.shaped else None for case in cases]
+    found: list[list[int]] = [[] for _ in cases]
+    for done in range(max([case.count for case in cases], default=0)):
+        rows = [row for row, case in enumerate(cases) if done < case.count]
+        positions = [len(cases[row].prompt) + done for row in rows]
+        draws = [
+            Draw(cases[row].sampling, position, done, shapings[row])
+            for row, position in zip(rows, positions, strict=True)
+        ]
+        tokens = choose_tokens([states[row].digest() for row in rows], draws, vocab_size).tokens
+        for row, token, kv in zip(rows, tokens, _kv_bytes_at(tokens, positions, layout), strict=True):
+            found[row].append(token)
+            states[row].update(kv.tobytes())
+            if (shaping := shapings[row]) is not None:
+                shaping.push(token)
+    return found
 
 
 def expected_outcome(request: Request, max_context: int) -> tuple[list[int], FinishReason]:

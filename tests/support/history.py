@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 Kind = Literal["invoke", "token", "retry", "finish", "error", "cancel"]
 ENDS = ("finish", "error", "cancel")
-Oracle = Callable[[Sequence[int], int, int | None], Sequence[int]]
-"""Prompt, count and seed to the tokens of the undisturbed run."""
+Asked = tuple[Sequence[int], int, int | None]
+"""Prompt, count and seed of a request."""
+Oracle = Callable[[Sequence[Asked]], Sequence[Sequence[int]]]
+"""To each request, the tokens of its undisturbed run."""
 
 MAX_RETRIES = 3
 """Of one request: the router's `max_attempts` less one."""
@@ -71,16 +73,17 @@ def violations(history: History, oracle: Oracle, *, may_fail: Collection[str] = 
     by_request: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(history.events, key=lambda event: event.at):
         by_request[event.request].append(event)
+    expected = oracle([(events[0].prompt, events[0].count, events[0].seed) for events in by_request.values()])
     found = [
         f"{request}: {what}"
-        for request, events in by_request.items()
-        for what in _of_one(events, oracle, request in may_fail)
+        for (request, events), tokens in zip(by_request.items(), expected, strict=True)
+        for what in _of_one(events, tokens, request in may_fail)
     ]
     return found + (_over_budget(history.events) if budget else [])
 
 
-def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str]:
-    """What is wrong with one request's events."""
+def _of_one(events: Sequence[Event], expected: Sequence[int], may_fail: bool) -> list[str]:
+    """What is wrong with one request's events, of which the first should be its invocation."""
     found = []
     kinds = [event.kind for event in events]
     if kinds[0] != "invoke" or kinds.count("invoke") != 1:
@@ -96,7 +99,6 @@ def _of_one(events: Sequence[Event], oracle: Oracle, may_fail: bool) -> list[str
     if indices != list(range(len(indices))):
         wrong = next(at for at, index in enumerate(indices) if index != at)
         found.append(f"token index {indices[wrong]} where {wrong} was due")
-    expected = oracle(asked.prompt, asked.count, asked.seed)
     for event in tokens:
         if not 0 <= event.index < asked.count or event.token != expected[event.index]:
             due = expected[event.index] if 0 <= event.index < asked.count else "none"
