@@ -28,6 +28,9 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Each test process, and each that it starts, would compile the sources again.
+test test-again test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 test: setup
 	$(PYTEST) --durations=15
 

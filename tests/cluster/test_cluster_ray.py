@@ -221,6 +221,7 @@ def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
     assert shared.call("status").returncode == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
     config.write_text("router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}\n")

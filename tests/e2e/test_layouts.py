@@ -37,7 +37,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return answers(tmp_path_factory.mktemp("equal"))
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32), (16, 64)])
+@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 64), pytest.param(16, 32, marks=pytest.mark.slow)])
 def test_roles_of_different_block_sizes_give_the_tokens_of_equal_ones(
     expected: list[list[int]], prefill: int, decode: int, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ STREAMS = 24
 STOPPED_SECONDS = 8.0
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_a_drained_worker_moves_its_streams(tmp_path: Path, role: str) -> None:
     options = {"worker": {"drain_seconds": 0.5}, "engine": {"kv_memory_bytes": 16 * 2**20}}
     with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}, **options) as it:

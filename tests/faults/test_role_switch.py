@@ -78,6 +78,7 @@ def streams_on(cluster: Supervised, name: str) -> int:
     return cluster.member(name).load.requests.running
 
 
+@pytest.mark.slow
 def test_a_worker_of_the_bundled_model_takes_another_role_in_seconds(cluster: Supervised) -> None:
     router = cluster.member("router-0").member.address
     with ThreadPoolExecutor(STREAMS) as pool:

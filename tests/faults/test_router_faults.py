@@ -13,7 +13,7 @@ from support.processes import wait_until
 CLIENTS = 60
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: str) -> None:
     with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.01}) as it:
         frozen = f"{role}-0"
@@ -29,10 +29,10 @@ def test_twenty_streams_at_a_time_while_a_worker_freezes(tmp_path: Path, role: s
 @pytest.mark.parametrize(
     ("place", "routers"),
     [
-        ("prefill.before_offer", 1),
-        ("prefill.after_chunk,chunk=1", 1),
         ("decode.before_commit", 1),
         ("prefill.after_chunk,chunk=1", 2),
+        pytest.param("prefill.before_offer", 1, marks=pytest.mark.slow),
+        pytest.param("prefill.after_chunk,chunk=1", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_request_that_ends_its_workers_ends_two_and_fails_alone(tmp_path: Path, place: str, routers: int) -> None:

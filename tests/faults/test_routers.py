@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from kvrelay.client import Client, Completion
 from kvrelay.client.messages import PING_OTHERS_SECONDS
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
@@ -54,6 +56,7 @@ def working(it: Scene, router: str) -> bool:
     return it.cluster.member(router).load.requests.running >= AT_ONCE // 4
 
 
+@pytest.mark.slow
 def test_one_of_two_routers_is_lost_under_load(tmp_path: Path) -> None:
     """It is killed, frozen, and stopped on purpose."""
     with scene(tmp_path, routers=2, variables=SLOW, router={"drain_seconds": 0.1}) as it:
