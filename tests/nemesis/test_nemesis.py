@@ -1,4 +1,4 @@
-"""Twenty seconds of the nemesis, or two minutes; `make soak` runs an hour. A failure names the `KVRELAY_SEED` of its run."""
+"""Twenty seconds of the nemesis, or two minutes; `make soak` runs an hour. `KVRELAY_SEED` of a failure replays it."""
 
 import os
 import random
