@@ -228,7 +228,7 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
     planned = DecodeWork.view(torch.zeros(sum(DecodeWork.sizes(rows, programs)), dtype=torch.int32), rows, programs)
     plan_decode(np.array(contexts), 0, planned)
     work = DecodeWork(*(tensor.to(machine.device) for tensor in planned))
-    parts = DecodeParts.empty(programs, heads, dim, machine.device)
+    parts = DecodeParts.empty(programs, heads, kv_heads, dim, machine.device)
     out = torch.empty_like(query)
 
     def exact() -> Tensor:
@@ -253,7 +253,7 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
             "heads": f"{heads}/{kv_heads}",
             "dim": dim,
             "kv": str(kind)[6:],
-            "parts": int(planned.cuts[:, 2].sum()),
+            "parts": int((planned.entries[: planned.starts[-1], 3] >= 0).sum()),
         },
         run,
         exact,

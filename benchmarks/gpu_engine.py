@@ -211,7 +211,7 @@ class Bench:
         kernels.sort()
         # A layer has one rotation; steps are counted by the sampler.
         rotations = sum("rope_kv_write" in name for _, _, name in kernels)
-        samplers = [index for index, (_, _, name) in enumerate(kernels) if "sample_kernel" in name]
+        samplers = [index for index, (_, _, name) in enumerate(kernels) if "choose_kernel" in name]
         between = [kernels[first + 1 : last + 1] for first, last in pairwise(samplers)]
         gaps = [sum(max(0.0, b[0] - a[1]) for a, b in pairwise(step)) for step in between if step]
         lengths = [step[-1][1] - step[0][0] for step in between if step]
@@ -238,7 +238,7 @@ def _rotation_intervals(kernels: list[tuple[float, float, str]]) -> Iterator[tup
     """Index of each rotation's kernel and of the next one's, within a step."""
     places = [index for index, (_, _, name) in enumerate(kernels) if "rope_kv_write" in name]
     for first, second in pairwise(places):
-        if not any("sample_kernel" in name for _, _, name in kernels[first:second]):
+        if not any("choose_kernel" in name for _, _, name in kernels[first:second]):
             yield first, second
 
 

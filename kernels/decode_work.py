@@ -1,13 +1,13 @@
 """Which program of a decode step attends to which keys: a work list that the host plans, and its place on the device.
 
 The keys of all rows, one row after the other, are cut into equal shares, one for each of P programs a KV head. A share
-may end within a row, whose parts are then added up by a second kernel, and may have several rows:
+may end within a row, whose parts are added up by the program that is done last, and may have several rows:
 
     rows       |---- 0 ----|-- 1 --|- 2 -|-------------- 3 ---------------|
     shares     |-- 0 --|-- 1 ---|-- 2 ---|---- 3 ---|---- 4 ---|---- 5 ---|
     entries    |---0---|-1-|-2--|3-|--4--|----5-----|----6-----|----7-----|
     parts      |   0   | 1 | 2  |3 |     |    4     |    5     |    6     |
-    cuts       row 0: parts 0 to 1, row 1: parts 2 to 3, row 3: parts 4 to 6
+    of a row   row 0: parts 0 to 1, row 1: parts 2 to 3, row 3: parts 4 to 6
 
 A cut close to the end of a row is moved there. So the shares of P programs are as long as each other, or up to a
 quarter longer or shorter, whatever the lengths of the rows are.
@@ -28,6 +28,7 @@ MIN_STEPS = 4
 """Fewest steps of a share, if there are several: a smaller one costs more to start than it saves."""
 RESIDENT = 2
 """Programs wanted for each multiprocessor, so that the loads of one hide behind the arithmetic of the other."""
+ENTRY_FIELDS = 6
 SNAP = 8
 """A cut moves to the end of a row that is at most this part of a share away."""
 
@@ -36,25 +37,21 @@ class DecodeWork(NamedTuple):
     """A work list in fixed memory, for R rows and P programs a KV head at most."""
 
     entries: Tensor
-    """int32 [R + P - 1, 4]: row, first key, end of the keys, part that the result goes to; -1 if the row has no other.
-    In the order of rows and keys."""
+    """int32 [R + P - 1, 6]: row, first key, end of the keys, part that the result goes to, the row's first part, number
+    of the row's parts; -1, -1 and 0 if the row isn't cut. In the order of rows and keys."""
     starts: Tensor
     """int32 [P + 1]: entries starts[p] to starts[p + 1] are those of program p."""
-    cuts: Tensor
-    """int32 [P - 1, 3], of each row that was cut: row, first part, number of parts; 0 parts after the last one."""
 
     @classmethod
-    def sizes(cls, rows: int, programs: int) -> tuple[int, int, int]:
+    def sizes(cls, rows: int, programs: int) -> tuple[int, int]:
         """int32 values that the tensors have."""
-        return 4 * (rows + programs - 1), programs + 1, 3 * (programs - 1)
+        return ENTRY_FIELDS * (rows + programs - 1), programs + 1
 
     @classmethod
     def view(cls, words: Tensor, rows: int, programs: int) -> "DecodeWork":
         """The work list that lies in `words`, int32 [sum(sizes(rows, programs))]; it has no work if they are 0."""
-        entries, starts, _ = cls.sizes(rows, programs)
-        return cls(
-            words[:entries].view(-1, 4), words[entries : entries + starts], words[entries + starts :].view(-1, 3)
-        )
+        entries, _ = cls.sizes(rows, programs)
+        return cls(words[:entries].view(-1, ENTRY_FIELDS), words[entries:])
 
 
 def count_programs(kv_heads: int, processors: int) -> int:
@@ -105,16 +102,14 @@ def plan_decode(contexts: NDArray[np.int64], window: int, work: DecodeWork) -> N
     entries[1] = np.maximum(begins * STEP + shift, first[row]) if window else begins * STEP + shift
     entries[2] = np.minimum(ends * STEP + shift, contexts[row])
     entries[3] = partial.cumsum() * partial - 1
+    # A row that was cut in n places has n + 1 parts.
+    sizes = parts + (parts > 0)
+    entries[4] = np.where(partial, (sizes.cumsum() - sizes)[row], -1)
+    entries[5] = sizes[row]
     starts = work.starts.numpy()
     starts[0] = 0
     starts[1:used] = ends.searchsorted(cuts) + 1
     starts[used:] = count
-    cut = parts.nonzero()[0]
-    sizes = parts[cut] + 1
-    listed = work.cuts.numpy()
-    listed[len(cut) :] = 0
-    listed = listed[: len(cut)].T
-    listed[0], listed[1], listed[2] = cut, sizes.cumsum() - sizes, sizes
 
 
 class DecodeParts(NamedTuple):
@@ -124,12 +119,15 @@ class DecodeParts(NamedTuple):
     """float32 [2 (P - 1), H, D]: weighted sum of values."""
     weights: Tensor
     """float32 [2 (P - 1), H]: binary logarithm of the weight."""
+    arrivals: Tensor
+    """int32 [2 (P - 1), Hkv]: at a row's first part, how many of its parts are written. 0 between launches."""
 
     @classmethod
-    def empty(cls, programs: int, heads: int, dim: int, device: torch.device) -> "DecodeParts":
+    def empty(cls, programs: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> "DecodeParts":
         """For the work lists of so many programs a KV head."""
         count = 2 * (programs - 1)
         return cls(
             torch.empty(count, heads, dim, dtype=torch.float32, device=device),
             torch.empty(count, heads, dtype=torch.float32, device=device),
+            torch.zeros(count, kv_heads, dtype=torch.int32, device=device),
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvrelay.kernels.add_rmsnorm import Norms
+from kvrelay.kernels.embed import embed
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.silu_mul import SiluMul
 
@@ -22,6 +23,7 @@ class GpuOps:
     def __init__(self) -> None:
         norms = Norms()
         self.linear = linear
+        self.embed = embed
         self.rms_norm = norms.rms_norm
         self.add_rms_norm = norms.add_rms_norm
         self.silu_mul = SiluMul()

@@ -1,17 +1,32 @@
 """The operations that a model consists of. A module that has them is a backend: `cpu.ops`, `gpu_ops`."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
 
 
+class Feeds(NamedTuple):
+    """Tokens of a step that the step before has sampled, and left on the device."""
+
+    rows: Tensor
+    """int64 [T] the row of `sampled` that has each token; negative if the step itself has it."""
+    sampled: Tensor
+    """int64 [R]; a negative one is taken as 0."""
+
+
 class Ops(Protocol):
     """The functions of a backend; formulas and shapes are in `reference.py`."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+    def embed(
+        self, tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The embeddings [T, N] of tokens, some of them fed, from table [V, N]; cos and sin of their positions."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

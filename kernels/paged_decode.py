@@ -13,11 +13,11 @@
 
 One program serves all G query heads of a KV head, padded to the 16 rows of a matrix instruction, so that KV is read
 once. It goes through its entries of the work list one after the other, and writes the result of each one: to `out` if
-the entry has all keys of a row, else as a part of it, with the logarithm of the part's weight. A second kernel adds up
-the parts of each row that was cut. The grid, and with it a captured CUDA graph, depends on the device only: what there
-is to do is read from device memory.
+the entry has all keys of a row, else as a part of it, with the logarithm of the part's weight. Programs count the parts
+of a row that are written; the one that writes the last adds them up. The grid, and with it a captured CUDA graph,
+depends on the device only: what there is to do is read from device memory.
 
-Grid: (Hkv, P); then (H, P - 1). Limit: memory. `bytes_moved` counts it.
+Grid: (Hkv, P). Limit: memory. `bytes_moved` counts it.
 Source: Dao et al.: Flash-Decoding, 2023; Kwon et al.: PagedAttention, arXiv:2309.06180; Ye et al.: FlashInfer,
 arXiv:2501.01005, which plans its work on the host likewise.
 """
@@ -30,12 +30,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.decode_work import STEP, DecodeParts, DecodeWork
+from kvrelay.kernels.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.launch import Launch, launch
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
-SUMMED = 32
-"""Parts of a row that are added up at a time."""
+SUMMED = 8192
+"""Numbers of a row's parts that are read at a time to be added up: 64 of each thread."""
 
 
 def bytes_moved(
@@ -54,6 +54,46 @@ def bytes_moved(
 
 
 @triton.jit
+def _sum_parts(
+    sums,
+    weights,
+    first,
+    count,
+    heads,
+    head,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """The result of a row from `count` parts of it, for the query heads of one KV head, [BLOCK_G, BLOCK_D]."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    some = tl.arange(0, SUMMED)
+    total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_G,), tl.float32)
+    for start in range(0, count, SUMMED):
+        present = (start + some < count)[:, None] & (g < GROUP)[None, :]
+        part_head = (first + start + some)[:, None] * heads + (head * GROUP + g)[None, :]
+        # Past L1, which may have what these places held before.
+        logarithm = tl.load(weights + part_head, mask=present, other=float("-inf"), cache_modifier=".cg")
+        inside = present[:, :, None] & (d < DIM)[None, None, :]
+        place = part_head[:, :, None] * DIM + d[None, None, :]
+        each = tl.load(sums + place, mask=inside, other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, tl.max(logarithm, 0))
+        # Lanes without a head have no weight at all.
+        base = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+        share = tl.exp2(logarithm - base[None, :])
+        rescale = tl.exp2(largest - base)
+        weight = weight * rescale + tl.sum(share, 0)
+        total = total * rescale[:, None] + tl.sum(each * share[:, :, None], 0)
+        largest = new_largest
+    return total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+
+
+@triton.jit
 def paged_decode_kernel(
     query,
     keys,
@@ -67,6 +107,7 @@ def paged_decode_kernel(
     starts,
     sums,
     weights,
+    arrivals,
     out,
     scale,
     table_stride,
@@ -77,6 +118,9 @@ def paged_decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SUMMED: tl.constexpr,
+    ENTRY_FIELDS: tl.constexpr,
 ):
     head, program = tl.program_id(0), tl.program_id(1)
     head_offset = head * BLOCK_SIZE
@@ -90,7 +134,7 @@ def paged_decode_kernel(
     inside = (m < GROUP)[:, None] & (d < DIM)[None, :]
     heads = tl.num_programs(0) * GROUP
     for index in range(tl.load(starts + program), tl.load(starts + program + 1)):
-        entry = entries + index * 4
+        entry = entries + index * ENTRY_FIELDS
         row, first = tl.load(entry).to(tl.int64), tl.load(entry + 1)
         end, part = tl.load(entry + 2), tl.load(entry + 3).to(tl.int64)
         query_head = head * GROUP + m
@@ -127,46 +171,28 @@ def paged_decode_kernel(
             tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
         else:
             part_head = part * heads + query_head
-            tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside)
-            tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP)
-
-
-@triton.jit
-def sum_parts_kernel(
-    cuts,
-    sums,
-    weights,
-    out,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    SUMMED: tl.constexpr,
-):
-    cut = cuts + tl.program_id(1) * 3
-    row, first, count = tl.load(cut).to(tl.int64), tl.load(cut + 1).to(tl.int64), tl.load(cut + 2)
-    if count == 0:
-        return
-    head, heads = tl.program_id(0), tl.num_programs(0)
-    every = tl.arange(0, BLOCK_P)
-    logarithms = tl.load(weights + (first + every) * heads + head, mask=every < count, other=float("-inf"))
-    largest = tl.max(logarithms, 0)
-    weight = tl.sum(tl.exp2(logarithms - largest), 0)
-    d = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, count, SUMMED):
-        some = start + tl.arange(0, SUMMED)
-        part_head = (first + some) * heads + head
-        logarithm = tl.load(weights + part_head, mask=some < count, other=float("-inf"))
-        inside = (some < count)[:, None] & (d < DIM)[None, :]
-        each = tl.load(sums + part_head[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-        total += tl.sum(each * tl.exp2(logarithm - largest)[:, None], 0)
-    tl.store(out + (row * heads + head) * DIM + d, (total / weight).to(out.dtype.element_ty), mask=d < DIM)
+            tl.store(sums + part_head[:, None] * DIM + d[None, :], total, mask=inside, cache_modifier=".cg")
+            tl.store(weights + part_head, largest + tl.log2(weight), mask=m < GROUP, cache_modifier=".cg")
+            first_part, count = tl.load(entry + 4).to(tl.int64), tl.load(entry + 5)
+            arrival = arrivals + first_part * tl.num_programs(0) + head
+            # All threads must have written before one of them tells, and none may read before it knows.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+            if arrived == count - 1:
+                tl.debug_barrier()
+                whole = _sum_parts(sums, weights, first_part, count, heads, head, GROUP, DIM, BLOCK_G, BLOCK_D, SUMMED)
+                g = tl.arange(0, BLOCK_G)
+                place = (row * heads + head * GROUP + g)[:, None] * DIM + d[None, :]
+                within = (g < GROUP)[:, None] & (d < DIM)[None, :]
+                tl.store(out + place, whole.to(out.dtype.element_ty), mask=within)
+                # The next launch counts from 0 again.
+                tl.store(arrival, 0)
 
 
 def paged_decode(
     query: Tensor, kv: PagedKV, block_tables: Tensor, work: DecodeWork, parts: DecodeParts, out: Tensor
-) -> tuple[Launch, ...]:
-    """Writes the attention of one token of each row of the work list into `out`. Two kernels, or one if P is 1.
+) -> Launch | None:
+    """Writes the attention of one token of each row of the work list into `out`; None if there are no rows.
 
     Args:
         query: [R, H, D].
@@ -186,17 +212,18 @@ def paged_decode(
     if programs < 1:
         raise ValueError(f"work.starts is {list(work.starts.shape)}; allowed: [2] and longer")
     entries = max(len(work.entries), rows + programs - 1)
-    check_tensor("work.entries", work.entries, (entries, 4), query, torch.int32)
+    check_tensor("work.entries", work.entries, (entries, ENTRY_FIELDS), query, torch.int32)
     check_tensor("work.starts", work.starts, (programs + 1,), query, torch.int32)
-    check_tensor("work.cuts", work.cuts, (programs - 1, 3), query, torch.int32)
     check_tensor("parts.sums", parts.sums, (2 * (programs - 1), heads, dim), query, torch.float32)
     check_tensor("parts.weights", parts.weights, (2 * (programs - 1), heads), query, torch.float32)
+    check_tensor("parts.arrivals", parts.arrivals, (2 * (programs - 1), kv_heads), query, torch.int32)
     if not rows:
-        return ()
+        return None
     block_d = max(16, triton.next_power_of_2(dim))
     # 32-bit values take twice the registers.
     step = STEP if query.dtype.itemsize == 2 else STEP // 2
-    attend = launch(
+    block_g = triton.next_power_of_2(group)
+    return launch(
         paged_decode_kernel,
         (kv_heads, programs),
         query,
@@ -215,23 +242,11 @@ def paged_decode(
         BLOCK_N=step,
         BLOCK_D=block_d,
         STAGES=_stages(step * block_d * kv.pool.dtype.itemsize),
+        BLOCK_G=block_g,
+        SUMMED=min(max(1, SUMMED // (block_g * block_d)), triton.next_power_of_2(programs)),
+        ENTRY_FIELDS=ENTRY_FIELDS,
         num_warps=4,
     )
-    if programs == 1:
-        return (attend,)
-    add = launch(
-        sum_parts_kernel,
-        (heads, programs - 1),
-        work.cuts,
-        *parts,
-        out,
-        DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_P=triton.next_power_of_2(programs),
-        SUMMED=min(SUMMED, triton.next_power_of_2(programs)),
-        num_warps=4,
-    )
-    return attend, add
 
 
 def _stages(step_bytes: int) -> int:

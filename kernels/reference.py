@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.kernels.ops import Feeds
+
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`x [T, in] -> x @ weight.T + bias [T, out]`; weight is [out, in]."""
@@ -16,6 +18,28 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     return apply
+
+
+def rotations(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as `rope` takes them, float32 [T, 1, D].
+
+    Args:
+        positions: int64 [T].
+        frequencies: float32 [D / 2], radians per position.
+    """
+    angles = torch.outer(positions.float(), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def embed(
+    tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Ops.embed`."""
+    if feeds is not None:
+        fed = feeds.sampled[feeds.rows.clamp(min=0)].clamp(min=0)
+        tokens = torch.where(feeds.rows < 0, tokens, fed)
+    return torch.nn.functional.embedding(tokens, table), *rotations(positions, frequencies)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

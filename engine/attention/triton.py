@@ -83,7 +83,7 @@ class DecodeSchedule:
             windows: of the layers, each once.
         """
         programs = count_programs(layout.kv_heads, processors_of(device))
-        self.parts = DecodeParts.empty(programs, heads, layout.head_dim, device)
+        self.parts = DecodeParts.empty(programs, heads, layout.kv_heads, layout.head_dim, device)
         words = (len(windows), sum(DecodeWork.sizes(rows, programs)))
         pinned = device.type == "cuda"
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -168,7 +168,7 @@ class TritonAttention:
         attend: list[Launch | None] = []
         if first:
             work, parts = self._schedule.works[window], self._schedule.parts
-            attend += paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first])
+            attend.append(paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first]))
         if step.tiles:
             tiles = step.tiles[window]
             attend.append(flash_prefill(query, kv, inputs.block_tables, tiles, self._tile, window, out))

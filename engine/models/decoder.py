@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional
 
 from kvrelay.engine.attention.base import Attention, HeadNorm, Rotation
 from kvrelay.engine.models.config import ModelConfig
-from kvrelay.engine.models.rope import rotations
-from kvrelay.kernels.ops import Linear, Ops
+from kvrelay.kernels.ops import Feeds, Linear, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,20 +63,38 @@ class Decoder:
         """Its layers' weights, first to last."""
         return self._weights.layers
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None = None) -> Tensor:
         """Runs a step's tokens through all layers and writes their KV.
 
         Args:
             tokens, positions: int64 [T].
             attention: has planned this step.
+            feeds: tokens that are taken from there instead.
 
         Returns:
             [T, hidden], before the last norm.
         """
+        residual, update = self._run_layers(tokens, positions, attention, feeds)
+        return residual if update is None else update + residual
+
+    def forward_logits(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None = None
+    ) -> Tensor:
+        """`logits(forward(...))`, the logits of all tokens, with one launch less."""
+        residual, update = self._run_layers(tokens, positions, attention, feeds)
+        if update is None:
+            return self.logits(residual)
+        x, _ = self._ops.add_rms_norm(update, residual, self._weights.norm, self.config.norm_eps)
+        return self._weights.head(x).float()
+
+    def _run_layers(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual before the last layer's MLP, and that MLP's result, both [T, hidden]; None without layers."""
         config, weights, ops = self.config, self._weights, self._ops
         eps, heads, keys = config.norm_eps, config.heads, config.kv_heads
-        rotation = Rotation(*rotations(weights.frequencies, positions))
-        residual = functional.embedding(tokens, self._embedding)
+        residual, cos, sin = ops.embed(tokens, feeds, positions, self._embedding, weights.frequencies)
+        rotation = Rotation(cos, sin)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             if update is None:
@@ -89,7 +105,7 @@ class Decoder:
             x = attention.run(index, qkv, rotation, layer.qk_norm)
             x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, eps)
             update = layer.down(ops.silu_mul(layer.gate_up(x)))
-        return residual if update is None else update + residual
+        return residual, update
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]."""

@@ -16,18 +16,6 @@ def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return plain / rope.factor
 
 
-def rotations(per_position: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as `kernels.reference.rope` takes them, float32 [T, 1, head_dim].
-
-    Args:
-        per_position: the result of `frequencies`.
-        positions: int64 [T].
-    """
-    angles = torch.outer(positions.float(), per_position)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     """Llama 3.1's scaling: stretches long waves by `factor`, keeps short ones, and blends between the two.
 

@@ -42,7 +42,7 @@ from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.ops import Feeds, Linear
 from kvrelay.kernels.quant_linear import quant_linear
 from kvrelay.kernels.sample import NONFINITE, Choices, Workspace, sample
 
@@ -197,7 +197,8 @@ class GpuRunner:
     def _decode_step(self, rows: int) -> None:
         """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
         inputs = self._decode
-        logits = self._decode_logits[rows] = self.model.logits(self._forward(inputs, rows))
+        given = inputs.tokens[:rows], inputs.positions[:rows], self.attention, Feeds(inputs.feeds[:rows], self._sampled)
+        logits = self._decode_logits[rows] = self.model.forward_logits(*given)
         sample(logits, inputs.choices.first(rows), self._scratch.rows(rows), self._sampled[:rows])
 
     def _choose_special(
@@ -230,11 +231,8 @@ class GpuRunner:
 
     def _forward(self, inputs: InputBuffers, tokens: int) -> Tensor:
         """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
-        feeds = inputs.feeds[:tokens]
-        # A row with invalid logits sampled no token. Its sequence has failed, so any token will do.
-        fed = self._sampled.index_select(0, feeds.clamp(min=0)).clamp_(min=0)
-        known = torch.where(feeds < 0, inputs.tokens[:tokens], fed)
-        return self.model.forward(known, inputs.positions[:tokens], self.attention)
+        feeds = Feeds(inputs.feeds[:tokens], self._sampled)
+        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], self.attention, feeds)
 
     def _prefill_once(self) -> None:
         """Runs a step of the largest size, of tokens whose KV isn't kept."""

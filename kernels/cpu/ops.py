@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvrelay.kernels.cpu.linear import linear
+from kvrelay.kernels.reference import embed
 
-__all__ = ["add_rms_norm", "linear", "rms_norm", "rope", "silu_mul"]
+__all__ = ["add_rms_norm", "embed", "linear", "rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

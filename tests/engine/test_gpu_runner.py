@@ -1,6 +1,7 @@
 """The GPU's runner on CPU tensors, its kernels interpreted: the tokens are those of the CPU's runner."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,25 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     assert [score.logprob for score in likely[1]] == pytest.approx(
         [score.logprob for score in true_likely[1]], abs=1e-4
     )
+
+
+@interpreted
+def test_a_decode_step_has_few_launches(tmp_path: Path) -> None:
+    """What one graph launches. Before it, a step copies its inputs to the device, and after it its tokens back."""
+    counted: list[list[str]] = []
+    for layers in (1, 2):
+        folder = make_checkpoint(tmp_path / str(layers), "llama", num_hidden_layers=layers)
+        options, graphs = replace(OPTIONS, max_sequences=1), RecordedGraphs()
+        # Of 16 bits, because logits in 32 bits need no cast.
+        plain = build_gpu_runner(folder, "float16", options, device="cpu")
+        GpuRunner(plain.spec, plain.model, plain.pool, options, capture=graphs).warm_up()
+        (graph,) = graphs.captured
+        counted.append([launch.name for launch in graph.all if launch.on_device])
+    one, two = counted
+    of_a_layer = list((Counter(two) - Counter(one)).elements())
+    outside = list((Counter(one) - Counter(of_a_layer)).elements())
+    assert len(of_a_layer) <= 9, sorted(of_a_layer)
+    assert len(outside) <= 8, sorted(outside)
 
 
 @interpreted

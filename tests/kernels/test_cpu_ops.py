@@ -69,7 +69,7 @@ class TestOps:
 
 @pytest.mark.parametrize("module", [reference, ops])
 def test_a_backend_has_every_operation(module: ModuleType) -> None:
-    for name in ("linear", "rms_norm", "add_rms_norm", "rope", "silu_mul"):
+    for name in ("linear", "embed", "rms_norm", "add_rms_norm", "rope", "silu_mul"):
         assert callable(getattr(module, name))
 
 

@@ -27,7 +27,7 @@ def plan(contexts: list[int], programs: int, window: int = 0, spare: int = 0) ->
 
 def shares(work: DecodeWork) -> list[int]:
     """Steps of each program that has any."""
-    _, first, end, _ = work.entries.numpy().T
+    first, end = work.entries.numpy().T[1:3]
     steps = np.maximum(-(-end // STEP) - first // STEP, 1)
     starts = work.starts.tolist()
     return [int(steps[a:b].sum()) for a, b in pairwise(starts) if b > a]
@@ -41,7 +41,7 @@ def test_every_key_is_in_one_entry_of_one_program(contexts: list[int], programs:
     assert all(a <= b for a, b in pairwise(starts))
     reached = [max(context - window, 0) if window else 0 for context in contexts]
     seen_rows = set()
-    for row, first, end, _ in work.entries[: starts[-1]].tolist():
+    for row, first, end, *_ in work.entries[: starts[-1]].tolist():
         assert first == reached[row]
         assert end % STEP == 0 or end == contexts[row]
         assert end > first or contexts[row] == 0
@@ -56,14 +56,19 @@ def test_every_key_is_in_one_entry_of_one_program(contexts: list[int], programs:
 def test_parts_are_those_of_the_rows_that_are_cut_and_fit(contexts: list[int], programs: int, window: int) -> None:
     work = plan(contexts, programs, window)
     entries = work.entries[: int(work.starts[-1])].tolist()
-    of_rows = {row: [part for other, _, _, part in entries if other == row] for row in range(len(contexts))}
-    cuts = {row: list(range(first, first + count)) for row, first, count in work.cuts.tolist() if count}
-    for row, parts in of_rows.items():
-        assert parts == cuts.get(row, [-1])
+    used = []
+    for row in range(len(contexts)):
+        parts, firsts, counts = zip(*(entry[3:] for entry in entries if entry[0] == row), strict=True)
         assert len(parts) <= programs
-    used = sorted(part for parts in cuts.values() for part in parts)
+        if len(parts) == 1:
+            assert (parts, firsts, counts) == ((-1,), (-1,), (0,))
+            continue
+        assert parts == tuple(range(firsts[0], firsts[0] + counts[0]))
+        assert set(firsts) == {parts[0]}
+        assert set(counts) == {len(parts)}
+        used += parts
     assert used == list(range(len(used)))
-    assert len(used) <= len(DecodeParts.empty(programs, 1, 16, torch.device("cpu")).weights)
+    assert len(used) <= len(DecodeParts.empty(programs, 1, 1, 16, torch.device("cpu")).weights)
 
 
 @given(contexts=CONTEXTS, programs=st.integers(1, 300), window=st.integers(0, 5000))
@@ -83,7 +88,7 @@ def test_equal_rows_are_cut_only_where_programs_are_left(rows: int, context: int
     assert len(steps) == programs
     assert max(steps) <= 1.3 * sum(steps) / len(steps)
     if rows > 4 * programs:
-        assert not work.cuts[:, 2].any()
+        assert not work.entries[: work.starts[-1], 5].any()
 
 
 @given(
@@ -99,7 +104,6 @@ def test_a_work_list_has_the_same_place_whatever_it_says(
     count = int(fresh.starts[-1])
     assert torch.equal(work.starts, fresh.starts)
     assert torch.equal(work.entries[:count], fresh.entries[:count])
-    assert torch.equal(work.cuts, fresh.cuts)
 
 
 @given(kv_heads=st.integers(1, 400), processors=st.integers(1, 160))
@@ -113,4 +117,3 @@ def test_programs_fill_the_device_once(kv_heads: int, processors: int) -> None:
 def test_a_list_without_a_plan_has_no_work() -> None:
     work = make_work(5, 7)
     assert not work.starts.any()
-    assert not work.cuts[:, 2].any()

@@ -10,7 +10,9 @@ from triton_compile import ARCHITECTURES, Compiler
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels import add_rmsnorm, reference, silu_mul
+from kvrelay.kernels.embed import embed
 from kvrelay.kernels.kv_codes import SCALE, dequantize
+from kvrelay.kernels.ops import Feeds
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.rope_kv_write import rope_kv_write
 
@@ -57,6 +59,37 @@ def test_norm_takes_rows_that_lie_apart() -> None:
 def test_gate(rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = normal(rows, 2 * inner, dtype=dtype) * 4
     close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+def embed_inputs(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "tokens": torch.arange(tokens, device=DEVICE) * 7 % 11,
+        "positions": torch.arange(tokens, device=DEVICE) * 3777,
+        "table": normal(11, columns, dtype=dtype),
+        "frequencies": 10000.0 ** -(torch.arange(half_dim, device=DEVICE) / half_dim),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "columns", "half_dim"), [(0, 8, 4), (1, 64, 8), (5, 2500, 40)])
+def test_embed(tokens: int, columns: int, half_dim: int, dtype: torch.dtype) -> None:
+    """Tokens of the step, tokens that the step before has sampled, and one that it couldn't sample."""
+    given = embed_inputs(tokens, columns, half_dim, dtype)
+    feeds = Feeds(torch.tensor([-1, 2, 0, -1, 1], device=DEVICE)[:tokens], torch.tensor([4, -1, 9], device=DEVICE))
+    for fed in (None, feeds):
+        for found, expected in zip(embed(feeds=fed, **given), reference.embed(feeds=fed, **given), strict=True):
+            assert found.shape == expected.shape
+            close(found, expected)
+
+
+def test_embed_refuses_what_does_not_fit() -> None:
+    given = embed_inputs(2, 8, 4, torch.float32)
+    with pytest.raises(ValueError, match=r"positions is \[1\]; allowed: \[2\]"):
+        embed(feeds=None, **given | {"positions": given["positions"][:1]})
+    with pytest.raises(ValueError, match=r"feeds.rows is torch.int32; allowed: torch.int64"):
+        embed(feeds=Feeds(given["tokens"].int(), given["tokens"]), **given)
+    with pytest.raises(ValueError, match=r"tokens, table and frequencies are "):
+        embed(feeds=None, **given | {"table": given["table"][0]})
 
 
 BLOCK = 8
@@ -172,6 +205,11 @@ def launch_norms(columns: int) -> None:
     add_rmsnorm.add_rms_norm(x, x.clone(), x[0], 1e-5)
 
 
+def launch_embed() -> None:
+    longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(16, 4096, dtype=torch.bfloat16)
+    embed(longs, Feeds(longs, longs), longs, table, torch.zeros(64))
+
+
 def launch_gate() -> None:
     silu_mul.silu_mul(torch.zeros(4, 2 * 14336, dtype=torch.bfloat16))
 
@@ -185,7 +223,7 @@ def launch_rope(dim: int, norm: bool, kv: torch.dtype) -> None:
     rope_kv_write(qkv, (angles, angles), torch.zeros(4, dtype=torch.int64), PagedKV(pool, 0, scales), weights)
 
 
-LAUNCHES = [(launch_norms, 4096), (launch_gate,), (launch_rope, 64, True, torch.bfloat16)]
+LAUNCHES = [(launch_norms, 4096), (launch_embed,), (launch_gate,), (launch_rope, 64, True, torch.bfloat16)]
 MORE_LAUNCHES = [
     (launch_norms, 16384),
     (launch_rope, 128, False, torch.bfloat16),

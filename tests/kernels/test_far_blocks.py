@@ -59,7 +59,7 @@ def decode(case: Sequences, kv: PagedKV, tables: Tensor) -> Tensor:
     plan_decode(np.array(CONTEXTS), 0, work)
     work = DecodeWork(*(tensor.to(query.device) for tensor in work))
     out = torch.empty_like(query)
-    paged_decode(query, kv, tables, work, DecodeParts.empty(2, query.shape[1], DIM, query.device), out)
+    paged_decode(query, kv, tables, work, DecodeParts.empty(2, query.shape[1], KV_HEADS, DIM, query.device), out)
     return out
 
 

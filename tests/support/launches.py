@@ -31,6 +31,15 @@ class Launch:
     specialization: tuple[object, ...] = ()
     """Of a kernel: what Triton compiles it for."""
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a GPU would be given something to do: no view, and no allocation."""
+        if self.specialization or self.name.split(".")[1].endswith("_"):
+            return True
+        known = {tensor.untyped_storage().data_ptr() for tensor in self.given}
+        made = any(result.untyped_storage().data_ptr() not in known for result in self.results)
+        return made and not self.name.startswith("aten.empty.")
+
     def replay(self) -> None:
         """The operation on the same tensors; what it allocates anew goes to where its first result is."""
         again = tensors(self.call())
