@@ -4,18 +4,22 @@
 than many kernels take the device. What the layers of a model launch differs by a few pointers only. So the first of
 them goes through Triton, and the others repeat it: they call the compiled kernel, `compiled[grid](...)`.
 
-Of Triton 3.9 this relies on: `kernel[grid](...)` returns the compiled kernel (None if it is interpreted);
-`compiled[grid]` takes all parameters in their order, pointers as tensors or as integers, and launches on the current
-stream; compiled code is for the types of tensors, for whether their addresses are multiples of 16, and for whether an
-integer is 1, a multiple of 16, or wider than 32 bits.
+Of Triton (3.6, 3.7 and 3.9) this relies on: `kernel[grid](...)` returns the compiled kernel (None if it is
+interpreted); `compiled[grid]` takes all parameters in their order, pointers as tensors or as integers, and launches on
+the current stream; compiled code is for the types of tensors, for whether their addresses are multiples of 16, and for
+whether an integer is 1, a multiple of 16, or wider than 32 bits. Compiled kernels that don't tell that they take all
+parameters, as those of older versions, aren't repeated: Triton launches each time.
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class Launch:
@@ -35,7 +39,9 @@ class Launch:
         self._places = {name: (place, _trait(value)) for place, (name, value) in enumerate(values.items())}
         self._passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values.values()]
         compiled = kernel[grid](*values.values(), **options)
-        self._run: Callable[..., None] | None = None if compiled is None else compiled[(*grid, 1, 1)[:3]]
+        self._run: Callable[..., None] | None = None
+        if compiled is not None and _takes_all(compiled, tuple(values)):
+            self._run = compiled[(*grid, 1, 1)[:3]]
 
     def repeat(self, **changes: Tensor | int | None) -> None:
         """The same launch with other arguments, by parameter: tensors of the same shapes and strides, and integers.
@@ -86,6 +92,23 @@ def _trait(value: Any) -> object:
     if type(value) is int:
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
     return value
+
+
+def _takes_all(compiled: Any, parameters: tuple[str, ...]) -> bool:
+    """Whether `compiled[grid]` takes these, which are all parameters of the kernel: its signature has them, constants
+    included.
+    """
+    signature = getattr(getattr(compiled, "src", None), "signature", None)
+    if isinstance(signature, dict) and tuple(signature) == parameters and hasattr(compiled, "__getitem__"):
+        return True
+    _tell_slow()
+    return False
+
+
+@cache
+def _tell_slow() -> None:
+    """Once a process."""
+    logger.warning("this version of Triton has no launch that can be repeated; the host takes longer for each kernel")
 
 
 @cache

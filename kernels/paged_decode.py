@@ -74,9 +74,11 @@ def _sum_parts(
     total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     largest = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_G,), tl.float32)
+    weights += first * heads + head * GROUP
+    sums += (first * heads + head * GROUP) * DIM
     for start in range(0, count, SUMMED):
         present = (start + some < count)[:, None] & (g < GROUP)[None, :]
-        part_head = (first + start + some)[:, None] * heads + (head * GROUP + g)[None, :]
+        part_head = (start + some)[:, None] * heads + g[None, :]
         # Past L1, which may have what these places held before.
         logarithm = tl.load(weights + part_head, mask=present, other=float("-inf"), cache_modifier=".cg")
         inside = present[:, :, None] & (d < DIM)[None, None, :]
