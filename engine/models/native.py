@@ -22,7 +22,6 @@ from kvrelay.engine.attention.base import Attention, Rotation
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import Weights
-from kvrelay.engine.models.rope import rotations
 from kvrelay.kernels.cpu.packed import (
     ARGMAX,
     BLOCK,
@@ -37,6 +36,7 @@ from kvrelay.kernels.cpu.packed import (
 )
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.ops import Linear
+from kvrelay.kernels.reference import rotations
 
 ROW_PADDING = 16
 """Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
@@ -81,7 +81,7 @@ class NativeDecoder:
             self._record(max(count, 2 * len(self._residual)))
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
-        self._attention.set_rotation(Rotation(*rotations(self._frequencies, positions)))
+        self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
         self._team.run(self._program)
         return self._residual[:count, : self.config.hidden_size]
 
