@@ -1,11 +1,12 @@
 """The work list of decode attention has every key once, in equal shares, and fits the memory of a captured graph."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kernels.decode_work import MIN_STEPS, RESIDENT, STEP, DecodeParts, DecodeWork, count_programs, plan_decode
@@ -53,12 +54,13 @@ def test_every_key_is_in_one_entry_of_one_program(contexts: list[int], programs:
 
 
 @given(contexts=CONTEXTS, programs=st.integers(1, 300), window=st.integers(0, 5000))
+@settings(deadline=None)
 def test_parts_are_those_of_the_rows_that_are_cut_and_fit(contexts: list[int], programs: int, window: int) -> None:
     work = plan(contexts, programs, window)
     entries = work.entries[: int(work.starts[-1])].tolist()
     used = []
-    for row in range(len(contexts)):
-        parts, firsts, counts = zip(*(entry[3:] for entry in entries if entry[0] == row), strict=True)
+    for _, of_row in groupby(entries, itemgetter(0)):
+        parts, firsts, counts = zip(*(entry[3:] for entry in of_row), strict=True)
         assert len(parts) <= programs
         if len(parts) == 1:
             assert (parts, firsts, counts) == ((-1,), (-1,), (0,))
