@@ -84,7 +84,8 @@ def kv_frame(
         layers: all of them unless given.
 
     Raises:
-        ValueError: a tensor has another shape, type, alignment or device than it should, or `layers` are not the pool's.
+        ValueError: a tensor has another shape, type, alignment or device than it should, or the pool has not these
+            `layers`.
     """
     if way not in ("read", "write", "sum"):
         raise ValueError(f"way is {way!r}; allowed: read, write, sum")
