@@ -162,13 +162,13 @@ def through_kernels(harm: int | None) -> tuple[KVPool, KVPool, list[Outcome], La
 def test_a_frame_is_copied_and_checked_in_one_pass_and_one_wait_at_each_end() -> None:
     source, target, outcomes, launches = through_kernels(None)
     assert outcomes == [Outcome.VERIFIED]
+    assert [launch.name for launch in launches.all].count(SETTLED) == 2
+    kernels = [launch.name for launch in launches.kernels]
+    assert len(kernels) == 4, "at each end one for the whole blocks, and one for the sum of the partial last one"
     frame = torch.empty(2, LAYOUT.nbytes(TOKENS), dtype=torch.uint8)
     KVPool.read(source, TABLE, 0, TOKENS, frame[0])
     KVPool.read(target, TABLE, 0, TOKENS, frame[1])
     assert torch.equal(frame[0], frame[1])
-    kernels = [launch.name for launch in launches.kernels]
-    assert len(kernels) == 4, "at each end one for the whole blocks, and one for the sum of the partial last one"
-    assert [launch.name for launch in launches.all].count(SETTLED) == 2
 
 
 @pytest.mark.parametrize("harm", [0, LAYOUT.nbytes(16) - 1, LAYOUT.nbytes(TOKENS) - 1, LAYOUT.nbytes(TOKENS) + 3])
