@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def predict(options: argparse.Namespace) -> int:
     """The kernels' sections on tensors without memory."""
-    from gpu_predict import HARDWARE, PredictedMachine
+    from gpu_predict import HARDWARE, PredictedMachine, predict_frames
 
     machine = PredictedMachine(HARDWARE[options.predict])
     results: dict[str, Any] = {"predicted_for": machine.hardware.name, "sections": {}}
@@ -104,6 +104,10 @@ def predict(options: argparse.Namespace) -> int:
         print(f"-- {name}", flush=True)
         results["sections"][name] = {"rows": (rows := [])}
         SECTION_RUNS[name](machine, rows, math.inf)
+    print("-- frames", flush=True)
+    results["sections"]["frames"] = {"rows": (rows := predict_frames(machine.hardware, (8 * 2**20, 64 * 2**20)))}
+    for row in rows:
+        print(json.dumps(row), flush=True)
     save(options.out, results)
     return 0
 

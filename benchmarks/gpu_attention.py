@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.config import GPU_DEFAULTS
-from kvrelay.kernels import kv_checksum, kv_gather, reference
+from kvrelay.kernels import kv_checksum, kv_frame, kv_gather, reference
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
 from kvrelay.kernels.paged import PagedKV
@@ -93,6 +93,34 @@ def moving(machine: Machine) -> Iterator[Case]:
             checksum,
             0.0,
             bytes=len(frame),
+            part=lambda found: found.view(torch.int32),
+        )
+        yield from _in_one_pass(pool, blocks[: tokens // BLOCK], frame, name)
+
+
+def _in_one_pass(pool: Tensor, blocks: Tensor, frame: Tensor, name: dict[str, Any]) -> Iterator[Case]:
+    """Whole blocks copied with their checksum, which the copy's bytes are the bound of; and summed in place."""
+    planes = pool.view(torch.uint8).flatten(3)
+    size = len(blocks) * planes[0].numel()
+
+    def expected() -> Tensor:
+        number = np.array([reference.kv_checksum(planes[blocks].flatten().cpu().numpy().data)], np.uint64)
+        return torch.from_numpy(number.view(np.int32)).to(frame.device)
+
+    def move(way: kv_frame.Way) -> Tensor:
+        total = torch.full((1,), kv_checksum.of_length(size), dtype=torch.int64, device=frame.device)
+        kv_frame.kv_frame(way, planes, blocks, frame, total)
+        return total
+
+    for way, passes in (("read", 2), ("sum", 1)):
+        yield Case(
+            f"kv_frame_{way}",
+            name,
+            partial(move, way),
+            expected,
+            0.0,
+            bytes=passes * size,
+            launches=2,
             part=lambda found: found.view(torch.int32),
         )
 

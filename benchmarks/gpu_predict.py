@@ -50,6 +50,55 @@ class Hardware:
         }
 
 
+@dataclass(frozen=True)
+class FramePath:
+    """What a sender does for each frame of KV, and how far that keeps a link from its bandwidth."""
+
+    name: str
+    launches: int
+    passes: int
+    """How often its bytes are read or written in the GPU's memory."""
+    waits: int
+    """Of the host for the device, one after the other."""
+
+    def seconds(self, nbytes: int, bytes_per_second: float) -> float:
+        """Of the sender alone, for a frame."""
+        fixed = self.launches * FRAME_LAUNCH_SECONDS + self.waits * WAIT_SECONDS
+        return fixed + self.passes * nbytes / (bytes_per_second * COPY_SHARE)
+
+    def share(self, nbytes: int, bytes_per_second: float, link: float) -> float:
+        """Share of the link's bandwidth with two buffers: while one is on the link, the other is filled."""
+        on_link = nbytes / link
+        return on_link / max(on_link + FRAME_LAUNCH_SECONDS, self.seconds(nbytes, bytes_per_second))
+
+
+FRAME_LAUNCH_SECONDS, WAIT_SECONDS = 5e-6, 10e-6
+"""As a thread of Python takes them beside an engine that launches, without waiting for the interpreter's lock."""
+LINK_BYTES_PER_SECOND = {"nvlink": 400e9, "infiniband": 50e9}
+FRAME_PATHS = (
+    FramePath("copied, then summed", launches=5, passes=3, waits=4),
+    FramePath("in one pass", launches=6, passes=2, waits=1),
+)
+
+
+def predict_frames(hardware: "Hardware", sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """By size of a frame, path and link: the sender's own time, and the share of the link's bandwidth that is left."""
+    rate = hardware.bytes_per_second
+    return [
+        {
+            "case": f"frame, {path.name}",
+            "shape": {"mib": size // 2**20, "link": link},
+            "bytes": path.passes * size,
+            "flops": 0,
+            "predicted_s": path.seconds(size, rate),
+            "link_share": path.share(size, rate, speed),
+        }
+        for size in sizes
+        for path in FRAME_PATHS
+        for link, speed in LINK_BYTES_PER_SECOND.items()
+    ]
+
+
 HARDWARE = {
     "a100": Hardware("A100", 108, 2.04e12, 312e12),
     "h100": Hardware("H100", 132, 3.35e12, 989e12),

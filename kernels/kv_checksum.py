@@ -11,7 +11,7 @@
 in 8 aligned bytes. Any other change (swapped words or blocks, truncation, appended zeros) adds differences of mixed
 values that behave as independent and uniform, and stays undetected with probability 2^-64. The checksum detects faults.
 It doesn't stop an adversary, who can construct a collision. A sum of integers doesn't depend on their order, so the
-result doesn't depend on the grid.
+result doesn't depend on the grid, and a kernel that copies the bytes anyway can add their words (`kv_frame`).
 
 Grid: (ceil(words / SPAN),). Limit: memory: each byte is read once.
 Source of `mix`: Stafford's variant 13, as in Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
@@ -32,21 +32,21 @@ M2 = 0x94D049BB133111EB
 
 
 @triton.jit
-def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
+def mix(x, M1: tl.constexpr, M2: tl.constexpr):
     x = (x ^ (x >> 30)) * M1
     x = (x ^ (x >> 27)) * M2
     return x ^ (x >> 31)
 
 
-# Triton would make a length of 1 a constant, which has no type.
-@triton.jit(do_not_specialize=["length"])
+# Triton would make an argument of 1 a constant, which has no type.
+@triton.jit(do_not_specialize=["length", "first_word"])
 def kv_checksum_kernel(
     words,
     tail,
     out,
     length,
+    first_word,
     POSITION: tl.constexpr,
-    LENGTH: tl.constexpr,
     M1: tl.constexpr,
     M2: tl.constexpr,
     STEPS: tl.constexpr,
@@ -59,20 +59,28 @@ def kv_checksum_kernel(
     for step in range(STEPS):
         index = (program * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         word = tl.load(words + index, mask=index < count, other=0).to(tl.uint64, bitcast=True)
-        mixed = _mix(word ^ (index + 1).to(tl.uint64) * POSITION, M1, M2)
+        mixed = mix(word ^ (first_word + index + 1).to(tl.uint64) * POSITION, M1, M2)
         total += tl.where(index < count, mixed, 0)
     part = tl.sum(total, 0)
     if program == 0:
         byte = tl.arange(0, 16)
         rest = tl.load(tail + byte, mask=byte < length % 16, other=0).to(tl.uint64)
         rest = rest << (byte % 8 * 8).to(tl.uint64)
-        position = (count + 1).to(tl.uint64) * POSITION
+        position = (first_word + count + 1).to(tl.uint64) * POSITION
         if length % 16 > 0:
-            part += _mix(tl.sum(tl.where(byte < 8, rest, 0), 0) ^ position, M1, M2)
+            part += mix(tl.sum(tl.where(byte < 8, rest, 0), 0) ^ position, M1, M2)
         if length % 16 > 8:
-            part += _mix(tl.sum(tl.where(byte >= 8, rest, 0), 0) ^ (position + POSITION), M1, M2)
-        part += _mix(length.to(tl.uint64) ^ LENGTH, M1, M2)
+            part += mix(tl.sum(tl.where(byte >= 8, rest, 0), 0) ^ (position + POSITION), M1, M2)
     tl.atomic_add(out, part.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+def of_length(length: int) -> int:
+    """The part of a checksum that depends on the length only, as the bits of an int64."""
+    x = (length ^ LENGTH) % 2**64
+    x = (x ^ x >> 30) * M1 % 2**64
+    x = (x ^ x >> 27) * M2 % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
 
 
 def kv_checksum(data: Tensor) -> Tensor:
@@ -81,24 +89,33 @@ def kv_checksum(data: Tensor) -> Tensor:
     Raises:
         ValueError: `data` isn't contiguous bytes at a multiple of 8.
     """
+    total = torch.full((1,), of_length(len(data)), dtype=torch.int64, device=data.device)
+    add_words(total, data, 0)
+    return total
+
+
+def add_words(total: Tensor, data: Tensor, first_word: int) -> None:
+    """Adds the words of `data` to `total`, int64 [1], as those from `first_word` on of a longer run of bytes.
+
+    Raises:
+        ValueError: as `kv_checksum`.
+    """
     if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
         raise ValueError(f"data is {data.dtype} {list(data.shape)}; allowed: torch.uint8 [length], contiguous")
     if data.data_ptr() % 8 or data.storage_offset() % 8:
         raise ValueError("data isn't aligned; allowed: addresses that are multiples of 8 bytes")
     length = len(data)
     whole = length // 16 * 16
-    out = torch.zeros(1, dtype=torch.int64, device=data.device)
     kv_checksum_kernel[(max(1, triton.cdiv(whole // 8, SPAN)),)](
         data[:whole].view(torch.int64),
         data[whole:],
-        out,
+        total,
         length,
+        first_word,
         POSITION=POSITION,
-        LENGTH=LENGTH,
         M1=M1,
         M2=M2,
         STEPS=SPAN // BLOCK,
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return out

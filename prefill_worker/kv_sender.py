@@ -12,12 +12,14 @@ and the next hand-off opens another. A link that ends is opened again under the 
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
+from kvrelay.transfer.config import BETWEEN_GPUS
 from kvrelay.transfer.cut import FrameCut
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.events import (
@@ -126,12 +128,15 @@ class KVSender(Endpoint[Sending]):
             ValueError: one layer of a KV block is larger than a frame can be, or too many frames make a block.
         """
         super().__init__(context)
-        self._cut = cut = FrameCut.of(self.local.layout, self.config.frame_bytes)
-        if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
-            raise ValueError(
-                f"a KV block takes {self.local.layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
-                f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
-            )
+        layout, config = self.local.layout, self.config
+        self._cuts = FrameCut.of(layout, config.frame_bytes), FrameCut.of(layout, config.gpu_frame_bytes)
+        """Of frames over other links, and of frames from GPU to GPU."""
+        for cut in self._cuts:
+            if cut.nbytes > MAX_FRAME_BYTES or cut.parts > MAX_PARTS:
+                raise ValueError(
+                    f"a KV block takes {layout.block_bytes} bytes and would be sent in {cut.parts} frames of"
+                    f" {cut.nbytes}; allowed: up to {MAX_PARTS} frames of up to {MAX_FRAME_BYTES} bytes"
+                )
         self._frames = frames
         self._host = host
         self._connect = connect
@@ -157,13 +162,15 @@ class KVSender(Endpoint[Sending]):
         pair = self._pairs.get(peer.incarnation)
         if pair is None:
             pair = self._pairs[peer.incarnation] = Pair(self._connect(peer, self))
-            pair.stream.put(self.local.hello(peer.id, self.config))
+            with suppress(NoTransportError):  # `_dial` refuses
+                pair.between_gpus = self.links.transport_for(peer) in BETWEEN_GPUS
+            pair.stream.put(self.local.hello(peer.id, self.config, self._cuts[pair.between_gpus]))
         if not self.links.epoch(peer.incarnation):
             refusal = self._dial(pair)
             if refusal is not None:
                 self._refuse(key, *refusal)
                 return
-        layout, cut = self.local.layout, self._cut
+        layout, cut = self.local.layout, self._cuts[pair.between_gpus]
         manifest = Manifest(
             len(tokens),
             tokens_digest(tokens),
@@ -294,7 +301,7 @@ class KVSender(Endpoint[Sending]):
         except NoTransportError as error:
             return Code.INCOMPATIBLE, f"{pair.peer.name}: {error}"
         epoch = self._epochs.get(pair.incarnation, 0) + 1
-        refusal = self._open_link(pair, epoch, transport, self._cut.nbytes)
+        refusal = self._open_link(pair, epoch, transport, self._cuts[pair.between_gpus].nbytes)
         if refusal is not None:
             return Code.NO_CAPACITY, refusal
         pair.stream.put(Dial(epoch, transport))

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import xxhash
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
@@ -73,12 +74,22 @@ class FrameCheck:
 
     def of(self, data: Tensor) -> bytes:
         """The trailer of a contiguous uint8 tensor; computed on the GPU if `kind` allows, else from a CPU copy."""
-        if self._mac_key is None and self._kind is ChecksumKind.MIX64 and data.is_cuda:
+        if self.on_gpu and data.is_cuda:
             return trailer(gpu_checksum(data), self._announced)
         running = self.begin()
         if self.nbytes:
             running.update(data.cpu().numpy().data)
         return running.trailer()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is the checksum that a GPU computes, if the frame is in its memory."""
+        return self._mac_key is None and self._kind is ChecksumKind.MIX64
+
+    def of_sum(self, total: Tensor) -> Tensor:
+        """The trailer, uint8 [8], of a frame whose checksum a GPU has in `total`, int64 [1]; computed there."""
+        (announced,) = struct.unpack("<q", trailer(0, self._announced))
+        return (total ^ announced).view(torch.uint8)
 
     @staticmethod
     def same(here: bytes, there: bytes) -> bool:

@@ -7,6 +7,12 @@ from kvrelay.engine.config import STRICT, require
 
 Encrypt = Literal["none", "integrity", "full"]
 
+BETWEEN_GPUS = frozenset({"cuda_ipc", "nccl"})
+"""Transports from GPU memory to GPU memory. To open a link takes longer than a frame may: NCCL makes a communicator,
+and CUDA loads what it needs on first use."""
+LINK_BUFFERS = 2
+"""Frames that a link's end has memory for."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
@@ -24,6 +30,14 @@ class TransferConfig:
 
     frame_bytes: int = 8 * 2**20
     """KV bytes of one frame at most; 64 KiB to 64 MiB. A larger KV block is sent in several frames, by layers."""
+
+    gpu_frame_bytes: int = 64 * 2**20
+    """As `frame_bytes`, for frames from GPU to GPU (nccl, cuda_ipc); 64 KiB to 256 MiB. Each end of a link takes GPU
+    memory for two frames."""
+
+    gpu_buffer_bytes: int = 4 * 2**30
+    """GPU memory for the frames of all links from GPU to GPU, beside `kv_memory_bytes`. A link that doesn't fit closes
+    an idle one, and is refused if there is none; at least two frames."""
 
     checksum: bool = True
     """Verify a 64-bit checksum of every frame before its KV is used. Switch it off only to measure its cost."""
@@ -65,6 +79,14 @@ class TransferConfig:
     def __post_init__(self) -> None:
         require(self.encrypt in get_args(Encrypt), "encrypt", self.encrypt, ", ".join(get_args(Encrypt)))
         require(2**16 <= self.frame_bytes <= 2**26, "frame_bytes", self.frame_bytes, "65536 to 67108864")
+        require(2**16 <= self.gpu_frame_bytes <= 2**28, "gpu_frame_bytes", self.gpu_frame_bytes, "65536 to 268435456")
+        least = LINK_BUFFERS * self.gpu_frame_bytes
+        require(
+            least <= self.gpu_buffer_bytes,
+            "gpu_buffer_bytes",
+            self.gpu_buffer_bytes,
+            f"{least} (two of gpu_frame_bytes) or more",
+        )
         for name in (
             "lease_seconds",
             "frame_timeout_seconds",

@@ -51,6 +51,8 @@ class Pair:
     """The peer's, once it has come."""
     epoch: int = 0
     """Of the latest link that was opened over this stream."""
+    between_gpus: bool = False
+    """At a sender: whether its frames are those of links from GPU to GPU."""
 
     @property
     def peer(self) -> Peer:
@@ -289,4 +291,4 @@ class Endpoint(ABC, Generic[TransferT]):
         pair.epoch = self._epochs[pair.incarnation] = epoch
         if opened:
             return None
-        return f"all {self.config.max_links} links of {self.local.id.name} (transfer.max_links) are in use"
+        return f"the links of {self.local.id.name} are in use (transfer.max_links, transfer.gpu_buffer_bytes)"

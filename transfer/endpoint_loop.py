@@ -11,7 +11,7 @@ from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext
 from kvrelay.transfer.frames import PoolFrames
 from kvrelay.transfer.handshake import LocalWorker
-from kvrelay.transfer.links import LinkManager, LinkTimeouts
+from kvrelay.transfer.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.peers import PeerTable
 from kvrelay.transfer.ports import LoopRuntime, every
 from kvrelay.transfer.transports.base import Transport
@@ -39,7 +39,7 @@ class EndpointLoop:
         config, runtime = setup.config, LoopRuntime()
         self._links = LinkManager(
             setup.transports,
-            config.max_links,
+            LinkLimits(config.max_links, config.gpu_buffer_bytes),
             LinkTimeouts(config.frame_timeout_seconds, config.dial_timeout_seconds),
             config.transport,
             runtime,

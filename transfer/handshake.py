@@ -21,8 +21,8 @@ class LocalWorker:
     gpu: bool = False
     """Whether the KV pool is in GPU memory."""
 
-    def hello(self, peer: WorkerId, config: TransferConfig) -> Hello:
-        """The first message of this worker on a stream to `peer`."""
+    def hello(self, peer: WorkerId, config: TransferConfig, cut: FrameCut | None = None) -> Hello:
+        """The first message of this worker on a stream to `peer`; `cut` is that of the frames it sends, if it does."""
         return Hello(
             version=VERSION,
             worker=self.id.name,
@@ -33,7 +33,7 @@ class LocalWorker:
             checksum=config.checksum,
             encrypt=config.encrypt,
             gpu=self.gpu,
-            frame_bytes=FrameCut.of(self.layout, config.frame_bytes).nbytes,
+            frame_bytes=(cut or FrameCut.of(self.layout, config.frame_bytes)).nbytes,
         )
 
     def digest(self, config: TransferConfig) -> str:

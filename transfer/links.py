@@ -22,15 +22,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvrelay.transfer.checks import MAX_TRAILER_BYTES
+from kvrelay.transfer.config import BETWEEN_GPUS, LINK_BUFFERS
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec, NoTransportError, Runtime
 from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, Transport
-from kvrelay.transfer.transports.registry import BETWEEN_GPUS, choose, entries
+from kvrelay.transfer.transports.gpu_stream import take_link_stream
+from kvrelay.transfer.transports.registry import choose, entries
 
 logger = logging.getLogger(__name__)
-
-BUFFERS = 2
 
 LATE_SHARE = 0.8
 """Share of a frame's timeout after which the end of the link is attributed to the frame that is waited for."""
@@ -50,6 +50,15 @@ class LinkTimeouts(NamedTuple):
     def to_open(self, transport: str) -> float:
         """For a link of the transport with this name."""
         return max(self.dial, self.frame) if transport in BETWEEN_GPUS else self.frame
+
+
+class LinkLimits(NamedTuple):
+    """What the links of a process may take together."""
+
+    links: int
+    """`TransferConfig.max_links`."""
+    gpu_buffer_bytes: int
+    """`TransferConfig.gpu_buffer_bytes`."""
 
 
 class Job(Protocol):
@@ -142,6 +151,7 @@ class LinkThread:
 
     def _run(self) -> None:
         try:
+            take_link_stream()
             link = self._transport.connect(self.meeting, self.spec.rank, self._open_timeout)
             with self._changed:
                 self._link = link
@@ -201,7 +211,7 @@ class LinkThread:
         second(byte).wait(self._open_timeout)
 
     def _serve(self, link: Link) -> None:
-        buffers = [link.buffer(self.spec.frame_bytes + MAX_TRAILER_BYTES) for _ in range(BUFFERS)]
+        buffers = [link.buffer(self.spec.frame_bytes + MAX_TRAILER_BYTES) for _ in range(LINK_BUFFERS)]
         while self._begin_jobs(link, buffers, wait=not self._window):
             job, pending, buffer = self._window[0]
             self._waiting_since = time.monotonic()
@@ -239,7 +249,7 @@ class LinkManager:
     def __init__(
         self,
         transports: Mapping[str, Transport],
-        max_links: int,
+        limits: LinkLimits,
         timeouts: LinkTimeouts,
         wanted: str,
         runtime: Runtime,
@@ -250,7 +260,7 @@ class LinkManager:
             wanted: `TransferConfig.transport`.
         """
         self._transports = transports
-        self._max_links = max_links
+        self._limits = limits
         self._timeouts = timeouts
         self._wanted = wanted
         self._runtime = runtime
@@ -272,8 +282,9 @@ class LinkManager:
         if transport is None:
             raise NoTransportError(f"{spec.transport!r}; allowed: {', '.join(self._transports)}")
         self.close(spec.peer, "superseded by a later epoch")
-        if len(self._links) >= self._max_links and not self._close_one_idle():
-            return False
+        while not self._has_room(spec):
+            if not self._close_one_idle():
+                return False
         link = LinkThread(spec, transport, self._timeouts, self._runtime, self._ended)
         self._links[spec.peer] = link
         link.thread.start()
@@ -315,6 +326,17 @@ class LinkManager:
         if self._links.get(link.spec.peer) is link:
             self._retire(self._links.pop(link.spec.peer), "ended")
         link.spec.on_end(end)
+
+    def _has_room(self, spec: LinkSpec) -> bool:
+        """Whether one more link keeps within the limits."""
+        if len(self._links) >= self._limits.links:
+            return False
+        if spec.transport not in BETWEEN_GPUS:
+            return True
+        there = (link.spec for link in self._links.values())
+        frames = [spec.frame_bytes, *(other.frame_bytes for other in there if other.transport in BETWEEN_GPUS)]
+        # One link may be larger: a layer of a block is a frame even if it is larger than the largest frame.
+        return len(frames) == 1 or LINK_BUFFERS * sum(frames) <= self._limits.gpu_buffer_bytes
 
     def _close_one_idle(self) -> bool:
         for peer, link in self._links.items():

@@ -43,7 +43,7 @@ MAX_MESSAGES = 64
 """Messages of one batch at most."""
 MAX_KEYS = 128
 """Attempts that one Renew names at most."""
-MAX_FRAME_BYTES = 64 * 2**20
+MAX_FRAME_BYTES = 256 * 2**20
 """KV bytes of one frame on a link at most."""
 MAX_PARTS = 1024
 

@@ -111,7 +111,7 @@ class Links(Protocol):
     def open(self, spec: LinkSpec) -> bool:
         """Starts to open a link; jobs may be submitted at once. An older link of the pair is closed.
 
-        False if `transfer.max_links` links are open and none of them is idle.
+        False if that would exceed `transfer.max_links` or `transfer.gpu_buffer_bytes`, and no open link is idle.
         """
 
     def meet(self, peer: str, epoch: int, entry: str, value: bytes) -> None:

@@ -4,13 +4,16 @@ import contextlib
 import math
 import mmap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import ALL_LAYERS, DTYPE_BYTES, KVLayout, LayerPart, memory_runs
 from kvrelay.kernels.kv_codes import SCALE
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.kv_frame import Way  # Triton, which a worker without a GPU doesn't need
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -143,6 +146,49 @@ class KVPool:
             pooled[...] = framed
         self.settle()
 
+    def read_summed(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor, part: LayerPart = ALL_LAYERS
+    ) -> Tensor:
+        """As `read`, with the frame's checksum, int64 [1], in the same pass; see `sums`. It waits for nothing: the
+        caller reads what follows from the checksum, or calls `settle`."""
+        return self._move_summed("read", blocks, first_token, num_tokens, out, part)
+
+    def write_summed(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, data: Tensor, part: LayerPart = ALL_LAYERS
+    ) -> Tensor:
+        """As `write`, with the checksum of the frame; otherwise as `read_summed`."""
+        end, layers = first_token + num_tokens, part.layers(self.layout.layers)
+        self._check(blocks, first_token, num_tokens, data, part)
+        if end % self.layout.block_size:
+            self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
+        return self._move_summed("write", blocks, first_token, num_tokens, data, part)
+
+    def sums(self, frame: Tensor) -> bool:
+        """Whether the kernel that copies between the pool and this tensor can add up the frame's checksum."""
+        return self._by_kernel and frame.device == self.bytes.device and self.layout.plane_bytes % 8 == 0
+
+    def _move_summed(
+        self, way: "Way", blocks: Sequence[int], first_token: int, num_tokens: int, frame: Tensor, part: LayerPart
+    ) -> Tensor:
+        from kvrelay.kernels.kv_checksum import add_words, of_length
+        from kvrelay.kernels.kv_frame import kv_frame
+
+        size = self._check(blocks, first_token, num_tokens, frame, part)
+        total = torch.full((1,), of_length(size), dtype=torch.int64, device=self.bytes.device)
+        whole = num_tokens // self.layout.block_size
+        done = 0
+        if whole:
+            used = self._used(blocks, first_token, whole)
+            done = kv_frame(way, self.bytes, used, frame, total, self._range(part))
+        for pooled, framed in self._pieces(blocks, first_token, num_tokens, frame, part, whole):
+            if way == "read":
+                framed[...] = pooled
+            else:
+                pooled[...] = framed
+        if done < size:
+            add_words(total, frame[done:size], done // 8)
+        return total
+
     def _gather(self, blocks: Sequence[int], first_token: int, count: int, out: Tensor, part: LayerPart) -> None:
         """Reads `count` whole blocks by one kernel; `out` may be on another device."""
         from kvrelay.kernels.kv_gather import kv_gather
@@ -175,7 +221,9 @@ class KVPool:
     def _used(self, blocks: Sequence[int], first_token: int, count: int) -> Tensor:
         """int64 [count], on the pool's device: the blocks from that of `first_token` on."""
         start = first_token // self.layout.block_size
-        return torch.tensor(blocks[start : start + count], dtype=torch.int64, device=self.tensor.device)
+        used = torch.tensor(blocks[start : start + count], dtype=torch.int64)
+        # From memory that isn't pinned, the copy would wait for all that is queued.
+        return used.pin_memory().to(self.bytes.device, non_blocking=True) if self.bytes.is_cuda else used
 
     def warm_up(self) -> None:
         """Compiles the kernels that frames need on a GPU, before a frame's timeout could count it. Changes no block."""
@@ -183,6 +231,9 @@ class KVPool:
             frame = torch.empty(self.layout.block_bytes, dtype=torch.uint8, device=self.bytes.device)
             self.read([0], 0, self.layout.block_size, frame)
             gpu_checksum(frame)
+            if self.sums(frame):
+                self.read_summed([0], 0, self.layout.block_size, frame)
+                self.write_summed([0], 0, self.layout.block_size, frame)
             self.write([0], 0, self.layout.block_size, frame)
 
     def settle(self) -> None:

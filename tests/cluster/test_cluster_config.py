@@ -67,6 +67,11 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
             "workers; or prefill.replicas 0",
         ),
         ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
+        ("transfer: {gpu_frame_bytes: 1}", "transfer.gpu_frame_bytes is 1; allowed: 65536 to 268435456"),
+        (
+            "transfer: {gpu_buffer_bytes: 1000}",
+            "transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
+        ),
         ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 67108864"),
         ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: greater than or equal to 0"),

@@ -38,6 +38,8 @@ OUT_OF_RANGE = [
     ("gcsFaultTolerance.redisAddress", "redis"),
     ("transfer.transport", "carrier-pigeon"),
     ("transfer.frame_bytes", 1),
+    ("transfer.gpu_frame_bytes", 2**29),
+    ("transfer.gpu_buffer_bytes", 1),
     ("transfer.encrypt", "rot13"),
     ("heartbeat.dead_seconds", 0.1),
     ("image.pullPolicy", "Sometimes"),

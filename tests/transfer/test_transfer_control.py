@@ -222,7 +222,7 @@ def test_a_name_has_one_incarnation_at_a_time() -> None:
 
 
 def test_a_layer_of_a_block_that_fits_into_no_frame_is_refused_at_start() -> None:
-    layout = KVLayout(layers=2, kv_heads=256, head_dim=512, block_size=128, dtype="float32")
+    layout = KVLayout(layers=2, kv_heads=1024, head_dim=512, block_size=128, dtype="float32")
     worker = setup(SENDER, KVPool(LAYOUT, 1), PeerTable(), CONFIG, {})
     worker = replace(worker, local=replace(worker.local, layout=layout))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.transfer import links
-from kvrelay.transfer.links import LinkManager, LinkTimeouts
+from kvrelay.transfer.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.ports import RECEIVER, SENDER, LinkEnd, LinkSpec, LoopRuntime
 from kvrelay.transfer.transports.base import Link, Pending, Rendezvous
@@ -67,6 +67,7 @@ class Ends:
 
     transport: FakeTransport = field(default_factory=FakeTransport)
     max_links: int = 4
+    gpu_buffer_bytes: int = 2**30
     timeout: float = 2.0
     dial: float = 2.0
     busy: set[str] = field(default_factory=set)
@@ -79,7 +80,8 @@ class Ends:
 
     def _manager(self, max_links: int) -> LinkManager:
         transports = {self.transport.name: self.transport}
-        return LinkManager(transports, max_links, LinkTimeouts(self.timeout, self.dial), "auto", self.runtime)
+        limits, timeouts = LinkLimits(max_links, self.gpu_buffer_bytes), LinkTimeouts(self.timeout, self.dial)
+        return LinkManager(transports, limits, timeouts, "auto", self.runtime)
 
     def open(self, peer: str, epoch: int) -> bool:
         """Opens both ends of the link to `peer`."""
@@ -177,6 +179,22 @@ def test_the_least_recently_used_link_is_closed_unless_it_is_needed() -> None:
         assert len(ends.sender) == 3
         await ends.close()
 
+    run(test)
+
+
+def test_links_between_gpus_keep_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        # Room for two links, of two frames of 64 bytes each.
+        ends = Ends(gpu_buffer_bytes=256, busy={"a", "b"})
+        assert ends.open("a", 1)
+        assert ends.open("b", 1)
+        assert not ends.open("c", 1)
+        ends.busy = {"b"}
+        assert ends.open("c", 1)
+        await ends.until(lambda: ends.ended == [("a", 1)])
+        await ends.close()
+
+    monkeypatch.setattr(links, "BETWEEN_GPUS", frozenset({FakeTransport().name}))
     run(test)
 
 

@@ -124,7 +124,7 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
         pools[0].warm_up()
     assert torch.equal(pools[0].tensor, before)
     compiled = {launch.specialization for launch in warm.kernels}
-    assert len(compiled) == 3, "gather, checksum, scatter"
+    assert len(compiled) == 5, "gather, checksum, scatter, and both copies with their sums"
     for tokens in (1, 8, 21, 24):
         frame = Frame(1, 0, 0, tokens, LAYOUT.nbytes(tokens))
         buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
@@ -133,8 +133,48 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
             for part in (frame.part, frame.part._replace(number=1, of=3), frame.part._replace(number=2, of=3)):
                 size = pool.read(TABLE, 0, tokens, buffer, part)
                 pool.write(TABLE, 0, tokens, buffer[:size], part)
+                pool.read_summed(TABLE, 0, tokens, buffer, part)
+                pool.write_summed(TABLE, 0, tokens, buffer[:size], part)
             gpu_checksum(buffer)
         assert {launch.specialization for launch in launches.kernels} <= compiled
+
+
+def through_kernels(harm: int | None) -> tuple[KVPool, KVPool, list[Outcome], Launches]:
+    """A frame from one pool to another by way of the GPU's kernels; byte `harm` of it is changed on the link."""
+    frame, outcomes = Frame(1, 0, 0, TOKENS, LAYOUT.nbytes(TOKENS)), list[Outcome]()
+    with Launches() as launches:
+        source, target = RecordedPool(launches), RecordedPool(launches)
+        source.bytes.random_(0, 256)
+        buffer = torch.empty(frame.nbytes + 8, dtype=torch.uint8)
+        sent = torch.empty_like(buffer)
+        send = SendJob(KEY, frame, BlockClaim(), place(source, LAYOUT, frame), ChecksumKind.MIX64, print, bool)
+        send.begin(BufferLink(), sent)  # type: ignore[arg-type]  # the parts of a link that the job uses
+        if harm is not None:
+            sent[harm] ^= 4
+        receive = ReceiveJob(
+            KEY, frame, BlockClaim(), place(target, LAYOUT, frame), ChecksumKind.MIX64, outcomes.append
+        )
+        receive.begin(BufferLink(sent), buffer)  # type: ignore[arg-type]  # the parts of a link that the job uses
+        receive.done(buffer)
+    return source, target, outcomes, launches
+
+
+def test_a_frame_is_copied_and_checked_in_one_pass_and_one_wait_at_each_end() -> None:
+    source, target, outcomes, launches = through_kernels(None)
+    assert outcomes == [Outcome.VERIFIED]
+    assert [launch.name for launch in launches.all].count(SETTLED) == 2
+    kernels = [launch.name for launch in launches.kernels]
+    assert len(kernels) == 4, "at each end one for the whole blocks, and one for the sum of the partial last one"
+    frame = torch.empty(2, LAYOUT.nbytes(TOKENS), dtype=torch.uint8)
+    KVPool.read(source, TABLE, 0, TOKENS, frame[0])
+    KVPool.read(target, TABLE, 0, TOKENS, frame[1])
+    assert torch.equal(frame[0], frame[1])
+
+
+@pytest.mark.parametrize("harm", [0, LAYOUT.nbytes(16) - 1, LAYOUT.nbytes(TOKENS) - 1, LAYOUT.nbytes(TOKENS) + 3])
+def test_a_byte_that_changes_between_two_gpus_is_found(harm: int) -> None:
+    """In a whole block, in the partial last one, and in the checksum itself."""
+    assert through_kernels(harm)[2] == [Outcome.CORRUPT]
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ def not_between(here: str, there: str) -> str | None:
 def configure(options: Any, timeout: float) -> None:
     """Sets a group's `ProcessGroupNCCL.Options`."""
     options.config.blocking = 0
+    options.is_high_priority_stream = True  # prefill's kernels are many; the link's are few, and others wait for them
     options.config.max_ctas = MAX_CHANNELS
     options._timeout = timedelta(seconds=timeout)
 

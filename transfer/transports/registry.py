@@ -20,9 +20,6 @@ ON_CPU = ("shm", "tcp", "gloo", "nixl")
 """For a KV pool in host memory, best first. NIXL is last because its waits poll, on cores that also compute; an
 operator whose network suits NIXL sets `transfer.transport: nixl`."""
 
-BETWEEN_GPUS = frozenset({"cuda_ipc", "nccl"})
-"""To open one takes longer than a frame may: NCCL makes a communicator, and CUDA loads what it needs on first use."""
-
 _MISSING: dict[str, Callable[[], str | None]] = {
     "cuda_ipc": cuda_ipc_missing,
     "nccl": nccl_missing,

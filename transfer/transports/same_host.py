@@ -30,7 +30,7 @@ from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
 from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
 
-MAX_BUFFER_BYTES = 65 * 2**20
+MAX_BUFFER_BYTES = 257 * 2**20
 """Size limit of a buffer that the other end may ask this one to map."""
 MAX_BUFFERS = 64
 """Buffers that the other end may announce on one link."""
