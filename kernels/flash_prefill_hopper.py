@@ -13,7 +13,7 @@ so neither softmax nor products wait for one another within a consumer, and its 
 the other consumer computes exponentials. No product is under way from one step of the loop to the next: the compiler
 would then wait for each single one.
 
-The first and the last step are outside of the loop, so a tile has two at least. A first step before key 0 has zeros.
+The first and the last step are outside of the loop, so a tile has two at least. If it needs one, a step of zeros precedes it.
 
 A tile's last step has the KEYS keys before its end, not those from a multiple of KEYS on: slots that nobody has written
 may hold anything. A box of the descriptor lies in one page and begins as many slots before it as the step is short of;
@@ -66,13 +66,13 @@ def takes(dtype: torch.dtype, kv_dtype: torch.dtype, group: int, block_size: int
 @gluon.jit
 def _produce(pages, table, rows, bounds, buffers, full, empty, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr):
     """Loads the keys and values of all steps, in their order."""
-    first, count, end = bounds
+    first, lowest, count, end = bounds
     planes, key_plane, value_plane = rows
     KEYS: gl.constexpr = pages.block_type.shape[1]
     for i in range(count):
         key = first + i * KEYS
-        plane = gl.load(table + gl.maximum(key, 0) // BLOCK_SIZE) * planes
-        slot = gl.where(key < 0, -KEYS, key % BLOCK_SIZE - gl.maximum(key + KEYS - end, 0))
+        plane = gl.load(table + gl.maximum(key, lowest) // BLOCK_SIZE) * planes
+        slot = gl.where(key < lowest, -KEYS, key % BLOCK_SIZE - gl.maximum(key + KEYS - end, 0))
         for kind in gl.static_range(2):
             item = 2 * i + kind
             place = item % (2 * STAGES)
@@ -94,7 +94,7 @@ def _weigh(s, largest, weight, scale):
 
 @gluon.jit
 def _mask(s, position, key, start, window, WINDOWED: gl.constexpr):
-    """Scores of the keys that a row doesn't see become minus infinity. Keys before `start` were another step's."""
+    """Scores of the keys that a row doesn't see become minus infinity. Those before `start` are no keys, or another step's."""
     n = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] <= position[:, None]) & (n >= start)[None, :]
     if WINDOWED:
@@ -123,7 +123,7 @@ def _consume(
 ):
     """Attends with half of the tile's rows, the first (WHO = 0) or the second."""
     first_token, tokens, before, head = work
-    first, count, end = bounds
+    first, lowest, count, end = bounds
     left, unmasked = _parts(before, tokens, first, count, window, WINDOWED, buffers.shape[2])
     ROWS: gl.constexpr = q_buffer.shape[0]
     KEYS: gl.constexpr = buffers.shape[2]
@@ -156,10 +156,8 @@ def _consume(
     mbarrier.wait(full.index(2), 0)
     keys = buffers.index(2).reshape([KEYS, DIM]).permute([1, 0])
     s_ahead = warpgroup_mma(q_buffer, keys, zero, use_acc=False, is_async=True)
-    mbarrier.wait(full.index(1), 0)
-    s = _mask(s, position, first, 0, window, WINDOWED)
+    s = _mask(s, position, first, lowest, window, WINDOWED)
     p, rescale, largest, weight = _weigh(s, largest, weight, scale)
-    mbarrier.wait(full.index(4 % RING), 4 // RING & 1, pred=count > 2)
     s = warpgroup_mma_wait(0, deps=[s_ahead])
     mbarrier.arrive(empty.index(2), count=1)
     p16 = gl.convert_layout(p.to(dtype), weights)
@@ -167,33 +165,32 @@ def _consume(
     for part in gl.static_range(0 if WINDOWED else 1, 3):
         for i in range(edges[part], edges[part + 1]):
             ahead, behind = 2 * i + 2, 2 * i - 1
+            mbarrier.wait(full.index(ahead % RING), ahead // RING & 1)
+            mbarrier.wait(full.index(behind % RING), behind // RING & 1)
             mbarrier.wait(turns.index(WHO), ((i - 1) & 1) ^ (1 - WHO))
             keys = buffers.index(ahead % RING).reshape([KEYS, DIM]).permute([1, 0])
             s_ahead = warpgroup_mma(q_buffer, keys, zero, use_acc=False, is_async=True)
             total_ahead = warpgroup_mma(p16, buffers.index(behind % RING).reshape([KEYS, DIM]), total, is_async=True)
             mbarrier.arrive(turns.index(1 - WHO), count=1)
-            # Two waits for what the next step reads: the assembler moves no exponential across them, neither up between
-            # the products nor down behind the wait for the products.
-            mbarrier.wait(full.index((behind + 2) % RING), (behind + 2) // RING & 1)
             if part != 1:
-                s = _mask(s, position, first + i * KEYS, 0, window, WINDOWED)
+                s = _mask(s, position, first + i * KEYS, lowest, window, WINDOWED)
             p, rescale, largest, weight = _weigh(s, largest, weight, scale)
-            mbarrier.wait(full.index((ahead + 2) % RING), (ahead + 2) // RING & 1, pred=i + 2 < count)
             s, total = warpgroup_mma_wait(0, deps=[s_ahead, total_ahead])
             mbarrier.arrive(empty.index(ahead % RING), count=1)
             mbarrier.arrive(empty.index(behind % RING), count=1)
             total = total * gl.convert_layout(rescale, gl.SliceLayout(1, totals))[:, None]
             p16 = gl.convert_layout(p.to(dtype), weights)
     behind = 2 * count - 3
+    mbarrier.wait(full.index(behind % RING), behind // RING & 1)
     total_ahead = warpgroup_mma(p16, buffers.index(behind % RING).reshape([KEYS, DIM]), total, is_async=True)
-    place = (2 * count - 1) % RING
-    mbarrier.wait(full.index(place), (2 * count - 1) // RING & 1)
     start = first + (count - 1) * KEYS
     s = _mask(s, position, gl.minimum(start, end - KEYS), start, window, WINDOWED)
     p, rescale, largest, weight = _weigh(s, largest, weight, scale)
     total = warpgroup_mma_wait(0, deps=[total_ahead])
     total = total * gl.convert_layout(rescale, gl.SliceLayout(1, totals))[:, None]
     p16 = gl.convert_layout(p.to(dtype), weights)
+    place = (2 * count - 1) % RING
+    mbarrier.wait(full.index(place), (2 * count - 1) // RING & 1)
     total = warpgroup_mma(p16, buffers.index(place).reshape([KEYS, DIM]), total)
     total = total / gl.convert_layout(weight, gl.SliceLayout(1, totals))[:, None]
     gl.store(out + offset, gl.convert_layout(total.to(dtype), memory), mask=inside)
@@ -242,12 +239,12 @@ def flash_prefill_hopper_kernel(
     tokens = gl.load(tile + 2)
     before = gl.load(tile + 3)
     end = before + tokens
-    first = 0
+    lowest = 0
     if WINDOWED:
-        first = gl.maximum(before - window + 1, 0) // KEYS * KEYS
-    count = (end - first + KEYS - 1) // KEYS
-    first -= gl.maximum(2 - count, 0) * KEYS
-    bounds = (first, gl.maximum(count, 2), end)
+        lowest = gl.maximum(before - window + 1, 0) // KEYS * KEYS
+    count = (end - lowest + KEYS - 1) // KEYS
+    first = lowest - gl.maximum(2 - count, 0) * KEYS
+    bounds = (first, lowest, gl.maximum(count, 2), end)
     key_plane = key_row // BLOCK_SIZE + head
     work = (first_token, tokens, before, head)
 
@@ -340,7 +337,8 @@ def flash_prefill_hopper(
     if not takes(query.dtype, kv.pool.dtype, group, block_size, dim):
         raise ValueError(
             f"a pool of {kv.pool.dtype}, pages of {block_size} slots, heads of {dim} in groups of {group} for a query "
-            f"of {query.dtype}; allowed: two bytes, the same for both, a multiple of {KEYS} slots, {DIMS}, at most {ROWS}"
+            f"of {query.dtype}; allowed: two bytes, the same for both, a multiple of {KEYS} slots, {DIMS}, "
+            f"at most {ROWS}"
         )
     if not len(tiles):
         return None

@@ -12,11 +12,11 @@ from kvrelay.kernels.paged import LOG2_E, PagedKV
 
 
 @triton.jit
-def _load(pages, table, step, first, end, planes, plane, d, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def _load(pages, table, step, first, lowest, end, planes, plane, d, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """A box of the descriptor: KEYS slots of a page, zeros where they lie outside of it."""
     key = first + step * KEYS
-    page = tl.load(table + tl.maximum(key, 0) // BLOCK_SIZE).to(tl.int64) * planes + plane
-    slot = tl.where(key < 0, -KEYS, key % BLOCK_SIZE - tl.maximum(key + KEYS - end, 0)) + tl.arange(0, KEYS)
+    page = tl.load(table + tl.maximum(key, lowest) // BLOCK_SIZE).to(tl.int64) * planes + plane
+    slot = tl.where(key < lowest, -KEYS, key % BLOCK_SIZE - tl.maximum(key + KEYS - end, 0)) + tl.arange(0, KEYS)
     inside = ((slot >= 0) & (slot < BLOCK_SIZE))[:, None] & (d >= 0)[None, :]
     return tl.load(pages + (page * BLOCK_SIZE + slot)[:, None] * d.shape[0] + d[None, :], mask=inside, other=0.0)
 
@@ -68,11 +68,11 @@ def mirror_kernel(
     tokens = tl.load(tile + 2)
     before = tl.load(tile + 3)
     end = before + tokens
-    first = 0
+    lowest = 0
     if WINDOWED:
-        first = tl.maximum(before - window + 1, 0) // KEYS * KEYS
-    count = (end - first + KEYS - 1) // KEYS
-    first -= tl.maximum(2 - count, 0) * KEYS
+        lowest = tl.maximum(before - window + 1, 0) // KEYS * KEYS
+    count = (end - lowest + KEYS - 1) // KEYS
+    first = lowest - tl.maximum(2 - count, 0) * KEYS
     count = tl.maximum(count, 2)
     unmasked = tl.maximum(tl.minimum((before + 1 - first) // KEYS, count - 1), 1)
     left = 1
@@ -94,29 +94,29 @@ def mirror_kernel(
     largest = tl.full((ROWS,), -1.0e30, tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, DIM), tl.float32)
-    k = _load(pages, table, 0, first, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
-    s = _mask(tl.dot(q, tl.trans(k)), position, first, 0, window, WINDOWED)
-    k = _load(pages, table, 1, first, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
+    k = _load(pages, table, 0, first, lowest, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
+    s = _mask(tl.dot(q, tl.trans(k)), position, first, lowest, window, WINDOWED)
+    k = _load(pages, table, 1, first, lowest, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
     s_ahead = tl.dot(q, tl.trans(k))
     p, rescale, largest, weight = _weigh(s, largest, weight, scale)
     s = s_ahead
     for i in range(1, count - 1):
-        k = _load(pages, table, i + 1, first, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
-        v = _load(pages, table, i - 1, first, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
+        k = _load(pages, table, i + 1, first, lowest, end, planes, key_plane, d, BLOCK_SIZE, KEYS)
+        v = _load(pages, table, i - 1, first, lowest, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
         s_ahead = tl.dot(q, tl.trans(k))
         total = tl.dot(p.to(q.dtype), v, total)
         if (i < left) | (i >= unmasked):
-            s = _mask(s, position, first + i * KEYS, 0, window, WINDOWED)
+            s = _mask(s, position, first + i * KEYS, lowest, window, WINDOWED)
         p, rescale, largest, weight = _weigh(s, largest, weight, scale)
         s = s_ahead
         total = total * rescale[:, None]
-    v = _load(pages, table, count - 2, first, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
+    v = _load(pages, table, count - 2, first, lowest, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
     total = tl.dot(p.to(q.dtype), v, total)
     start = first + (count - 1) * KEYS
     s = _mask(s, position, tl.minimum(start, end - KEYS), start, window, WINDOWED)
     p, rescale, largest, weight = _weigh(s, largest, weight, scale)
     total = total * rescale[:, None]
-    v = _load(pages, table, count - 1, first, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
+    v = _load(pages, table, count - 1, first, lowest, end, planes, key_plane + HEADS_KV, d, BLOCK_SIZE, KEYS)
     total = tl.dot(p.to(q.dtype), v, total) / weight[:, None]
     tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
 
