@@ -13,7 +13,7 @@ so neither softmax nor products wait for one another within a consumer, and its 
 the other consumer computes exponentials. No product is under way from one step of the loop to the next: the compiler
 would then wait for each single one.
 
-The first and the last step are outside of the loop, so a tile has two at least. If it needs one, a step of zeros precedes it.
+First and last step are outside of the loop, so a tile has two at least: a step of zeros precedes a single one.
 
 A tile's last step has the KEYS keys before its end, not those from a multiple of KEYS on: slots that nobody has written
 may hold anything. A box of the descriptor lies in one page and begins as many slots before it as the step is short of;
@@ -94,7 +94,7 @@ def _weigh(s, largest, weight, scale):
 
 @gluon.jit
 def _mask(s, position, key, start, window, WINDOWED: gl.constexpr):
-    """Scores of the keys that a row doesn't see become minus infinity. Those before `start` are no keys, or another step's."""
+    """Scores of keys that a row doesn't see, and of those before `start`, which are another step's, become -inf."""
     n = key + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] <= position[:, None]) & (n >= start)[None, :]
     if WINDOWED:
