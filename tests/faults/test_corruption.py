@@ -47,6 +47,8 @@ FAILING = {
 not act."""
 FIRST = 30
 """Transfers of each worker that succeed, so that the router's retry budget covers those that fail after them."""
+TRIES = 3
+"""A request's fourth attempt is its last. It is spared: one request in 160,000 would see four that fail."""
 AT_ONCE = 12
 
 
@@ -87,11 +89,11 @@ def test_a_frame_that_stays_out_is_noticed_and_the_link_made_anew(it: Scene, nam
 def test_no_client_sees_that_one_transfer_in_twenty_fails(tmp_path: Path, requests: int) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    rules = [f"{place},seed={seed},after={FIRST}:{action}" for place, action in FAILING.items()]
+    rules = [f"{place},seed={seed},after={FIRST},tries={TRIES}:{action}" for place, action in FAILING.items()]
     with scene(tmp_path, rules, variables={STEP_SECONDS: 0.0}) as it:
         names = [f"{seed} {number}" for number in range(requests)]
         retries = sum(done.timeline.retries for done in it.ask_all(names, 2 * CHUNK, 8, AT_ONCE))
-        # Workers of a role draw alike, which doubles the variance.
+        # One that is lost may take others on its link along.
         expected = requests * 0.047
         assert abs(retries - expected) < 4 * (2 * expected) ** 0.5, f"{retries} transfers failed"
         it.settle(3)

@@ -74,7 +74,7 @@ async def cycles(transport: str, count: int) -> list[Size]:
 
 @pytest.mark.parametrize(
     ("transport", "cycles"),
-    [("shm", 200), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo"))],
+    [("shm", 500), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("shm", "tcp", "gloo"))],
 )
 def test_hundreds_of_pairs_leave_nothing_behind(transport: str, cycles: int) -> None:
     """In a process of its own, whose memory nobody else moves."""

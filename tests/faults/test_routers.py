@@ -56,11 +56,15 @@ def working(it: Scene, router: str) -> bool:
     return it.cluster.member(router).load.requests.running >= AT_ONCE // 4
 
 
-@pytest.mark.slow
-def test_one_of_two_routers_is_lost_under_load(tmp_path: Path) -> None:
-    """It is killed, frozen, and stopped on purpose."""
+STOPPED = ((signal.SIGTERM, 0),)
+KILLED_OR_FROZEN = ((signal.SIGKILL, -9), (signal.SIGSTOP, 1))
+
+
+@pytest.mark.parametrize("ways", [STOPPED, pytest.param(KILLED_OR_FROZEN, marks=pytest.mark.slow)])
+def test_one_of_two_routers_is_lost_under_load(tmp_path: Path, ways: tuple[tuple[signal.Signals, int], ...]) -> None:
+    """By a signal; the code is that of its process's end."""
     with scene(tmp_path, routers=2, variables=SLOW, router={"drain_seconds": 0.1}) as it:
-        for how, code in ((signal.SIGKILL, -9), (signal.SIGSTOP, 1), (signal.SIGTERM, 0)):
+        for how, code in ways:
             with asking(it, how.name, CLIENTS) as done:
                 until(lambda: working(it, "router-1"), "requests run on both", 30)
                 it.signal("router-1", how)

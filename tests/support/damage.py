@@ -13,7 +13,8 @@ sent      sender     kill          the frame is announced, and SIGKILL ends this
 arrived   receiver   corrupt(n)    flips one bit in n of the received bytes, before they are verified
 
 Conditions: `request` (the client's request id), `attempt`, `index` (of the frame), `share` (a probability, drawn by
-`seed`), `times` (at most so often), `after` (not the first so many times). The first rule that applies acts.
+`seed` for each request and attempt), `tries` (only in that many first attempts), `times` (at most so often), `after`
+(not the first so many times). The first rule that applies acts.
 """
 
 import os
@@ -45,7 +46,9 @@ class Rule:
     amount: int
     times: int
     share: float
-    chance: random.Random
+    drawn: str
+    """Begins the seed of each draw."""
+    tries: int = 2**31
     after: int = 0
 
     def applies(self, place: str, key: Key, index: int) -> bool:
@@ -53,11 +56,14 @@ class Rule:
         if (
             place != self.place
             or self.times <= 0
+            or key[1] > self.tries
             or any(values[name] != want for name, want in self.conditions.items())
         ):
             return False
         self.after -= 1
-        if self.after >= 0 or (self.share < 1 and self.chance.random() >= self.share):
+        # Not by the order of frames, which another run doesn't have, and not alike in two attempts.
+        draw = random.Random(f"{self.drawn} {values}").random()
+        if self.after >= 0 or draw >= self.share:
             return False
         self.times -= 1
         return True
@@ -70,9 +76,9 @@ def parse(text: str) -> list[Rule]:
         assert match is not None, f"{VARIABLE}: {part!r}"
         conditions = dict(pair.split("=", 1) for pair in match[2].split(",")[1:])
         times, share = int(conditions.pop("times", "1000000")), float(conditions.pop("share", "1"))
-        chance = random.Random(f"{conditions.pop('seed', '0')} {part}")
-        after = int(conditions.pop("after", "0"))
-        rules.append(Rule(match[1], conditions, match[3], int(match[4] or 1), times, share, chance, after))
+        drawn = f"{conditions.pop('seed', '0')} {part}"
+        tries, after = int(conditions.pop("tries", f"{2**31}")), int(conditions.pop("after", "0"))
+        rules.append(Rule(match[1], conditions, match[3], int(match[4] or 1), times, share, drawn, tries, after))
     return rules
 
 
