@@ -14,6 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
 SpeculationMethod = Literal["off", "ngram", "suffix", "draft"]
 CacheDtype = Literal["auto", "int8", "fp8"]
+PrefillAttention = Literal["triton", "gluon"]
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -132,6 +133,11 @@ class EngineConfig:
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
+    prefill_attention: PrefillAttention = "triton"
+    """Kernel that attends for prompts on a GPU. gluon: for Hopper (compute capability 9.0), KV of 16 bits in blocks of
+    64 or 128, and heads of 64 or 128; elsewhere triton is taken, and a warning says why. It was compiled and its
+    algorithm tested, but it hasn't run on a GPU yet."""
+
     threads: int = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
@@ -150,6 +156,8 @@ class EngineConfig:
         require(tokens == AUTO or tokens >= max(size, 8), "max_batch_tokens", tokens, f"at least block_size ({size})")
         require(0 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "auto, or 1 to 4096")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
+        kernels = get_args(PrefillAttention)
+        require(self.prefill_attention in kernels, "prefill_attention", self.prefill_attention, ", ".join(kernels))
         choices = ", ".join(get_args(Quantization))
         require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))

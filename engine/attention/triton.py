@@ -2,7 +2,7 @@
 
 rope_kv_write   norm, rotation and KV write of all tokens
 paged_decode    rows of one token, which come first in a step
-flash_prefill   rows of several tokens
+prefill         rows of several tokens, by `flash_prefill` or `flash_prefill_hopper`
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
+from kvrelay.engine.attention.prefill import choose_prefill
+from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
+from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.launch import Launch
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
@@ -112,13 +114,22 @@ class TritonAttention:
     decode rows changes on the device lies in tensors that the graph reads at fixed addresses.
     """
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype, windows: tuple[int, ...], heads: int, rows: int) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        dtype: torch.dtype,
+        windows: tuple[int, ...],
+        heads: int,
+        rows: int,
+        prefill: PrefillAttention = "triton",
+    ) -> None:
         """
         Args:
             dtype: of queries.
             windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
+            prefill: the kernel for rows of several tokens; see `choose_prefill`.
 
         Raises:
             ValueError: the pool's order isn't HND.
@@ -130,9 +141,8 @@ class TritonAttention:
         self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
         self._of_layer = [kv.of_layer() for kv in self._layers]
         layout, device = pool.layout, pool.tensor.device
-        page = 0 if layout.scaled else layout.block_size
-        self._tile = choose_tile(layout.head_dim, dtype, page, architecture_of(device))
-        self._tile_tokens = self._tile.rows // (heads // layout.kv_heads)
+        self._prefill = choose_prefill(prefill, layout, dtype, heads, architecture_of(device))
+        self._tile_tokens = self._prefill.rows // (heads // layout.kv_heads)
         self._step: PlannedStep | None = None
         self._kinds = tuple(sorted(set(windows)))
         self._schedule = DecodeSchedule(layout, heads, rows, self._kinds, device)
@@ -171,7 +181,7 @@ class TritonAttention:
             attend.append(paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first]))
         if step.tiles:
             tiles = step.tiles[window]
-            attend.append(flash_prefill(query, kv, inputs.block_tables, tiles, self._tile, window, out))
+            attend.append(self._prefill.launch(query, kv, inputs.block_tables, tiles, window, out))
         if write is not None:
             step.launches[window] = LayerLaunches(write, [launch for launch in attend if launch is not None])
         return out.view(len(out), -1)

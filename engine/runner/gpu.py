@@ -120,7 +120,9 @@ class GpuRunner:
         self._decode = InputBuffers(rows, rows, width, size, MAX_BANNED, self.device)
         self._mixed = InputBuffers(rows, options.max_batch_tokens, width, size, MAX_BANNED, self.device)
         windows = model.config.windows(spec.max_context)
-        self.attention = TritonAttention(pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows)
+        self.attention = TritonAttention(
+            pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, options.prefill_attention
+        )
         self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]

@@ -39,6 +39,7 @@ class Compiled:
     """Shared memory of a program, in bytes."""
     ttgir: str
     ptx: str
+    cubin: bytes
 
     def check_fits(self) -> None:
         """Fails if registers are spilled, or if the architecture has less shared memory."""
@@ -53,6 +54,11 @@ class Compiled:
             if re.search(pattern, self.ptx):
                 return name
         return ""
+
+    @property
+    def sass(self) -> str:
+        """The machine code, in the order in which the instructions are issued."""
+        return _dump(self.cubin, "-sass")
 
     @property
     def stages(self) -> int:
@@ -153,20 +159,25 @@ def _describe(kernel: Any, architecture: int) -> Compiled:
         shared=kernel.metadata.shared,
         ttgir=kernel.asm["ttgir"],
         ptx=kernel.asm["ptx"],
+        cubin=kernel.asm["cubin"],
     )
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its local memory."""
+    text = _dump(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    """What `cuobjdump` says of compiled code."""
     from triton.backends import nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
-    assert found, text
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
