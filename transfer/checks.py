@@ -89,7 +89,8 @@ class FrameCheck:
     def of_sum(self, total: Tensor) -> Tensor:
         """The trailer, uint8 [8], of a frame whose checksum a GPU has in `total`, int64 [1]; computed there."""
         (announced,) = struct.unpack("<q", trailer(0, self._announced))
-        return (total ^ announced).view(torch.uint8)
+        found: Tensor = total ^ announced
+        return found.view(torch.uint8)
 
     @staticmethod
     def same(here: bytes, there: bytes) -> bool:

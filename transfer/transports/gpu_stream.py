@@ -11,5 +11,5 @@ def take_link_stream() -> None:
 
     On the default stream, copies of frames would queue behind every program of a step that hasn't started yet.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch gives no types for it
+    if torch.cuda.is_initialized():
         torch.cuda.set_stream(torch.cuda.Stream(priority=HIGHEST))
