@@ -11,18 +11,23 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.automatic import AUTO
-from kvrelay.engine.config import Device, Dtype, EngineConfig, SpeculationConfig, require
+from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
+from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.loader import OnLoaded
+from kvrelay.engine.models.loader import OnLoaded, load_embedding
 from kvrelay.engine.runner.base import ChainRunner, Runner
-from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
+from kvrelay.engine.speculate.eagle import EagleProposer
+from kvrelay.engine.speculate.eagle_model import load_eagle
 from kvrelay.engine.speculate.lookup import LookupProposer
+from kvrelay.engine.speculate.medusa import MedusaProposer, load_medusa
 from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.suffix import SuffixIndex
@@ -59,6 +64,12 @@ def build_engine(
     runner = build(folder, dtype, options, on_loaded)
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
+    if options.speculation.method in STATE_METHODS and isinstance(runner, CpuRunner):
+        proposer = state_proposer(options.speculation, folder, runner)
+        runner.keep(proposer.layers)
+        if isinstance(proposer, MedusaProposer):
+            most = min(options.speculation.max_tokens, proposer.most)
+            options = replace(options, speculation=replace(options.speculation, max_tokens=most))
     return engine_on(runner, options, proposer), runner
 
 
@@ -128,3 +139,30 @@ def proposer_of(config: SpeculationConfig) -> Proposer | None:
     if config.method == "suffix":
         return LookupProposer(lambda: SuffixIndex(config.shortest_match))
     return None
+
+
+def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -> Proposer:
+    """The proposer that guesses from the runner's hidden states.
+
+    Args:
+        folder: of the served model.
+
+    Raises:
+        ValueError: its checkpoint can't be used with the runner's model; the text says why.
+    """
+    model, parts, own = runner.model, runner.parts, Path(config.draft_model)
+    with torch.inference_mode():
+        if config.method == "medusa":
+            return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts, model.largest)
+        embedding = model.embedding
+        if embedding is None:
+            embedding = load_embedding(Checkpoint(folder), parts.dtype)
+        eagle = load_eagle(own, model.config, embedding, parts)
+        layout = replace(
+            runner.layout,
+            layers=1,
+            kv_heads=eagle.config.kv_heads,
+            head_dim=eagle.config.head_dim,
+            dtype=runner.spec.dtype,
+        )
+        return EagleProposer(eagle, KVPool(layout, runner.pool.num_blocks), parts, model.largest)

@@ -12,9 +12,14 @@ from kvrelay.engine.automatic import AUTO, Automatic
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
-SpeculationMethod = Literal["off", "ngram", "suffix", "draft"]
+SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
 CacheDtype = Literal["auto", "int8", "fp8"]
 PrefillAttention = Literal["triton", "gluon"]
+
+MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
+"""Methods with a checkpoint of their own."""
+STATE_METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
+"""Methods that guess from the served model's hidden states."""
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "use_attribute_docstrings": True}
 """The `__pydantic_config__` of every class of options."""
@@ -53,12 +58,14 @@ class SpeculationConfig:
 
     method: SpeculationMethod = "off"
     """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
-    many last tokens as it can, and guesses the more, the more there are; draft asks a small model."""
+    many last tokens as it can, and guesses the more, the more there are; draft asks a small model; medusa and eagle3
+    ask heads that were trained for the served model and read its hidden states (on CPU only)."""
 
     draft_model: str = ""
     """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
-    of a bundled one (`pico-draft`, for `pico`). For draft. Its KV takes memory beside `kv_memory_bytes`: as many tokens
-    as the served model's; with `auto`, a tenth of the share."""
+    of a bundled one (`pico-draft`, for `pico`). For draft, whose KV takes memory beside `kv_memory_bytes`: as many
+    tokens as the served model's; with `auto`, a tenth of the share. For medusa and eagle3, the folder of the heads, or
+    hf:ORG/NAME; the KV of eagle3 takes memory beside `kv_memory_bytes`, that of one layer."""
 
     max_tokens: int = 8
     """Tokens that are guessed for one sequence in one step at most; 1 to 64."""
@@ -77,8 +84,9 @@ class SpeculationConfig:
         shortest, longest = self.shortest_match, self.longest_match
         methods = get_args(SpeculationMethod)
         require(self.method in methods, "speculation.method", self.method, ", ".join(methods))
-        named = bool(self.draft_model) == (self.method == "draft")
-        require(named, "speculation.draft_model", self.draft_model, "a model with method draft, and only then")
+        named = bool(self.draft_model) == (self.method in MODEL_METHODS)
+        allowed = f"a model with method {', '.join(MODEL_METHODS)}, and only then"
+        require(named, "speculation.draft_model", self.draft_model, allowed)
         require(1 <= self.max_tokens <= 64, "speculation.max_tokens", self.max_tokens, "1 to 64")
         require(1 <= shortest <= 64, "speculation.shortest_match", shortest, "1 to 64")
         allowed = f"shortest_match ({shortest}) to 64"
@@ -130,6 +138,11 @@ class EngineConfig:
     its largest; on GPUs it is int8. KV keeps the model's dtype. none leaves weights as the checkpoint has them,
     quantized or not."""
 
+    packed_cache_bytes: int = 0
+    """Bytes on disk, at most, for weights that were quantized at load and laid out for this CPU, so that a restart
+    needn't do that again: in `$XDG_CACHE_HOME/kvrelay/packed`, one file a model, about as large as the weights in
+    memory. The models used least recently are removed first. 0 keeps none."""
+
     device: Device = "auto"
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
@@ -155,6 +168,7 @@ class EngineConfig:
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "auto, or a number from 0 to 1")
         require(tokens == AUTO or tokens >= max(size, 8), "max_batch_tokens", tokens, f"at least block_size ({size})")
         require(0 <= self.max_sequences <= 4096, "max_sequences", self.max_sequences, "auto, or 1 to 4096")
+        require(self.packed_cache_bytes >= 0, "packed_cache_bytes", self.packed_cache_bytes, "0 or more")
         require(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         kernels = get_args(PrefillAttention)
         require(self.prefill_attention in kernels, "prefill_attention", self.prefill_attention, ", ".join(kernels))
@@ -162,6 +176,16 @@ class EngineConfig:
         require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
+        self._check_method()
+
+    def _check_method(self) -> None:
+        # A GPU's step is captured in graphs that keep no hidden states.
+        method, others = (
+            self.speculation.method,
+            ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS),
+        )
+        allowed = f"{others} on a GPU; {', '.join(STATE_METHODS)} need device cpu"
+        require(self.device != "cuda" or method not in STATE_METHODS, "speculation.method", method, allowed)
 
     def on(self, device: Device, device_bytes: int = 0) -> "EngineConfig":
         """These options on a device, with a number for each `auto` but that of `kv_memory_bytes`.

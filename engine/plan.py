@@ -11,14 +11,17 @@ A draft, a guess of a sequence's token, is a row of its own behind the row of th
 decode row like any other.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.shaping import Shaping
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TokenLogprobs(NamedTuple):
@@ -125,6 +128,8 @@ class StepOutput:
     """Of each of the plan's prompt parts."""
     graph: bool = False
     """Whether the step was launched as a captured graph."""
+    states: "Tensor | None" = field(default=None, compare=False, repr=False)
+    """[T, layers, hidden] inputs of the layers that a proposer guesses from, of each token. None if there are none."""
 
     def misfit(self, plan: StepPlan) -> str:
         """Why it can't be the output of `plan`; empty if it can."""

@@ -250,7 +250,7 @@ class Scheduler:
             else:
                 reports.append((row, self._advance(sequence, lengths[row], token, moment)))
         if self.speculation is not None:
-            self.speculation.settle(plan, kept, rows)
+            self.speculation.settle(plan, kept, rows, out.states)
         return with_logprobs(plan, out, reports) if out.has_logprobs else [report for _, report in reports]
 
     # What a step computes.

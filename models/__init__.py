@@ -20,7 +20,7 @@ def bundled(name: str) -> Path | None:
     return _HERE / name if name in names() else None
 
 
-def resolve(model: str, *, weights: bool = True) -> Path:
+def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     """The folder of a model: a bundled one, by its name; one of the Hugging Face hub, by `hf:ORG/NAME`, which is
     downloaded where the hub's cache doesn't have it; or a Hugging Face folder, by its path.
 
@@ -28,6 +28,7 @@ def resolve(model: str, *, weights: bool = True) -> Path:
 
     Args:
         weights: whether the weights are needed, besides the configuration and the tokenizer.
+        heads: whether it is a model's speculative heads, which have files of other names.
 
     Raises:
         ValueError: it is none of them, or can't be downloaded.
@@ -35,7 +36,7 @@ def resolve(model: str, *, weights: bool = True) -> Path:
     if (folder := bundled(model)) is not None:
         return folder
     if model.startswith(hub.PREFIX):
-        return hub.fetch(model, weights=weights)
+        return hub.fetch(model, weights=weights, heads=heads)
     allowed = f"the path of a folder with a config.json, {hub.FORM}, or a bundled model: {', '.join(names())}"
     path = Path(model).expanduser()
     if not model or not path.is_dir():

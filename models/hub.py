@@ -20,14 +20,17 @@ TEXT_FILES = (
     "chat_template*",
 )
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+"""What speculative heads are published as, where they are no `model.safetensors`."""
 
 
-def fetch(model: str, *, weights: bool) -> Path:
+def fetch(model: str, *, weights: bool, heads: bool) -> Path:
     """The folder in the hub's cache with a model's files, downloaded first where they are missing.
 
     Args:
         model: `hf:ORG/NAME`, with `@REVISION` for a branch, tag or commit other than main.
         weights: False for what a tokenizer needs.
+        heads: whether it is a model's speculative heads.
 
     Raises:
         ValueError: the name is malformed, there is no such model, or it can't be had; the text says which and why.
@@ -47,7 +50,7 @@ def fetch(model: str, *, weights: bool) -> Path:
         )
     except ImportError:
         raise ValueError(f"model: {model!r} needs huggingface_hub; run `pip install 'kvrelay[hub]'`") from None
-    patterns = [*TEXT_FILES, *(WEIGHTS if weights else ())]
+    patterns = [*TEXT_FILES, *(WEIGHTS if weights else ()), *(HEADS if heads else ())]
     try:
         folder = huggingface_hub.snapshot_download(
             address["name"], revision=address["revision"], allow_patterns=patterns

@@ -96,7 +96,7 @@ def read_config(folder: Path) -> ModelConfig:
         vocab_size=vocab_size,
         max_positions=fields.integer("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        rope=_rope(fields),
+        rope=read_rope(fields),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         traits=architecture.traits(fields, layers),
         eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
@@ -115,7 +115,7 @@ def _architecture(fields: Fields) -> Architecture:
     return architecture
 
 
-def _rope(fields: Fields) -> RopeConfig:
+def read_rope(fields: Fields) -> RopeConfig:
     """From `rope_parameters`, as transformers 5 writes it, or `rope_theta` and `rope_scaling`, as older ones do."""
     scaling = fields.fields("rope_parameters")
     if scaling is not None:

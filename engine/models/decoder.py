@@ -1,12 +1,19 @@
 """The decoder of all supported architectures: pre-norm, rotary positions, grouped queries, gated SiLU."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, HeadNorm, Rotation
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.kernels.ops import Feeds, Linear, Ops
+
+Taps = Mapping[int, Tensor]
+"""By layer: where a step leaves the layer's input, before its norm, [T, hidden]; the number of layers stands for the
+last one's output."""
+NO_TAPS: Taps = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,32 +70,53 @@ class Decoder:
         """Its layers' weights, first to last."""
         return self._weights.layers
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None = None) -> Tensor:
+    @property
+    def embedding(self) -> Tensor | None:
+        """[vocab, hidden]; None if it is held in another form."""
+        return self._embedding
+
+    @property
+    def norm(self) -> Tensor:
+        """[hidden] weights of the norm before the head."""
+        return self._weights.norm
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        feeds: Feeds | None = None,
+        taps: Taps = NO_TAPS,
+    ) -> Tensor:
         """Runs a step's tokens through all layers and writes their KV.
 
         Args:
             tokens, positions: int64 [T].
             attention: has planned this step.
             feeds: tokens that are taken from there instead.
+            taps: filled.
 
         Returns:
             [T, hidden], before the last norm.
         """
-        residual, update = self._run_layers(tokens, positions, attention, feeds)
-        return residual if update is None else update + residual
+        residual, update = self._run_layers(tokens, positions, attention, feeds, taps)
+        hidden = residual if update is None else update + residual
+        if self.config.layers in taps:
+            taps[self.config.layers].copy_(hidden)
+        return hidden
 
     def forward_logits(
         self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None = None
     ) -> Tensor:
         """`logits(forward(...))`, the logits of all tokens, with one launch less."""
-        residual, update = self._run_layers(tokens, positions, attention, feeds)
+        residual, update = self._run_layers(tokens, positions, attention, feeds, NO_TAPS)
         if update is None:
             return self.logits(residual)
         x, _ = self._ops.add_rms_norm(update, residual, self._weights.norm, self.config.norm_eps)
         return self._weights.head(x).float()
 
     def _run_layers(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None
+        self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None, taps: Taps
     ) -> tuple[Tensor, Tensor | None]:
         """The residual before the last layer's MLP, and that MLP's result, both [T, hidden]; None without layers."""
         config, weights, ops = self.config, self._weights, self._ops
@@ -97,6 +125,8 @@ class Decoder:
         rotation = Rotation(cos, sin)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
+            if index in taps:
+                taps[index].copy_(residual if update is None else update + residual)
             if update is None:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:

@@ -4,6 +4,7 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,18 +33,46 @@ STORED = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+EMBEDDING = "model.embed_tokens.weight"
 PAGED_BYTES = 2**18
 """Tensors of this many bytes or more get pages of their own."""
 MakeLinear = Callable[[Tensor | CodedWeight, Tensor | None], Linear]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """How the head is laid out."""
+class LayerCache(Protocol):
+    """Layers that were made before, by name."""
 
-    linear: MakeLinear
+    def load(self, name: str) -> Linear | None:
+        """The layer; None if it is to be made."""
+        ...
+
+    def store(self, name: str, layer: Linear) -> None:
+        """It was made."""
+        ...
+
+
+class NoCache:
+    """Implements `LayerCache`: all layers are to be made."""
+
+    def load(self, name: str) -> Linear | None:
+        return None
+
+    def store(self, name: str, layer: Linear) -> None:
+        pass
+
+
+NO_CACHE = NoCache()
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How layers are made, where that isn't said by how one of them is laid out."""
+
+    head: MakeLinear
     has_embedding: bool = False
-    """Whether tokens are looked up in it if embeddings are tied, so that they aren't held twice."""
+    """Whether tokens are looked up in the head if embeddings are tied, so that they aren't held twice."""
+    cache: LayerCache = NO_CACHE
+    """Layers that it has aren't read."""
 
 
 def load_weights(
@@ -53,7 +82,7 @@ def load_weights(
     linear: MakeLinear,
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cpu",
-    head: Head | None = None,
+    making: Making | None = None,
 ) -> Weights:
     """Loads the weights, converted to `dtype`, onto a device.
 
@@ -63,7 +92,7 @@ def load_weights(
     Args:
         linear: lays out a weight [out, in] and its bias for multiplication; see `Ops.linear`. Layers that the
             checkpoint has quantized come as codes.
-        head: how the head is laid out; by `linear` unless given.
+        making: of the head, by `linear` unless given, and of layers that are cached.
         on_loaded: called with the loaded share of the bytes, 0 to 1.
 
     Raises:
@@ -76,22 +105,35 @@ def load_weights(
         checkpoint, tuple(name for name in expected if name in checkpoint.tensors), dtype, device, on_loaded
     )
     # The head first: it is large, and as it is read and laid out, nothing else is in memory yet.
-    head = head or Head(linear)
-    embedding = files.take("model.embed_tokens.weight")
-    head_weight: Tensor | CodedWeight = embedding
-    if not config.tie_embeddings:
-        head_weight = _weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size)
-    kept = None if config.tie_embeddings and head.has_embedding else embedding
-    projection = head.linear(head_weight, None)
-    del head_weight, embedding
-    layers = tuple(_layer(files, config, linear, index) for index in range(config.layers))
+    making = making or Making(linear)
+    projection, embedding = making.cache.load(HEAD), None
+    if projection is None:
+        if config.tie_embeddings:
+            embedding = files.take(EMBEDDING)
+            projection = making.head(embedding, None)
+        else:
+            projection = making.head(_weight(files, config, (HEAD, config.vocab_size), inputs=config.hidden_size), None)
+        making.cache.store(HEAD, projection)
+    else:
+        files.skip(HEAD)
+    if config.tie_embeddings and making.has_embedding:
+        embedding = None
+        files.skip(EMBEDDING)
+    elif embedding is None:
+        embedding = files.take(EMBEDDING)
+    layers = tuple(_layer(files, config, linear, making.cache, index) for index in range(config.layers))
     return Weights(
-        embedding=kept,
+        embedding=embedding,
         layers=layers,
         norm=files.take("model.norm.weight"),
         head=projection,
         frequencies=frequencies(config.rope, config.head_dim).to(device),
     )
+
+
+def load_embedding(checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """[vocab, hidden] the embedding of a checkpoint that was loaded before."""
+    return TensorFiles(checkpoint, (EMBEDDING,), dtype, "cpu", None).take(EMBEDDING)
 
 
 class TensorFiles:
@@ -110,7 +152,7 @@ class TensorFiles:
         self._device = device
         self._on_loaded = on_loaded
         self._total = sum(self._bytes(name) for name in names)
-        self._done = 0
+        self._unread = set(names)
 
     def take(self, *names: str) -> Tensor:
         """The tensors on the device, converted, and joined along their first dimension."""
@@ -118,11 +160,12 @@ class TensorFiles:
         tensor = allocate((sum(shape[0] for shape in shapes), *shapes[0][1:]), self._dtype)
         for name, part in zip(names, tensor.split_with_sizes([shape[0] for shape in shapes]), strict=True):
             self._read(name, part)
-        for name in names:
-            self._done += self._bytes(name)
-        if self._on_loaded is not None:
-            self._on_loaded(self._done / self._total)
+        self._count(*names)
         return tensor.to(self._device)
+
+    def skip(self, *prefixes: str) -> None:
+        """The tensors whose names begin so aren't needed, or were read before."""
+        self._count(*[name for name in self._unread if name.startswith(prefixes)])
 
     def stored(self, name: str) -> Tensor | None:
         """The tensor as it is in the file; None if it isn't there."""
@@ -131,8 +174,13 @@ class TensorFiles:
             return None
         tensor = allocate(entry.shape, STORED[entry.dtype])
         self._read(name, tensor)
-        self._done += self._bytes(name)
+        self._unread.discard(name)
         return tensor
+
+    def _count(self, *names: str) -> None:
+        self._unread.difference_update(names)
+        if self._on_loaded is not None:
+            self._on_loaded(1 - sum(map(self._bytes, self._unread)) / self._total)
 
     def _read(self, name: str, out: Tensor) -> None:
         """Fills `out`, converted.
@@ -169,7 +217,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
-def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, index: int) -> Layer:
+def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, cache: LayerCache, index: int) -> Layer:
     base, traits = f"model.layers.{index}", config.traits
 
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -177,8 +225,15 @@ def _layer(files: TensorFiles, config: ModelConfig, linear: MakeLinear, index: i
     qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
 
     def projection(bias: bool, inputs: int, outputs: dict[str, int]) -> Linear:
+        name = ", ".join(f"{base}.{part}" for part in outputs)
+        found = cache.load(name)
+        if found is not None:
+            files.skip(*(f"{base}.{part}" for part in outputs))
+            return found
         weight = _weight(files, config, *((f"{base}.{name}", count) for name, count in outputs.items()), inputs=inputs)
-        return linear(weight, files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None)
+        made = linear(weight, files.take(*(f"{base}.{name}.bias" for name in outputs)) if bias else None)
+        cache.store(name, made)
+        return made
 
     qk_norm = None
     if traits.qk_norm:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvrelay.engine.attention.base import Attention, Rotation
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
-from kvrelay.engine.models.decoder import Weights
+from kvrelay.engine.models.decoder import NO_TAPS, Taps, Weights
 from kvrelay.kernels.cpu.packed import (
     ARGMAX,
     BLOCK,
@@ -67,23 +67,43 @@ class NativeDecoder:
         self._head = _packed(weights.head)
         self._rows = ctypes.c_int64()
         self._tokens = ctypes.c_void_p()
+        self._cuts: tuple[int, ...] = ()
+        """Layers, in ascending order, in front of which a program of its own begins."""
         self._record(64)
         self._make_logits(1)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    @property
+    def embedding(self) -> Tensor | None:
+        """As `Decoder.embedding`."""
+        return self._embedding
+
+    @property
+    def norm(self) -> Tensor:
+        """As `Decoder.norm`."""
+        return self._last_norm
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = NO_TAPS) -> Tensor:
         """As `Decoder.forward`; returns float32 [T, hidden], valid until the next call.
 
         Args:
             attention: the one that this was made with; the recorded program calls its kernels.
         """
-        count = len(tokens)
-        if count > len(self._residual):
-            self._record(max(count, 2 * len(self._residual)))
+        count, capacity, last = len(tokens), len(self._residual), self.config.layers
+        cuts = tuple(sorted([layer for layer in taps if layer != last]))
+        if count > capacity or cuts != self._cuts:
+            self._cuts = cuts
+            self._record(capacity if count <= capacity else max(count, 2 * capacity))
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
         self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
-        self._team.run(self._program)
-        return self._residual[:count, : self.config.hidden_size]
+        hidden = self._residual[:count, : self.config.hidden_size]
+        self._team.run(self._programs[0])
+        for cut, program in zip(cuts, self._programs[1:], strict=True):
+            taps[cut].copy_(hidden)
+            self._team.run(program)
+        if last in taps:
+            taps[last].copy_(hidden)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
@@ -129,7 +149,11 @@ class NativeDecoder:
         self._inner = _buffer(arena, capacity, config.intermediate_size)
         self._workspace = arena.take(max(linear.workspace_bytes for linear in self._linears()))
         steps: list[tuple[str, ctypes.Structure]] = [(EMBED, self._embed())]
+        parts = []
         for index, layer in enumerate(layers):
+            if index in self._cuts:
+                parts.append(steps)
+                steps = []
             input_norm, mlp_norm = self._norms[index]
             qkv = self._linear(layer.qkv, Epilogue.STORE, self._residual, self._qkv, input_norm)
             output = self._linear(layer.output, Epilogue.ADD, self._heads, self._residual)
@@ -144,7 +168,8 @@ class NativeDecoder:
                 layer.qk_norm,
             )
             steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
-        self._program = Program(self._team.library, *steps)
+        parts.append(steps)
+        self._programs = [Program(self._team.library, *part) for part in parts]
 
     def _linears(self) -> Iterator[PackedLinear]:
         for layer in self._layers:

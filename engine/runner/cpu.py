@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,9 +21,11 @@ from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import Decoder, Weights
-from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
+from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Taps, Weights
+from kvrelay.engine.models.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
+from kvrelay.engine.models.packed_cache import DamagedCacheError, PackedCache, packed_path
+from kvrelay.engine.models.parts import MakeAttention, Parts
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
@@ -40,11 +43,23 @@ from kvrelay.kernels.ops import Linear
 
 logger = logging.getLogger(__name__)
 
+ALL_KEYS = (0,)
+"""The windows of one layer that has none."""
+
 
 class Model(Protocol):
     """`Decoder` and `NativeDecoder`; the former has the docstrings."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor: ...
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def embedding(self) -> Tensor | None: ...
+
+    @property
+    def norm(self) -> Tensor: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = ...) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -56,17 +71,30 @@ class CpuRunner:
 
     lag = 0
 
-    def __init__(self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int, parts: Parts
+    ) -> None:
         """
         Args:
             threads: that torch uses in a step.
+            parts: makes layers that the model's proposer has.
         """
         self.spec = spec
+        self.parts = parts
         self.pool = pool
         self.model = model
         self.attention = attention
         self._threads = threads
         self._thread: int | None = None
+        self._kept: tuple[int, ...] = ()
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        """Every step yields these layers' inputs from now on (`StepOutput.states`).
+
+        Args:
+            layers: as `Proposer.layers`.
+        """
+        self._kept = layers
 
     @property
     def layout(self) -> KVLayout:
@@ -77,14 +105,20 @@ class CpuRunner:
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
         with torch.inference_mode():
-            hidden = self.forward(plan)
+            states, taps = None, NO_TAPS
+            if self._kept:
+                states = torch.empty(plan.num_tokens, len(self._kept), self.model.config.hidden_size)
+                taps = {layer: states[:, place] for place, layer in enumerate(self._kept)}
+            hidden = self.forward(plan, taps)
             ends = np.cumsum(plan.lengths, dtype=np.int64)
             prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))
             if not len(rows):
-                return FinishedStep(StepOutput((None,) * plan.num_rows, prompt_logprobs=prompt_logprobs))
+                nothing = (None,) * plan.num_rows
+                return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
             choice = choose(logits, draws_of(plan, rows), self.model.largest)
-        return FinishedStep(step_output(plan, rows, choice, prompt_logprobs))
+        output = step_output(plan, rows, choice, prompt_logprobs)
+        return FinishedStep(output if states is None else replace(output, states=states))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`. Leaves out what a step does besides, which takes longer than a small model."""
@@ -111,11 +145,16 @@ class CpuRunner:
                 inputs = AttentionInputs.decoding(ends, tables, self.layout.block_size)
                 ends = ends + 1
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm."""
+    def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
+        """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.
+
+        Args:
+            taps: as for `Decoder.forward`.
+        """
         inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
         self.attention.plan(inputs)
-        return self.model.forward(torch.from_numpy(plan.tokens.astype(np.int64)), inputs.positions, self.attention)
+        tokens = torch.from_numpy(plan.tokens.astype(np.int64))
+        return self.model.forward(tokens, inputs.positions, self.attention, taps=taps)
 
     def warm_up(self) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
@@ -180,19 +219,20 @@ def build_cpu_runner(
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     team = _team(config, run_dtype, layout, threads)
+    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization)
     with torch.inference_mode():
-        weights = _load(checkpoint, config, TORCH_DTYPES[run_dtype], team, options.quantization, on_loaded)
+        weights = _load(checkpoint, spec, config, options, parts, team, on_loaded)
     pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
     spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
     if team is None:
-        return CpuRunner(spec, Decoder(config, weights, ops), pool, TorchAttention(pool, windows), threads)
+        return CpuRunner(spec, Decoder(config, weights, ops), pool, TorchAttention(pool, windows), threads, parts)
     # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
     # the kernels' own threads.
     torch.set_num_threads(1)
     attention = NativeAttention(pool, windows, config.heads, team)
     with torch.inference_mode():
-        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1)
+        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1, parts)
 
 
 def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:
@@ -204,19 +244,47 @@ def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int
 
 def _load(
     checkpoint: Checkpoint,
+    spec: ModelSpec,
     config: ModelConfig,
-    dtype: torch.dtype,
+    options: EngineConfig,
+    parts: Parts,
     team: Team | None,
-    quantization: Quantization,
     on_loaded: OnLoaded | None,
 ) -> Weights:
-    """The weights, laid out for `team`'s kernels, or for torch's without a team."""
+    """The weights; packed ones from the disk if they are quantized at load and the cache has them."""
+
+    def load(cache: LayerCache) -> Weights:
+        making = Making(parts.head, has_embedding=team is not None, cache=cache)
+        return load_weights(checkpoint, config, parts.dtype, parts.linear, on_loaded, making=making)
+
+    most = options.packed_cache_bytes
+    if team is None or not most or options.quantization == "none":
+        return load(NO_CACHE)
+    path = packed_path(f"{spec.fingerprint} {spec.dtype} {options.quantization}", team)
+    try:
+        cache = PackedCache(path, team, most)
+        weights = load(cache)
+    except DamagedCacheError as error:
+        logger.warning("the cache of packed weights is damaged, so it is written anew: %s", error)
+        cache = PackedCache(path, team, most, read=False)
+        weights = load(cache)
+    cache.finish()
+    return weights
+
+
+def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization) -> Parts:
+    """What lays weights out for `team`'s kernels, or for torch's without a team."""
     quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
     if team is None and quantize is not None:
         logger.warning("without the native kernels, quantized weights take as much memory and time as others")
     lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
-    return load_weights(checkpoint, config, dtype, linear, on_loaded, head=Head(head, has_embedding=team is not None))
+    attention: MakeAttention = (
+        (lambda pool, _: TorchAttention(pool, ALL_KEYS))
+        if team is None
+        else (lambda pool, heads: NativeAttention(pool, ALL_KEYS, heads, team))
+    )
+    return Parts(linear, head, attention, dtype, dtype if team is None else torch.float32)
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

@@ -30,7 +30,7 @@ from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import Head, OnLoaded, load_weights
+from kvrelay.engine.models.loader import Making, OnLoaded, load_weights
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
@@ -286,7 +286,7 @@ def build_gpu_runner(
     linear, head = quantizing(LAYERS.get(quantization), lay_out), quantizing(HEAD.get(quantization), lay_out)
     kept = run_dtype if quantization == "none" else quantization
     with asking(f"the weights of {folder} in {kept}", memory), torch.inference_mode():
-        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Head(head))
+        weights = load_weights(checkpoint, config, TORCH_DTYPES[run_dtype], linear, on_loaded, device, Making(head))
     model = Decoder(config, weights, gpu_ops.GpuOps())
     unbounded = ModelSpec.of(
         checkpoint,

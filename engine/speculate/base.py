@@ -1,9 +1,12 @@
 """What a speculating engine needs of whatever guesses its tokens. No torch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvrelay.engine.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Want(NamedTuple):
@@ -28,6 +31,21 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess([])
+WARM_UP = Want(-1, Request("warm-up", 0, (0, 0), 2), (0, 0), 4)
+"""What the time of a pass is measured with, a few times. A proposer that guesses from hidden states has those that this
+takes after `Proposer.warm_up`."""
+
+
+class Computed(NamedTuple):
+    """Tokens of a sequence that a step computed, and that the sequence has."""
+
+    handle: int
+    tokens: Sequence[int]
+    """As `Want.tokens`, with what the step yielded."""
+    start: int
+    """Position of the first token that was computed."""
+    states: "Tensor"
+    """[n, layers, hidden] of the n tokens: what `Proposer.layers` names. Valid until the next step."""
 
 
 class Proposer(Protocol):
@@ -43,8 +61,22 @@ class Proposer(Protocol):
         """How many kinds of guesses it makes, 1 or more."""
         ...
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs it guesses from; the number of layers stands for the last one's output.
+        Empty if it guesses from tokens alone."""
+        ...
+
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow."""
+
+    def observe(self, computed: Sequence[Computed]) -> None:
+        """A step has ended. Called for every step if it guesses from hidden states, and otherwise never.
+
+        Args:
+            computed: of the sequences that go on; those of one sequence in order of their positions.
+        """
+        ...
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A guess for each, perhaps shorter than asked for."""

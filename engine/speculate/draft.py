@@ -14,15 +14,47 @@ Both then tend to choose the same token, also where each spreads its probability
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvrelay.engine.kv.blocks import BlockPool, Hold
+from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import ChainRunner
-from kvrelay.engine.speculate.base import Guess, Want
+from kvrelay.engine.speculate.base import Computed, Guess, Want
+
+
+class Part(NamedTuple):
+    """Tokens of one sequence that a guessing model computes."""
+
+    blocks: Sequence[int]
+    """Of its own KV pool, those of the sequence."""
+    start: int
+    """Tokens before them."""
+    tokens: Sequence[int]
+    sampling: SamplingParams
+
+
+def plan_of(parts: Sequence[Part], layout: KVLayout, more: int) -> StepPlan:
+    """The step that computes each part as a row, whose block tables have room for `more` tokens behind it."""
+    used = [layout.blocks_for(part.start + len(part.tokens) + more) for part in parts]
+    tables = np.zeros((len(parts), max(used)), np.int32)
+    for row, part in enumerate(parts):
+        tables[row, : used[row]] = part.blocks[: used[row]]
+    return StepPlan(
+        step=0,
+        handles=tuple(range(len(parts))),
+        tokens=np.array([token for part in parts for token in part.tokens], np.int32),
+        starts=np.array([part.start for part in parts], np.int32),
+        lengths=np.array([len(part.tokens) for part in parts], np.int32),
+        block_tables=tables,
+        sample=np.ones(len(parts), np.bool_),
+        sampling=tuple([part.sampling for part in parts]),
+        generated=np.zeros(len(parts), np.int32),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +74,7 @@ class DraftProposer:
 
     passes = True
     kinds = 1
+    layers = ()
 
     def __init__(self, runner: ChainRunner, max_batch_tokens: int) -> None:
         """
@@ -62,6 +95,9 @@ class DraftProposer:
 
     def warm_up(self) -> None:
         self._runner.warm_up()
+
+    def observe(self, computed: Sequence[Computed]) -> None:
+        """See `Proposer.observe`."""
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""
@@ -114,13 +150,8 @@ class DraftProposer:
     def _draft(self, want: Want) -> Draft:
         draft = self._drafts.get(want.handle)
         if draft is None:
-            asked = want.request.sampling
-            # What follows from other tokens than the last one is the target's to add.
-            sampling = SamplingParams(
-                temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, seed=asked.seed
-            )
             hold = self._pool.share((), f"draft of {want.request}")
-            draft = self._drafts[want.handle] = Draft(hold, sampling)
+            draft = self._drafts[want.handle] = Draft(hold, undisturbed(want.request.sampling))
         return draft
 
     def _extend(self, draft: Draft, length: int) -> bool:
@@ -129,28 +160,16 @@ class DraftProposer:
 
     def _chain(self, rows: Sequence[tuple[Draft, list[int]]], count: int) -> list[list[int]]:
         """Computes tokens behind those that the draft model has, and guesses `count` more (`ChainRunner.chain`)."""
-        starts = [len(draft.tokens) for draft, _ in rows]
-        lengths = [len(tokens) for _, tokens in rows]
-        used = [
-            self._runner.layout.blocks_for(start + length + count - 1)
-            for start, length in zip(starts, lengths, strict=True)
-        ]
-        tables = np.zeros((len(rows), max(used)), np.int32)
-        for row, (draft, _) in enumerate(rows):
-            tables[row, : used[row]] = draft.hold.blocks[: used[row]]
-        plan = StepPlan(
-            step=0,
-            handles=tuple(range(len(rows))),
-            tokens=np.array([token for _, tokens in rows for token in tokens], np.int32),
-            starts=np.array(starts, np.int32),
-            lengths=np.array(lengths, np.int32),
-            block_tables=tables,
-            sample=np.ones(len(rows), np.bool_),
-            sampling=tuple([draft.sampling for draft, _ in rows]),
-            generated=np.zeros(len(rows), np.int32),
-        )
-        chains = self._runner.chain(plan, count)
+        parts = [Part(draft.hold.blocks, len(draft.tokens), tokens, draft.sampling) for draft, tokens in rows]
+        chains = self._runner.chain(plan_of(parts, self._runner.layout, count - 1), count)
         for (draft, tokens), chain in zip(rows, chains, strict=True):
             # The last token's KV isn't computed.
             draft.tokens += tokens + chain[: count - 1]
         return chains
+
+
+def undisturbed(asked: SamplingParams) -> SamplingParams:
+    """How guesses are sampled for a request: what follows from other tokens than the last one is the model's to add."""
+    return SamplingParams(
+        temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p, seed=asked.seed
+    )

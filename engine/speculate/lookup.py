@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvrelay.engine.speculate.base import NO_GUESS, Guess, Want
+from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Want
 
 LONGEST = 32
 """Longer matches are of one kind."""
@@ -25,6 +25,7 @@ class LookupProposer:
 
     passes = False
     kinds = LONGEST.bit_length() + 1
+    layers = ()
 
     def __init__(self, new_index: Callable[[], Index]) -> None:
         self._new_index = new_index
@@ -32,6 +33,9 @@ class LookupProposer:
 
     def warm_up(self) -> None:
         """See `Proposer.warm_up`."""
+
+    def observe(self, computed: Sequence[Computed]) -> None:
+        """See `Proposer.observe`."""
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         return [self._propose(want) for want in wants]

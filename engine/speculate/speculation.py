@@ -7,25 +7,26 @@ a while where none pays, and where guesses have lost what they may lose (`allowa
 
 from collections import deque
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.config import SpeculationConfig
 from kvrelay.engine.plan import StepPlan
-from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate import choice
 from kvrelay.engine.speculate.allowance import Allowance
-from kvrelay.engine.speculate.base import NO_GUESS, Guess, Proposer, Want
+from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Proposer, Want
 from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts
 from kvrelay.engine.speculate.shares import Shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLLOW = 0.1
 """Weight of one chain in the time of a pass."""
 DECIDED_STEPS = 8
 """How long a decision holds, in steps: to make no guesses, and how many a draft model makes."""
-WARM_UP_PASSES = 4
 REPEATS = 5
 BOUND = 2.0
 """What takes so many times longer than expected says more about the machine than about itself."""
@@ -108,15 +109,16 @@ class Speculation:
         """Of a proposer with passes: by handle, how many guesses it makes, and for how many steps more."""
         self._pass_seconds = 0.0
         """That one more guess for the whole batch takes the proposer."""
+        self._observed = 0.0
+        """Seconds that the proposer took to observe the step before."""
 
     def measure(self, runner: Runner) -> None:
         """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
         self._proposer.warm_up()
         self._costs.measure(runner)
         if self._proposer.passes:
-            want = Want(-1, Request("warm-up", 0, (0,), 1), (0,), WARM_UP_PASSES)
-            self._pass_seconds = min([self._timed([want])[1] for _ in range(REPEATS)]) / WARM_UP_PASSES
-            self._proposer.forget(want.handle)
+            self._pass_seconds = min([self._timed([WARM_UP])[1] for _ in range(REPEATS)]) / WARM_UP.most
+            self._proposer.forget(WARM_UP.handle)
 
     def holds_back(self, sequence: Sequence) -> bool:
         """Whether a sequence shouldn't compute a token that isn't known yet: drafts can only follow a known one."""
@@ -130,7 +132,7 @@ class Speculation:
         """
         began = self._clock()
         if not self._flights:
-            self._began = began
+            self._began = began - self._observed
         self._flights.append(NOT_ASKED)
         if self._rests:
             self._rests -= 1
@@ -152,17 +154,25 @@ class Speculation:
         self._eager.update(found)
         chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
         kinds = {handle: guess.kind for handle, guess in found.items()}
-        self._flights[-1] = Flight(kinds, self._clock() - began, self._proposer.passes and not complete)
+        self._flights[-1] = Flight(
+            kinds, self._clock() - began + self._observed, self._proposer.passes and not complete
+        )
         return chains
 
-    def settle(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence]) -> None:
+    def settle(
+        self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor | None" = None
+    ) -> None:
         """A step has ended.
 
         Args:
             kept: [R] as `verify.kept_rows`.
             sequences: [R] of the rows.
+            states: as `StepOutput.states`.
         """
         ended = self._clock()
+        if states is not None:
+            self._observe(plan, kept, sequences, states)
+            self._observed = self._clock() - ended
         seconds, self._began = ended - self._began, ended
         flight = self._flights.popleft()
         drafts = None if plan.drafts is None else plan.drafts.tolist()
@@ -267,6 +277,16 @@ class Speculation:
         began = self._clock()
         guesses = self._proposer.propose(wants)
         return guesses, self._clock() - began
+
+    def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> None:
+        """Hands the hidden states of the tokens that were kept to the proposer."""
+        computed, end = [], 0
+        places = zip(sequences, kept, plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+        for sequence, has, start, length in places:
+            end += length
+            if has and not sequence.ended:
+                computed.append(Computed(sequence.handle, sequence.tokens, start, states[end - length : end]))
+        self._proposer.observe(computed)
 
     def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence], kinds: dict[int, int]) -> None:
         counts = self.counts

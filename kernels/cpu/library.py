@@ -25,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["build", "library", "prebuild"]
+__all__ = ["build", "library", "prebuild", "user_cache"]
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +186,14 @@ def _compiler() -> str:
     raise RuntimeError("there is no C++ compiler (c++, g++, clang++, or the one that CXX names)")
 
 
+def user_cache() -> Path:
+    """The user's folder for what can be made again; perhaps not there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
 def _cache_folder() -> Path:
     """The user's cache folder, or a temporary one where that can't be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+    folder = user_cache()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

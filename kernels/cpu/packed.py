@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,39 +92,82 @@ class Arena:
         return part
 
 
-class PackedLinear:
-    """`x [T, in] -> x @ weight.T + bias [T, out]`, alone or in a program. Keeps no reference to `weight`."""
+class PackedFacts(NamedTuple):
+    """What a packed weight is."""
 
-    def __init__(self, team: Team, arena: Arena, weight: Tensor | CodedWeight, bias: Tensor | None) -> None:
+    outputs: int
+    inputs: int
+    type: int
+    """As `weight_type`."""
+    group: int
+    """As `CodedWeight.group`; 0 without scales."""
+
+
+class PackedLinear:
+    """`x [T, in] -> x @ weight.T + bias [T, out]`, alone or in a program."""
+
+    def __init__(
+        self,
+        team: Team,
+        facts: PackedFacts,
+        packed: Tensor,
+        scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
         """
+        Args:
+            packed, scales, zeros, bias: as `pack` makes them.
+
+        Raises:
+            ValueError: `packed` hasn't the size of such a weight.
+        """
+        library = team.library
+        self.facts = facts
+        self.outputs, self.inputs, self.type, self.group = facts
+        self.packed, self.scales, self.zeros, self.bias = packed, scales, zeros, bias
+        self._team = team
+        if packed.nbytes != (size := _packed_bytes(team, facts)):
+            raise ValueError(f"a packed weight has {packed.nbytes} bytes; one of {facts} has {size}")
+        library.kvrelay_linear_workspace.restype = ctypes.c_int64
+        workspace = library.kvrelay_linear_workspace(ctypes.c_int64(self.inputs), self.type)
+        self.workspace_bytes = 4 * team.threads * workspace
+
+    @classmethod
+    def pack(cls, team: Team, arena: Arena, weight: Tensor | CodedWeight, bias: Tensor | None) -> "PackedLinear":
+        """Packs a weight, and keeps no reference to it.
+
         Args:
             weight: float32, bfloat16 or codes [out, in].
             bias: [out] or None.
         """
         library = team.library
-        numbers = weight.codes if isinstance(weight, CodedWeight) else weight
-        self.outputs, self.inputs = numbers.shape
-        self.type = weight_type(weight)
-        self._team = team
-        library.kvrelay_packed_bytes.restype = ctypes.c_int64
-        library.kvrelay_linear_workspace.restype = ctypes.c_int64
-        shape = ctypes.c_int64(self.outputs), ctypes.c_int64(self.inputs)
-        self.packed = arena.take(library.kvrelay_packed_bytes(*shape, self.type))
-        numbers = numbers.contiguous()
+        numbers = (weight.codes if isinstance(weight, CodedWeight) else weight).contiguous()
+        group = weight.group if isinstance(weight, CodedWeight) else 0
+        outputs, inputs = numbers.shape
+        facts = PackedFacts(outputs, inputs, weight_type(weight), group)
+        packed = arena.take(_packed_bytes(team, facts))
         library.kvrelay_pack(
-            ctypes.c_void_p(numbers.data_ptr()), *shape, self.type, ctypes.c_void_p(self.packed.data_ptr())
+            ctypes.c_void_p(numbers.data_ptr()),
+            ctypes.c_int64(facts.outputs),
+            ctypes.c_int64(facts.inputs),
+            facts.type,
+            ctypes.c_void_p(packed.data_ptr()),
         )
-        self.group, self.scales, self.zeros = 0, None, None
+        scales = zeros = padded = None
         if isinstance(weight, CodedWeight):
             block = library.kvrelay_block_outputs()
-            self.group, self.scales = weight.group, _by_block(arena, weight.scales, block)
-            self.zeros = None if weight.zeros is None else _by_block(arena, weight.zeros, block)
-        self.bias: Tensor | None = None
+            scales = _by_block(arena, weight.scales, block)
+            zeros = None if weight.zeros is None else _by_block(arena, weight.zeros, block)
         if bias is not None:
-            self.bias = torch.zeros(-(-self.outputs // BLOCK) * BLOCK)
-            self.bias[: self.outputs] = bias
-        workspace = library.kvrelay_linear_workspace(ctypes.c_int64(self.inputs), self.type)
-        self.workspace_bytes = 4 * team.threads * workspace
+            padded = torch.zeros(-(-facts.outputs // BLOCK) * BLOCK)
+            padded[: facts.outputs] = bias
+        return cls(team, facts, packed, scales, zeros, padded)
+
+    def parts(self) -> dict[str, Tensor]:
+        """All of its tensors, by the names of the constructor's arguments."""
+        found = {"packed": self.packed, "scales": self.scales, "zeros": self.zeros, "bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +212,15 @@ class PackedLinear:
 def packer(team: Team) -> Callable[[Tensor | CodedWeight, Tensor | None], PackedLinear]:
     """`Ops.linear` that packs for `team`; all its weights are in one arena."""
     arena = Arena()
-    return lambda weight, bias: PackedLinear(team, arena, weight, bias)
+    return lambda weight, bias: PackedLinear.pack(team, arena, weight, bias)
+
+
+def _packed_bytes(team: Team, facts: PackedFacts) -> int:
+    """Of the packed weight alone."""
+    team.library.kvrelay_packed_bytes.restype = ctypes.c_int64
+    shape = ctypes.c_int64(facts.outputs), ctypes.c_int64(facts.inputs)
+    size: int = team.library.kvrelay_packed_bytes(*shape, facts.type)
+    return size
 
 
 def _by_block(arena: Arena, x: Tensor, block: int) -> Tensor:

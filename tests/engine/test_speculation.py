@@ -24,7 +24,7 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.cpu import build_cpu_runner
-from kvrelay.engine.speculate.base import NO_GUESS, Guess, Proposer, Want
+from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Proposer, Want
 from kvrelay.engine.speculate.lookup import LookupProposer
 from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
@@ -50,12 +50,16 @@ class Truth:
 
     passes = False
     kinds = 1
+    layers = ()
 
     def __init__(self, streams: dict[str, list[int]], wrong_every: int = 3) -> None:
         self._streams = streams
         self._wrong = itertools.cycle(range(wrong_every))
 
     def warm_up(self) -> None:
+        pass
+
+    def observe(self, computed: Sequence[Computed]) -> None:
         pass
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:

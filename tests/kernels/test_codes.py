@@ -104,7 +104,7 @@ def test_a_product_with_codes(
 ) -> None:
     weight = random_codes(kind, outputs, inputs, min(group, inputs), zeros=zeros and kind is CodeType.INT4, seed=seed)
     x, bias = normal(rows, inputs, seed=seed), normal(outputs)
-    found = PackedLinear(team_of(threads), Arena(), weight, bias)(x)
+    found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)
     expected = reference.linear(weight.dequantize(), bias)(x)
     torch.testing.assert_close(found, expected, atol=ROUNDED * math.sqrt(inputs), rtol=ROUNDED)
 
@@ -125,7 +125,7 @@ def test_a_product_with_rounded_inputs(
     """Its sums are exact: what is left is an input near the middle of two integers that is rounded to the other one."""
     weight = replace(random_codes(CodeType.INT8, outputs, inputs, inputs, zeros=False, seed=seed), round_inputs=True)
     x, bias = normal(rows, inputs, seed=seed), normal(outputs)
-    found = PackedLinear(team_of(threads), Arena(), weight, bias)(x)
+    found = PackedLinear.pack(team_of(threads), Arena(), weight, bias)(x)
     integers, scales = codes.round_rows(x)
     expected = reference.linear(weight.dequantize(), bias)(integers.float() * scales)
     assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scales.max()
@@ -138,7 +138,7 @@ def test_a_product_with_rounded_inputs(
 def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: CodeType, rows: int) -> None:
     x = normal(rows, 200)
     x[0, 3], x[-1, 199] = torch.inf, torch.nan
-    linear = PackedLinear(team_of(1), Arena(), random_codes(kind, 40, 200, 64, zeros=False), None)
+    linear = PackedLinear.pack(team_of(1), Arena(), random_codes(kind, 40, 200, 64, zeros=False), None)
     found = linear(x)
     assert not found[[0, -1]].isfinite().any()
     assert found[1:-1].isfinite().all()
@@ -158,9 +158,9 @@ def whole(kind: CodeType, *, round_inputs: bool = False) -> CodedWeight:
 def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], weight: CodedWeight) -> None:
     """To the last bit, for every batch and number of threads. (With groups, many rows are multiplied otherwise.)"""
     x = normal(300, 200)
-    alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])
+    alone = torch.cat([PackedLinear.pack(team_of(1), Arena(), weight, None)(row[None]) for row in x])
     for threads in (1, 2, 3):
-        linear = PackedLinear(team_of(threads), Arena(), weight, None)
+        linear = PackedLinear.pack(team_of(threads), Arena(), weight, None)
         for rows in (2, 13, 40, 300):
             assert torch.equal(linear(x[:rows]), alone[:rows])
 
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], we
 @pytest.mark.parametrize("width", [1, 33, 70])
 def test_looking_up_is_exact(team_of: Callable[[int], Team], kind: CodeType, width: int) -> None:
     table = random_codes(kind, 50, width, min(32, width), zeros=kind is CodeType.INT4)
-    args = PackedLinear(team_of(2), Arena(), table, None)
+    args = PackedLinear.pack(team_of(2), Arena(), table, None)
     parts = args.args(Epilogue.STORE)
     tokens = torch.tensor([0, 49, 7, 7, 31, 16, 15])
     rows, pointer = ctypes.c_int64(len(tokens)), ctypes.c_void_p(tokens.data_ptr())

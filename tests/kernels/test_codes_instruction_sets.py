@@ -41,7 +41,7 @@ def own_team() -> Team:
 def test_int8_to_the_last_bit(team: Team, own_team: Team, rows: int, inputs: int, round_inputs: bool) -> None:
     weight = replace(random_codes(CodeType.INT8, 70, inputs, inputs, zeros=False), round_inputs=round_inputs)
     x = normal(rows, inputs)
-    found, expected = (PackedLinear(each, Arena(), weight, None)(x) for each in (team, own_team))
+    found, expected = (PackedLinear.pack(each, Arena(), weight, None)(x) for each in (team, own_team))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -50,6 +50,6 @@ def test_int8_to_the_last_bit(team: Team, own_team: Team, rows: int, inputs: int
 def test_groups(team: Team, kind: CodeType, rows: int) -> None:
     weight = random_codes(kind, 70, 200, 64, zeros=kind is CodeType.INT4)
     x = normal(rows, 200)
-    found = PackedLinear(team, Arena(), weight, None)(x)
+    found = PackedLinear.pack(team, Arena(), weight, None)(x)
     expected = x @ weight.dequantize().T
     assert (found - expected).norm() <= 1e-2 * expected.norm()

@@ -108,7 +108,7 @@ def test_a_product_with_all_that_is_fused(
     offset = normal(outputs, seed=seed + 1) if bias else None
     scale = 1 + 0.3 * normal(inputs, seed=seed + 2) if norm else None
     x, before = normal(rows, inputs, seed=seed + 3), normal(rows, outputs, seed=seed + 4)
-    product = Product(team, PackedLinear(team, Arena(), weight, offset), x, outputs)
+    product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, outputs)
     if add:
         product.out.copy_(before)
     args = product._linear.args(Epilogue.ADD if add else Epilogue.STORE, scale, 1e-5)
@@ -128,7 +128,7 @@ def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, row
     weight = (2 * normal(2 * half, 72) / math.sqrt(72)).to(dtype)
     offset = normal(2 * half) if bias else None
     x = normal(rows, 72)
-    product = Product(team, PackedLinear(team, Arena(), weight, offset), x, half)
+    product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, half)
     found = product.run(product._linear.args(Epilogue.SILU_MUL))
     expected = reference.silu_mul(reference.linear(weight.float(), offset)(x))
     bound = 8 * (ROUNDED if dtype == torch.bfloat16 else EXACT)
@@ -141,7 +141,7 @@ def test_a_gate_far_from_zero_neither_overflows_nor_turns_into_nan(team_of: Call
     gates = torch.tensor([-200.0, -90.0, -87.5, -20.0, 0.0, 20.0, 88.0, 90.0, 200.0, -torch.inf, torch.inf, torch.nan])
     x = torch.ones(1, 2 * BLOCK)
     x[0, : len(gates)] = gates
-    product = Product(team, PackedLinear(team, Arena(), weight, None), x, BLOCK)
+    product = Product(team, PackedLinear.pack(team, Arena(), weight, None), x, BLOCK)
     # One value at a time, because the zeros of the identity times infinity would be NaN everywhere.
     for place, gate in enumerate(gates):
         x[0, :BLOCK] = 0.0
@@ -158,9 +158,9 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team]) ->
     """To the last bit, for every batch and number of threads."""
     weight = (normal(100, 200) / 14).to(torch.bfloat16)
     x = normal(300, 200)
-    alone = torch.cat([PackedLinear(team_of(1), Arena(), weight, None)(row[None]) for row in x])
+    alone = torch.cat([PackedLinear.pack(team_of(1), Arena(), weight, None)(row[None]) for row in x])
     for threads in (1, 2, 3):
-        linear = PackedLinear(team_of(threads), Arena(), weight, None)
+        linear = PackedLinear.pack(team_of(threads), Arena(), weight, None)
         for rows in (2, 7, 12, 13, 40, 300):
             assert torch.equal(linear(x[:rows]), alone[:rows])
 
@@ -171,7 +171,7 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team]) ->
 def test_looking_up_is_exact(team_of: Callable[[int], Team], dtype: torch.dtype, width: int, packed: bool) -> None:
     team = team_of(2)
     table = normal(50, width).to(dtype)
-    linear = PackedLinear(team, Arena(), table, None)
+    linear = PackedLinear.pack(team, Arena(), table, None)
     tokens = torch.tensor([0, 49, 7, 7, 31, 16, 15])
     rows, pointer = ctypes.c_int64(len(tokens)), ctypes.c_void_p(tokens.data_ptr())
     out = torch.full((len(tokens), width + 2), torch.nan)

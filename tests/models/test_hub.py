@@ -184,3 +184,17 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match=r"needs huggingface_hub; run `pip install 'kvrelay\[hub\]'`"):
         resolve("hf:someone/tiny")
+
+
+def test_speculative_heads_come_with_the_files_that_they_are_published_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.append(allow_patterns)
+        return "folder"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve(f"hf:{NAME}") == resolve(f"hf:{NAME}", heads=True) == Path("folder")
+    model, heads = map(set, asked)
+    assert heads - model == {"medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"}
+    assert {"config.json", "model.safetensors"} <= heads

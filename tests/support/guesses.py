@@ -6,7 +6,7 @@ import xxhash
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.engine.speculate.base import Guess, Want
+from kvrelay.engine.speculate.base import Computed, Guess, Want
 from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, kv_bytes
 
 
@@ -15,6 +15,7 @@ class HashGuesses:
 
     passes = False
     kinds = 1
+    layers = ()
 
     def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
         self._layout = layout
@@ -23,6 +24,9 @@ class HashGuesses:
         self._states: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
     def warm_up(self) -> None:
+        pass
+
+    def observe(self, computed: Sequence[Computed]) -> None:
         pass
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:

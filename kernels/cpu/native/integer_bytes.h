@@ -71,7 +71,7 @@ struct Bytes : ByVectors<Bytes> {
 template <bool WIDE>
 struct ByteTiles : ByTiles<ByteTiles<WIDE>> {
     using A = int8_t;
-    static constexpr int TALLEST = WIDE ? tiles::ROWS : 2 * tiles::ROWS;
+    static constexpr int TALLEST = 2 * tiles::ROWS;
     static constexpr int64_t PREPARED = 1 << 19;
 
     static int64_t stride(const LinearArgs& args) { return stride_of(args.inputs); }
@@ -90,6 +90,7 @@ struct ByteTiles : ByTiles<ByteTiles<WIDE>> {
         const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<uint8_t>& blocks
     ) {
         if (!WIDE && rows <= tiles::ROWS) return tile<1>(args, a, stride, row, rows, blocks);
+        if (WIDE && rows > tiles::ROWS) return twice(args, a, stride, row, rows, blocks);
         tile<2>(args, a, stride, row, rows, blocks);
     }
 
@@ -134,11 +135,11 @@ private:
             }
         }
         alignas(64) int32_t sums[M][tiles::ROWS][2][W];
-        _tile_stored(0, sums[0][0][0], sizeof sums[0][0]);
-        _tile_stored(1, sums[0][0][1], sizeof sums[0][0]);
         if constexpr (M == 2) {
-            _tile_stored(2, sums[1][0][0], sizeof sums[0][0]);
-            _tile_stored(3, sums[1][0][1], sizeof sums[0][0]);
+            store_sums(sums);
+        } else {
+            _tile_stored(0, sums[0][0][0], sizeof sums[0][0]);
+            _tile_stored(1, sums[0][0][1], sizeof sums[0][0]);
         }
         const A* scales = a + scale_at(args.inputs);
         finish(args, row, rows, blocks.b0, blocks.b1, [&](int64_t m, int i) {
@@ -152,6 +153,77 @@ private:
             }
             return __builtin_convertvector(high, vf) * scale;
         });
+    }
+
+    // Two tiles of rows by all high bytes and then by all low ones, which share four tiles of sums. Weights are read from
+    // memory in the first pass only, so what the next pair needs is prefetched in both: the tiles hide half of its reading.
+    static void twice(
+        const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<uint8_t>& blocks
+    ) {
+        const int64_t inputs = whole_steps(args.inputs), block = inputs * W;
+        // From a block to that of the next pair: pairs are neighbours, or a block of the gate and one of up.
+        const int64_t ahead = blocks.w1 == blocks.w0 + block ? 2 * block : block;
+        const uint8_t *next0 = blocks.w0 + ahead, *next1 = blocks.w1 + ahead;
+        alignas(64) int32_t sums[2][tiles::ROWS][2][W];
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int low = 0; low < 2; low++) {
+            const A *first = a + low * inputs, *second = first + tiles::ROWS * stride;
+            const uint8_t *w0 = blocks.w0, *w1 = blocks.w1;
+            for (int64_t k = 0; k < inputs; k += STEP, w0 += STEP * W, w1 += STEP * W) {
+                for (int line = 0; line < STEP * W / LINE / 2; line++, next0 += LINE, next1 += LINE) {
+                    __builtin_prefetch(next0, 0, 2);
+                    __builtin_prefetch(next1, 0, 2);
+                }
+                _tile_loadd(6, w0, 64);
+                _tile_loadd(7, w1, 64);
+                _tile_loadd(4, first + k, stride);
+                _tile_loadd(5, second + k, stride);
+                if (low) {
+                    _tile_dpbusd(0, 4, 6);
+                    _tile_dpbusd(1, 4, 7);
+                    _tile_dpbusd(2, 5, 6);
+                    _tile_dpbusd(3, 5, 7);
+                } else {
+                    _tile_dpbssd(0, 4, 6);
+                    _tile_dpbssd(1, 4, 7);
+                    _tile_dpbssd(2, 5, 6);
+                    _tile_dpbssd(3, 5, 7);
+                }
+            }
+            store_sums(sums);
+            if (low) break;
+            for (int m = 0; m < 2 * tiles::ROWS; m++) {
+                for (int i = 0; i < 2; i++) {
+                    vi high;
+                    memcpy(&high, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
+                    high <<= 8;
+                    memcpy(sums[m / tiles::ROWS][m % tiles::ROWS][i], &high, sizeof high);
+                }
+            }
+            _tile_loadd(0, sums[0][0][0], sizeof sums[0][0]);
+            _tile_loadd(1, sums[0][0][1], sizeof sums[0][0]);
+            _tile_loadd(2, sums[1][0][0], sizeof sums[0][0]);
+            _tile_loadd(3, sums[1][0][1], sizeof sums[0][0]);
+        }
+        const A* scales = a + scale_at(args.inputs);
+        finish(args, row, rows, blocks.b0, blocks.b1, [&](int64_t m, int i) {
+            float scale;
+            vi sum;
+            memcpy(&scale, scales + m * stride, sizeof scale);
+            memcpy(&sum, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof sum);
+            return __builtin_convertvector(sum, vf) * scale;
+        });
+    }
+
+    // The four tiles of sums.
+    static void store_sums(int32_t (&sums)[2][tiles::ROWS][2][W]) {
+        _tile_stored(0, sums[0][0][0], sizeof sums[0][0]);
+        _tile_stored(1, sums[0][0][1], sizeof sums[0][0]);
+        _tile_stored(2, sums[1][0][0], sizeof sums[0][0]);
+        _tile_stored(3, sums[1][0][1], sizeof sums[0][0]);
     }
 };
 #endif

@@ -1,0 +1,145 @@
+"""Guesses by Medusa heads: small networks on the model's last hidden state, each of which guesses one token further.
+
+From h, the normed last state of the token whose successor the model chose last, head k guesses the k-th token behind
+that successor:
+
+    x = h;  x = x + silu(W x + b) for each of the head's blocks;  logits = U x
+
+Source: Cai et al., Medusa, 2024, section 2.1. The heads know nothing of one another's guesses. They are sampled with
+the noise of the model's own choice at that position, as a draft model is (`draft.py`).
+
+A sequence whose KV came from another worker has no state here before its first step, which so has no guesses. The state
+is not handed over: that step computes the next one anyway, and the whole loss is one step without guesses a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvrelay.engine.models.config import ModelConfig
+from kvrelay.engine.models.fields import Fields, read_json
+from kvrelay.engine.models.parts import Parts
+from kvrelay.engine.sampling.sampler import Draw, FindLargest, sample
+from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
+from kvrelay.engine.speculate.draft import undisturbed
+from kvrelay.engine.speculate.tensors import Tensors
+from kvrelay.kernels.ops import Linear
+
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+PREFIXES = ("medusa_head.", "medusa_heads.")
+"""In front of the names, where the heads were saved as a part of something larger."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MedusaHead:
+    """One head."""
+
+    blocks: tuple[Linear, ...]
+    """hidden -> hidden."""
+    output: Linear
+    """hidden -> vocab."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [N, vocab] from normed hidden states [N, hidden]."""
+        for block in self.blocks:
+            hidden = hidden + functional.silu(block(hidden))
+        return self.output(hidden).float()
+
+
+def load_medusa(folder: Path, config: ModelConfig, parts: Parts) -> tuple[MedusaHead, ...]:
+    """The heads in `folder`: tensors `HEAD.BLOCK.linear.weight`, `.bias` and `HEAD.BLOCKS.weight`.
+
+    Args:
+        config: of the model that they are for.
+
+    Raises:
+        ValueError: they can't be used with that model; names the tensor or field, and what is expected.
+    """
+    fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILES)
+    for prefix in PREFIXES:
+        tensors.rename(prefix, "")
+    hidden = config.hidden_size
+    heads: list[MedusaHead] = []
+    while any(name.startswith(f"{len(heads)}.") for name in tensors.left):
+        blocks: list[Linear] = []
+        name = str(len(heads))
+        while f"{name}.{len(blocks)}.linear.weight" in tensors.left:
+            block = f"{name}.{len(blocks)}.linear"
+            weight, bias = tensors.take(f"{block}.weight", hidden, hidden), tensors.take(f"{block}.bias", hidden)
+            blocks.append(parts.linear(weight.to(parts.dtype), bias.to(parts.dtype)))
+        output = tensors.take(f"{name}.{len(blocks)}.weight", config.vocab_size, hidden)
+        heads.append(MedusaHead(tuple(blocks), parts.head(output.to(parts.dtype), None)))
+    tensors.finish()
+    if not heads:
+        raise ValueError(f"{tensors.path}: holds no heads; expected: tensors 0.0.linear.weight and so on")
+    # Some published checkpoints have more heads than their config says.
+    if fields.integer("medusa_num_heads", default=1) > len(heads):
+        fields.refuse("medusa_num_heads", f"as many heads as {tensors.path.name} has at most, {len(heads)}")
+    return tuple(heads)
+
+
+class MedusaProposer:
+    """Implements `Proposer`."""
+
+    passes = True
+    kinds = 1
+
+    def __init__(
+        self, heads: tuple[MedusaHead, ...], config: ModelConfig, norm: Tensor, parts: Parts, find_largest: FindLargest
+    ) -> None:
+        """
+        Args:
+            config: of the model.
+            norm: [hidden] weights of the model's last norm.
+            find_largest: the model's, as `sample` takes it.
+        """
+        self.layers = (config.layers,)
+        self.most = len(heads)
+        """Tokens of a guess at most."""
+        self._heads = heads
+        self._norm, self._eps = norm.float(), config.norm_eps
+        self._activations = parts.activations
+        self._find_largest = find_largest
+        self._states: dict[int, tuple[int, Tensor]] = {}
+        """By handle: the position of the last token that was computed, and its state [hidden]."""
+
+    def warm_up(self) -> None:
+        self.observe([Computed(WARM_UP.handle, WARM_UP.tokens, 0, torch.ones(1, 1, len(self._norm)))])
+        self.propose([WARM_UP])
+
+    def observe(self, computed: Sequence[Computed]) -> None:
+        for handle, _, start, states in computed:
+            self._states[handle] = start + len(states) - 1, states[-1, 0].clone()
+
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        """A sequence has no guess until a step has computed the token before its last one here."""
+        known = [(want, self._states.get(want.handle)) for want in wants]
+        ready = [(want, state[1]) for want, state in known if state is not None and state[0] == len(want.tokens) - 2]
+        guesses: dict[int, list[int]] = {want.handle: [] for want, _ in ready}
+        if ready:
+            with torch.inference_mode():
+                states = functional.rms_norm(
+                    torch.stack([state for _, state in ready]), self._norm.shape, self._norm, self._eps
+                )
+                self._guess([want for want, _ in ready], states.to(self._activations), guesses)
+        return [Guess(guesses[want.handle]) if want.handle in guesses else NO_GUESS for want in wants]
+
+    def forget(self, handle: int) -> None:
+        self._states.pop(handle, None)
+
+    def _guess(self, wants: list[Want], states: Tensor, guesses: dict[int, list[int]]) -> None:
+        """Appends to each guess, by handle, what the heads say of normed `states` [N, hidden]."""
+        for level, head in enumerate(self._heads):
+            rows = [row for row, want in enumerate(wants) if want.most > level]
+            if not rows:
+                return
+            draws = [Draw(undisturbed(wants[row].request.sampling), len(wants[row].tokens) + level, 0) for row in rows]
+            tokens, nonfinite = sample(head.logits(states[rows]), draws, self._find_largest)
+            for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+                guess = guesses[wants[row].handle]
+                if place not in nonfinite and len(guess) == level:
+                    guess.append(token)

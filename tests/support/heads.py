@@ -1,0 +1,94 @@
+"""Random Medusa heads and EAGLE-3 checkpoints for tiny models, in the files that people publish."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def medusa_tensors(heads: int, blocks: int, hidden: int, vocab: int, seed: int = 0) -> dict[str, Tensor]:
+    """The tensors of `medusa_lm_head.safetensors`."""
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for head in range(heads):
+        for block in range(blocks):
+            weight = torch.randn(hidden, hidden, generator=noise) / hidden**0.5
+            tensors[f"{head}.{block}.linear.weight"] = weight
+            tensors[f"{head}.{block}.linear.bias"] = 0.3 * torch.randn(hidden, generator=noise)
+        tensors[f"{head}.{blocks}.weight"] = torch.randn(vocab, hidden, generator=noise) / hidden**0.5
+    return tensors
+
+
+def write_medusa(folder: Path, tensors: dict[str, Tensor], *, pickled: bool = False, **config: object) -> Path:
+    """Writes a folder of Medusa heads, and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+def eagle_tensors(
+    hidden: int, vocab: int, draft_vocab: int, *, heads: int = 4, kv_heads: int = 2, inner: int = 96, seed: int = 0
+) -> dict[str, Tensor]:
+    """The tensors of an EAGLE-3 checkpoint, without an embedding, for a model of the same width."""
+    noise = torch.Generator().manual_seed(seed)
+    dim = hidden // heads
+
+    def draw(outputs: int, inputs: int) -> Tensor:
+        return 1.5 * torch.randn(outputs, inputs, generator=noise) / inputs**0.5
+
+    def norm() -> Tensor:
+        return 1.0 + 0.3 * torch.randn(hidden, generator=noise)
+
+    targets = torch.randperm(vocab, generator=noise)[:draft_vocab].sort().values
+    mask = torch.zeros(vocab, dtype=torch.bool)
+    mask[targets] = True
+    return {
+        "d2t": targets - torch.arange(draft_vocab),
+        "t2d": mask,
+        "fc.weight": draw(hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": norm(),
+        "midlayer.input_layernorm.weight": norm(),
+        "midlayer.post_attention_layernorm.weight": norm(),
+        "midlayer.self_attn.q_proj.weight": draw(heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": draw(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": draw(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": draw(hidden, heads * dim),
+        "midlayer.mlp.gate_proj.weight": draw(inner, hidden),
+        "midlayer.mlp.up_proj.weight": draw(inner, hidden),
+        "midlayer.mlp.down_proj.weight": draw(hidden, inner),
+        "norm.weight": norm(),
+        "lm_head.weight": draw(draft_vocab, hidden),
+    }
+
+
+def eagle_config(tensors: dict[str, Tensor], vocab: int, *, heads: int = 4, kv_heads: int = 2) -> dict[str, object]:
+    """The fields of its config.json."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": len(tensors["norm.weight"]),
+        "intermediate_size": len(tensors["midlayer.mlp.gate_proj.weight"]),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+    }
+
+
+def write_eagle(folder: Path, tensors: dict[str, Tensor], config: dict[str, object], *, pickled: bool = False) -> Path:
+    """Writes a folder of an EAGLE-3 checkpoint, and returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    return folder
