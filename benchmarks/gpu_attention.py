@@ -287,7 +287,6 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
         exact,
         TOLERANCE,
         bytes=decode_bytes(contexts, heads, kv_heads, dim, query.element_size(), kind.itemsize),
-        launches=2,
         rivals=rivals,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.kv.pool import KVPool
@@ -21,6 +22,7 @@ from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.kernels import sample as sample_kernel
+from kvrelay.kernels.flash_prefill import choose_tile
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.transports.registry import available_transports
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -91,12 +93,18 @@ def check(runner: Runner, folder: Path, block_size: int, lengths: list[int], cou
         assert all(score.top_logprobs[0] - score.logprob <= NEARLY for score in scores)
 
 
+def loads_by_tma(runner: GpuRunner, dtype: torch.dtype) -> bool:
+    """Whether prefill attention gets its pages from the copy engine."""
+    layout = runner.layout
+    return choose_tile(layout.head_dim, dtype, layout.block_size, architecture_of(runner.pool.tensor.device)).tma
+
+
 @interpreted
 @pytest.mark.parametrize("block_size", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_pages_that_the_copy_engine_takes_in_16_bits(folder: Path, block_size: int) -> None:
     """With prompts in chunks and recorded graphs."""
     plain = build_gpu_runner(folder, "float16", options(block_size), device="cpu")
-    assert plain.attention._tile.tma
+    assert loads_by_tma(plain, torch.float16)
     runner = GpuRunner(plain.spec, plain.model, plain.pool, options(block_size), capture=RecordedGraphs())
     runner.warm_up()
     check(runner, folder, block_size, [150, 9], count=4)
@@ -109,7 +117,7 @@ def test_pages_that_the_copy_engine_takes_in_16_bits(folder: Path, block_size: i
 @needs_gpu
 def test_on_a_gpu_in_16_bits(folder: Path, dtype: Dtype, block_size: int, eager: bool) -> None:
     runner = build_gpu_runner(folder, dtype, options(block_size))
-    assert runner.attention._tile.tma == (block_size >= 64)
+    assert loads_by_tma(runner, getattr(torch, dtype)) == (block_size >= 64)
     if not eager:
         runner.warm_up()
     check(runner, folder, block_size, [300, 9, 64, 127], count=24)
