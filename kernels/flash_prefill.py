@@ -62,11 +62,14 @@ def choose_tile(dim: int, dtype: torch.dtype, block_size: int = 0, architecture:
     """
     if dtype == torch.float32:
         return Tile(16, 16 if dim > 128 else 32, 4, 2)
+    # Numbers of 8 bits are converted in registers, which a larger tile has not.
+    converts = dim > 64 and not block_size
     if architecture < 90:
-        return Tile(64, 32, 8, 3) if dim > 128 else Tile(128, 32, 8, 3)
+        return Tile(64, 32, 8, 3) if dim > 128 or converts else Tile(128, 32, 8, 3)
     if dim <= 64 and block_size == 64:
         return Tile(128, 64, 8 if architecture < 100 else 4, 3, tma=True)
-    keys = 32 if dim > 128 else 64 if dim > 64 else 128
+    small = dim > 128 or (converts and architecture >= 100)
+    keys = 32 if small else 64 if dim > 64 else 128
     return Tile(128, keys, 8, 3, tma=block_size > 0 and block_size % keys == 0)
 
 

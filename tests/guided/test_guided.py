@@ -1,11 +1,14 @@
 """Coverage-guided fuzzing of each reader of foreign bytes; the targets say what must hold."""
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent.parent
 SECONDS = 20
 MEMORY_MIB = 2048
 
@@ -17,6 +20,8 @@ pytest.importorskip("atheris", reason="atheris has no wheel for this platform or
 def test_no_bytes_break_a_reader(target: str) -> None:
     options = [f"-max_total_time={SECONDS}", f"-rss_limit_mb={MEMORY_MIB}", "-max_len=2048"]
     command = [sys.executable, "-m", "guided.targets", target, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert re.search(r"cov: [1-9]\d", done.stderr), "nothing is instrumented"

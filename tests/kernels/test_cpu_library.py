@@ -272,6 +272,7 @@ def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # whole builds, one for each set
 @needs_kernels
 def test_every_instruction_set_compiles(tmp_path: Path) -> None:
     module.prebuild(tmp_path)

@@ -27,12 +27,12 @@ class Stream:
     def __init__(self, world: Any, left: Any, right: Any) -> None:
         self.world = world
         self.left, self.right = StreamSide(self, left, right), StreamSide(self, right, left)
-        self.swallows: StreamSide | None = None
-        """The side whose messages are lost."""
+        self.silenced: set[StreamSide] = set()
+        """The sides whose messages are lost, to the stream's end: nothing arrives behind a message that did not."""
 
     def send(self, side: "StreamSide", message: Message) -> None:
         other = self.right if side is self.left else self.left
-        if self.swallows is side or other.over:
+        if side in self.silenced or other.over:
             return
         world, random = self.world, self.world.random
         if not world.hostile or isinstance(message, Hello | Refuse):
@@ -229,7 +229,7 @@ class Link:
             elif job.claim is not None and job.claim.enter():
                 self.left.blocks.touch(job.key, job.blocks())
                 self.reading = True
-                slow = world.random() < 0.05
+                slow = world.slow_frame()
                 world.post(world.random() * (2.5 if slow else 0.02), self.left, self._was_read, job)
 
     def _was_read(self, job: Job) -> None:
@@ -286,7 +286,7 @@ class Link:
             # Bytes may lie in the blocks before they are verified; they count only afterwards.
             right.blocks.touch(job.key, job.blocks(), writing=True)
             self.writing = True
-            slow = world.random() < 0.05
+            slow = world.slow_frame()
             world.post(world.random() * (2.5 if slow else 0.01), right, self._was_written, job, payload, check)
 
     def _was_written(self, job: Job, payload: tuple[Stamp, ...], check: object) -> None:

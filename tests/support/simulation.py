@@ -34,6 +34,8 @@ from support.simulated_workers import DecodeProcess, PrefillProcess, Process, co
 ATTEMPTS = 3
 END_SECONDS = 300.0
 """When every world must be over: several times as long as all deadlines of all attempts together."""
+CALM_SLOW_FRAMES = 3
+"""Slow frames of a world in which nothing fails: with more, each attempt of a request may end by its deadline."""
 
 
 class Router:
@@ -109,6 +111,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.commits: set[Key] = set()
+        self.slow_frames = 0
         self._heap: list[tuple[float, int, Any, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         self.hostile = random_() < 0.35
@@ -163,6 +166,12 @@ class World:
 
     def pick(self, processes: list[Any]) -> Any:
         return processes[int(self.random() * len(processes))]
+
+    def slow_frame(self) -> bool:
+        """Whether the next frame takes up to 2.5 s."""
+        slow = self.random() < 0.05
+        self.slow_frames += slow
+        return slow and not (self.calm and self.slow_frames > CALM_SLOW_FRAMES)
 
     def say(self, text: str) -> None:
         if self.trace is not None:
@@ -263,7 +272,8 @@ class World:
             return
         seconds = (0.3, 1.5, 3.0, 6.0)[int(self.random() * 4)]
         self.say(f"{process} is frozen for {seconds}")
-        process.frozen = self.now + seconds
+        # Never earlier: what is kept until then would be overtaken.
+        process.frozen = max(process.frozen, self.now + seconds)
         if seconds > 1.0 and self.random() < 0.6:
             self.post(0.8, self.router, self._replace, process)
 
@@ -295,8 +305,9 @@ class World:
     def _silence(self) -> None:
         stream = self._stream()
         if stream is not None:
-            stream.swallows = stream.left if self.random() < 0.5 else stream.right
-            self.say(f"the messages of {stream.swallows.process} are swallowed")
+            side = stream.left if self.random() < 0.5 else stream.right
+            stream.silenced.add(side)
+            self.say(f"the messages of {side.process} are swallowed")
 
     def _forget(self) -> None:
         """A restarted supervisor sends a membership without one of the members, and later the whole one."""

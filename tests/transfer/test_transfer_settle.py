@@ -159,7 +159,7 @@ def through_kernels(harm: int | None) -> tuple[KVPool, KVPool, list[Outcome], La
     return source, target, outcomes, launches
 
 
-def test_a_frame_is_copied_and_checked_in_one_pass_and_one_wait_at_each_end() -> None:
+def test_a_frame_is_copied_and_checked_in_one_pass() -> None:
     source, target, outcomes, launches = through_kernels(None)
     assert outcomes == [Outcome.VERIFIED]
     assert [launch.name for launch in launches.all].count(SETTLED) == 2
