@@ -10,7 +10,7 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
     layouts, or a GPU's      buffer (or converts them to 8 bits),   then copies (or converts) into the blocks
                              hashes, sends
     a GPU's memory           one kernel copies and sums; its        receives into the link's buffer; one kernel copies
-                             stream is waited for once              into the reserved blocks and sums; sums compare
+                             stream is waited for once              into the reserved blocks and sums, which is compared
 """
 
 from abc import ABC, abstractmethod
