@@ -196,6 +196,19 @@ class Attempt:
                 while not self.lost_worker:
                     await self.wait()
 
+    async def first_token_shows(self, seconds: float) -> None:
+        """Waits for so long for prefill's token if the decode worker was lost before it came: it says that decode may
+        have been computing, and comes on another stream, which may be behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._lost_before_first_token:
+                    await self.wait()
+
+    @property
+    def _lost_before_first_token(self) -> bool:
+        lost = self._decode is not None and self._decode.stream.lost is not None
+        return lost and self._prefill.open and not self._prefill.delivered
+
     async def wait(self) -> None:
         """Returns at the next token that doesn't gather, at the end, or at `wake`. For one waiter only."""
         await self.tokens.wait()

@@ -74,6 +74,9 @@ BACKOFF_SECONDS = 0.05
 LOSS_SECONDS = 1.0
 """How long the loss of a worker may take to show here after another worker has reported it."""
 
+FIRST_TOKEN_SECONDS = 0.2
+"""How long the first token may take to come here after the loss of the decode worker that already has its KV."""
+
 SUSPECT_SECONDS = 1.0
 """How long a suspected worker may send a request nothing, if others can take it: it is frozen, or its engine hangs, and
 will be declared dead a while later."""
@@ -381,6 +384,7 @@ class Session:
         Raises:
             InternalError: it has ended too many workers.
         """
+        await failed.first_token_shows(FIRST_TOKEN_SECONDS)
         lost = failed.lost_while_computing()
         if self._suspicion.losses:
             lost = [part for part in lost if await part.stream.ended()]

@@ -25,6 +25,9 @@ any request. So it waits for long only while more workers are lost, and is given
 its failed attempt. If it loses a second worker in this way, only a trial can tell it from those beside it: it waits for
 one until it is given up.
 
+A decode worker may be computing once prefill has sent the first token. That comes on another stream, which may be
+behind: a lost decode worker is judged when the token is here, or a moment later.
+
 Only a worker that has ended counts against a suspect: one that still listens at its address, whose stream broke since
 it was frozen or got no CPU, proves nothing. A worker that another cause ends, in the few tokens of a trial, convicts
 the request: the two losses look alike.

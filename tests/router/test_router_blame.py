@@ -282,6 +282,32 @@ def test_a_request_that_ends_two_workers_fails_and_takes_no_other_along(
     assert not any(SECRET in str(record.__dict__) for record in caplog.records)
 
 
+def test_a_decode_worker_whose_loss_overtakes_the_first_token_counts(tmp_path: Path) -> None:
+    """Its worker has ended before the router reads from another one that it had the KV."""
+    lost: set[str] = set()
+
+    async def dying_decode(job: Job) -> None:
+        await job.worker.server.stop(None)
+        lost.add(job.worker.name)
+
+    async def late_prefill(job: Job) -> None:
+        await until(lambda: job.submit.peer.name in lost, "its decode worker is lost")
+        await asyncio.sleep(0.05)
+        await prefill_of(token_at)(job)
+
+    async def test() -> None:
+        decodes = [FakeWorker(f"decode-{index}", "decode", dying_decode) for index in range(4)]
+        async with (
+            fake_cluster(tmp_path, FakeWorker("prefill-0", "prefill", late_prefill), *decodes) as cluster,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            with pytest.raises(InternalError, match="suspected of ending workers"):
+                await ask(client, POISON)
+            assert len(lost) == 2
+
+    run(test)
+
+
 def test_workers_of_another_digest_are_never_paired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         workers = (
