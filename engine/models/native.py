@@ -23,12 +23,10 @@ from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import NO_TAPS, Taps, Weights
 from kvrelay.kernels.cpu.packed import (
-    ARGMAX,
     BLOCK,
     EMBED,
     LINEAR,
     Arena,
-    ArgmaxArgs,
     EmbedArgs,
     Epilogue,
     LinearArgs,
@@ -118,24 +116,11 @@ class NativeDecoder:
         self._team.run(self._head_program)
         return self._logits[:count]
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Decoder.largest`."""
-        count, width = logits.shape
-        values, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        self._rows.value = count
-        args = self._largest_args
-        args.input, args.input_stride, args.width = logits.data_ptr(), logits.stride(0), width
-        args.tokens, args.largest = tokens.data_ptr(), values.data_ptr()
-        self._team.run(self._largest_program)
-        return values, tokens
-
     def _make_logits(self, capacity: int) -> None:
-        """Makes the buffer of logits, for up to `capacity` rows, and the programs that write and read it."""
+        """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
         self._logits = torch.empty(capacity, self._head.outputs)
         self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         self._head_program = Program(self._team.library, (LINEAR, self._head_args))
-        self._largest_args = ArgmaxArgs(rows=ctypes.addressof(self._rows))
-        self._largest_program = Program(self._team.library, (ARGMAX, self._largest_args))
 
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""

@@ -33,6 +33,7 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
+from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.sampler import Draw, choose, draws_of, sample, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
@@ -63,8 +64,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
 
 class CpuRunner:
     """Implements `Runner`."""
@@ -77,7 +76,7 @@ class CpuRunner:
         """
         Args:
             threads: that torch uses in a step.
-            parts: makes layers that the model's proposer has.
+            parts: chooses tokens, and makes layers that the model's proposer has.
         """
         self.spec = spec
         self.parts = parts
@@ -116,7 +115,7 @@ class CpuRunner:
                 nothing = (None,) * plan.num_rows
                 return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
-            choice = choose(logits, draws_of(plan, rows), self.model.largest)
+            choice = choose(logits, draws_of(plan, rows), self.parts.sample)
         output = step_output(plan, rows, choice, prompt_logprobs)
         return FinishedStep(output if states is None else replace(output, states=states))
 
@@ -134,7 +133,7 @@ class CpuRunner:
                 if len(hidden) > plan.num_rows:
                     hidden = hidden[torch.from_numpy(inputs.lengths.cumsum() - 1)]
                 draws = [Draw(params, end, 0) for params, end in zip(plan.sampling, ends.tolist(), strict=True)]
-                sampled, nonfinite = sample(self.model.logits(hidden), draws, self.model.largest)
+                sampled, nonfinite = self.parts.sample(self.model.logits(hidden), draws)
                 if nonfinite:
                     return found
                 for row, token in zip(found, sampled, strict=True):
@@ -284,7 +283,9 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization) ->
         if team is None
         else (lambda pool, heads: NativeAttention(pool, ALL_KEYS, heads, team))
     )
-    return Parts(linear, head, attention, dtype, dtype if team is None else torch.float32)
+    if team is None:
+        return Parts(linear, head, attention, dtype, dtype, sample)
+    return Parts(linear, head, attention, dtype, torch.float32, NativeSampler(team))
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

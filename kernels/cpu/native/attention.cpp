@@ -5,7 +5,8 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
-#include "rows.h"
+#include "embed.h"
+#include "sample.h"
 #include "tiles.h"
 
 namespace {
@@ -165,6 +166,7 @@ void kvrelay_attention(const void* args, int thread, int threads) {
 
 // Sizes of the structs that Python fills in; a test compares them with its own.
 extern "C" int64_t kvrelay_args_bytes(int32_t which) {
-    constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(ArgmaxArgs), sizeof(AttentionArgs)};
+    constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(SampleArgs), sizeof(AttentionArgs),
+                                 sizeof(SampleRow)};
     return bytes[which];
 }
