@@ -46,6 +46,11 @@ class NativeAttention:
         self._rotation = rotation
         self._kernels.rotate(rotation.cos, rotation.sin)
 
+    @property
+    def step(self) -> int:
+        """As `PagedAttention.step`."""
+        return self._kernels.step
+
     def record(
         self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
     ) -> list[tuple[str, ctypes.Structure]]:

@@ -9,13 +9,18 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
+Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
+it has chosen, the beginning of the next pass (`native/passes.h`).
+
 Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
 """
 
 import ctypes
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, Rotation
@@ -32,7 +37,9 @@ from kvrelay.kernels.cpu.packed import (
     LinearArgs,
     PackedLinear,
 )
+from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.reference import rotations
 
@@ -67,6 +74,18 @@ class NativeDecoder:
         self._tokens = ctypes.c_void_p()
         self._cuts: tuple[int, ...] = ()
         """Layers, in ascending order, in front of which a program of its own begins."""
+        self._passes = ctypes.c_int64()
+        self._pass_args = PassArgs(
+            rows=ctypes.addressof(self._rows),
+            tokens=ctypes.addressof(self._tokens),
+            passes=ctypes.addressof(self._passes),
+            step=attention.step,
+            width=config.hidden_size,
+        )
+        self._sample_args = SampleArgs(rows=ctypes.addressof(self._rows), width=self._head.outputs)
+        self._pass_args.sample = ctypes.addressof(self._sample_args)
+        self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
+        self._sample_args.workspace = self._sample_space.data_ptr()
         self._record(64)
         self._make_logits(1)
 
@@ -86,11 +105,12 @@ class NativeDecoder:
         Args:
             attention: the one that this was made with; the recorded program calls its kernels.
         """
-        count, capacity, last = len(tokens), len(self._residual), self.config.layers
+        count, last = len(tokens), self.config.layers
         cuts = tuple(sorted([layer for layer in taps if layer != last]))
-        if count > capacity or cuts != self._cuts:
+        if cuts != self._cuts:
             self._cuts = cuts
-            self._record(capacity if count <= capacity else max(count, 2 * capacity))
+            self._record(len(self._residual))
+        self._make_room(count)
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
         self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
@@ -106,8 +126,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
         count = len(hidden)
-        if count > len(self._logits):
-            self._make_logits(max(count, 2 * len(self._logits)))
+        self._make_room(0, count)
         self._rows.value = count
         args = self._head_args
         args.input, args.input_stride = hidden.data_ptr(), hidden.stride(0)
@@ -116,11 +135,65 @@ class NativeDecoder:
         self._team.run(self._head_program)
         return self._logits[:count]
 
+    def choose(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        last: NDArray[np.int64],
+        draws: "ctypes.Array[ctypes.c_char]",
+        count: int,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Chooses a token behind each of some rows, then one behind that, and so on, without a return to Python.
+
+        Args:
+            tokens: int64 [T] of the step that the attention has planned.
+            positions: int64 [T + (count - 1) * R] of them, and then of the tokens that are chosen, without the last.
+            last: [R] index of each row's last token, ascending; all of the step's rows if `count` is above 1. The
+                attention's block tables have room for the tokens that are computed.
+            draws: [R] as `sampling.native.pack_draws` makes them; changed.
+            count: tokens of each row, 1 or more.
+
+        Returns:
+            [count, R] tokens, and the largest logit of each. Where that isn't finite, a row's tokens mean nothing.
+
+        Raises:
+            MemoryError: no memory for the work lists of attention.
+        """
+        rows = len(last)
+        self._make_room(len(tokens), rows)
+        chosen, largest = np.empty((count, rows), np.int64), np.empty((count, rows), np.float32)
+        self._rows.value, self._passes.value = len(tokens), count
+        self._tokens.value = tokens.data_ptr()
+        args, sample, head = self._pass_args, self._sample_args, self._head_args
+        args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
+        args.last, args.chosen = last.ctypes.data, rows
+        args.draws = sample.draws = ctypes.addressof(draws)
+        sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
+        sample.tokens, sample.largest = chosen.ctypes.data, largest.ctypes.data
+        head.input, head.input_stride = self._residual.data_ptr(), self._residual.stride(0)
+        head.workspace = self._workspace.data_ptr()
+        self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
+        if self._choosing is None:
+            ends = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+            self._choosing = Program(self._team.library, *self._layer_steps, *ends)
+        self._team.run(self._choosing, self._passes)
+        if self._passes.value < 0:
+            raise MemoryError
+        return chosen, largest
+
+    def _make_room(self, tokens: int, logits: int = 0) -> None:
+        """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""
+        if tokens > len(self._residual):
+            self._record(max(tokens, 2 * len(self._residual)))
+        if logits > len(self._logits):
+            self._make_logits(max(logits, 2 * len(self._logits)))
+
     def _make_logits(self, capacity: int) -> None:
         """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
         self._logits = torch.empty(capacity, self._head.outputs)
         self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         self._head_program = Program(self._team.library, (LINEAR, self._head_args))
+        self._choosing: Program | None = None
 
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""
@@ -155,6 +228,8 @@ class NativeDecoder:
             steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
         parts.append(steps)
         self._programs = [Program(self._team.library, *part) for part in parts]
+        self._layer_steps = [step for part in parts for step in part]
+        self._choosing = None
 
     def _linears(self) -> Iterator[PackedLinear]:
         for layer in self._layers:

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, AttentionInputs
@@ -31,10 +33,10 @@ from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import FinishedStep
+from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
-from kvrelay.engine.sampling.native import NativeSampler
-from kvrelay.engine.sampling.sampler import Draw, choose, draws_of, sample, step_output
+from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows, pack_draws
+from kvrelay.engine.sampling.sampler import Choice, Draw, are_plain, choose, draws_of, sample, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -103,6 +105,11 @@ class CpuRunner:
         """See `Runner.launch`."""
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
+        draws = draws_of(plan, rows)
+        if isinstance(self.model, NativeDecoder) and not self._kept and not plan.prompt_parts and are_plain(draws):
+            chosen, largest = self._choose(self.model, plan, rows, draws, 1)
+            choice = Choice(chosen[0].tolist(), nonfinite_rows(largest[0]), {}, None)
+            return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
             states, taps = None, NO_TAPS
             if self._kept:
@@ -115,34 +122,33 @@ class CpuRunner:
                 nothing = (None,) * plan.num_rows
                 return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
-            choice = choose(logits, draws_of(plan, rows), self.parts.sample)
+            choice = choose(logits, draws, self.parts.sample)
         output = step_output(plan, rows, choice, prompt_logprobs)
         return FinishedStep(output if states is None else replace(output, states=states))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`. Leaves out what a step does besides, which takes longer than a small model."""
+        """See `ChainRunner.chain`. On the native kernels, all of it is one call."""
         self._set_threads()
-        found: list[list[int]] = [[] for _ in range(plan.num_rows)]
+        if not isinstance(self.model, NativeDecoder):
+            return chain_of_steps(self, plan, count)
+        rows = np.arange(plan.num_rows)
+        chosen, largest = self._choose(self.model, plan, rows, draws_of(plan, rows), count)
+        finite = np.isfinite(largest).all(1)
+        return chosen[: count if finite.all() else int(finite.argmin())].T.tolist()
+
+    def _choose(
+        self, model: NativeDecoder, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As `NativeDecoder.choose`, behind the plan's `rows`."""
         inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
-        tables = inputs.block_tables.numpy()
-        tokens, ends = torch.from_numpy(plan.tokens.astype(np.int64)), inputs.starts + inputs.lengths
-        with torch.inference_mode():
-            while True:
-                self.attention.plan(inputs)
-                hidden = self.model.forward(tokens, inputs.positions, self.attention)
-                if len(hidden) > plan.num_rows:
-                    hidden = hidden[torch.from_numpy(inputs.lengths.cumsum() - 1)]
-                draws = [Draw(params, end, 0) for params, end in zip(plan.sampling, ends.tolist(), strict=True)]
-                sampled, nonfinite = self.parts.sample(self.model.logits(hidden), draws)
-                if nonfinite:
-                    return found
-                for row, token in zip(found, sampled, strict=True):
-                    row.append(token)
-                if len(found[0]) == count:
-                    return found
-                tokens = torch.tensor(sampled)
-                inputs = AttentionInputs.decoding(ends, tables, self.layout.block_size)
-                ends = ends + 1
+        self.attention.plan(inputs)
+        positions, ends = inputs.positions, inputs.starts + inputs.lengths
+        if count > 1:
+            more = torch.from_numpy((ends + np.arange(count - 1)[:, None]).ravel())
+            positions = torch.cat((positions, more))
+        tokens = torch.from_numpy(plan.tokens.astype(np.int64))
+        last = (inputs.lengths.cumsum() - 1)[rows]
+        return model.choose(tokens, positions, last, pack_draws(draws), count)
 
     def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.

@@ -87,6 +87,14 @@ def draws_of(plan: StepPlan, rows: NDArray[np.int64]) -> list[Draw]:
     return [Draw(plan.sampling[row], ends[row], generated[row], shapings[row]) for row in rows.tolist()]
 
 
+def are_plain(draws: Sequence[Draw]) -> bool:
+    """Whether there are rows, and each chooses its token by logits, temperature and filters alone."""
+    return bool(draws) and not any(
+        shaping is not None or params.logprobs is not None or generated < params.min_tokens
+        for params, _, generated, shaping in draws
+    )
+
+
 def step_output(
     plan: StepPlan,
     rows: NDArray[np.int64],

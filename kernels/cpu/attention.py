@@ -87,6 +87,8 @@ class PagedAttention:
         if step is None:
             raise MemoryError
         self._step = ctypes.c_void_p(step)
+        self.step: int = step
+        """Address of the step, for kernels that begin the next one."""
         # Not at exit, when a thread may still be in a step.
         weakref.finalize(self, library.kvrelay_attention_free, self._step).atexit = False
 

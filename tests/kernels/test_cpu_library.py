@@ -25,6 +25,7 @@ from kvrelay.kernels.cpu import library as module
 from kvrelay.kernels.cpu.attention import AttentionArgs
 from kvrelay.kernels.cpu.library import build, library
 from kvrelay.kernels.cpu.packed import EmbedArgs, LinearArgs
+from kvrelay.kernels.cpu.passes import PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.cpu.sample import ROW, SampleArgs
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -101,7 +102,7 @@ def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
     assert kernels is not None
     kernels.kvrelay_args_bytes.restype = ctypes.c_int64
     structs = LinearArgs, EmbedArgs, SampleArgs, AttentionArgs
-    for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size)):
+    for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size, ctypes.sizeof(PassArgs))):
         assert kernels.kvrelay_args_bytes(index) == size, index
 
 

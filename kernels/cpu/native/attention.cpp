@@ -6,7 +6,7 @@
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #include "embed.h"
-#include "sample.h"
+#include "passes.h"
 #include "tiles.h"
 
 namespace {
@@ -141,6 +141,25 @@ bool kvrelay_attention_plan(
     return false;
 }
 
+bool next_tokens(AttentionStep& step) try {
+    const AttentionShape& shape = step.shape;
+    const int64_t angles = int64_t(step.places.size()) * shape.head_dim;
+    step.cos += angles;
+    step.sin += angles;
+    step.places.clear();
+    for (size_t r = 0; r < step.rows.size(); r++) {
+        Row& row = step.rows[r];
+        row.start += row.tokens;
+        row.token = r;
+        row.tokens = 1;
+        step.places.push_back({row.blocks[row.start / shape.block_size] * shape.block_stride, row.start % shape.block_size});
+    }
+    for (Worklist& list : step.worklists) list.plan(shape, step.rows);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
 void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin) {
     step->cos = cos;
     step->sin = sin;
@@ -167,6 +186,6 @@ void kvrelay_attention(const void* args, int thread, int threads) {
 // Sizes of the structs that Python fills in; a test compares them with its own.
 extern "C" int64_t kvrelay_args_bytes(int32_t which) {
     constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(SampleArgs), sizeof(AttentionArgs),
-                                 sizeof(SampleRow)};
+                                 sizeof(SampleRow), sizeof(PassArgs)};
     return bytes[which];
 }

@@ -106,6 +106,10 @@ struct AttentionArgs {
     int32_t worklist;       // index into the step's work lists
 };
 
+// Makes a step that computes one token more of each row, behind those of `step`; its rotations follow those of `step` in
+// memory. The block tables have room for these tokens. False if there is no memory.
+bool next_tokens(AttentionStep& step);
+
 // Both kernels, for each type of the pool.
 void write_float(const AttentionArgs& args, int thread, int threads);
 void write_bf16(const AttentionArgs& args, int thread, int threads);
