@@ -16,17 +16,20 @@ Activations are float32 whatever the type of weights and KV. Their buffers are k
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.base import Attention, Rotation
+from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import NO_TAPS, Taps, Weights
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.sampling.native import pack_draws
+from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
@@ -41,7 +44,6 @@ from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
-from kvrelay.kernels.reference import rotations
 
 ROW_PADDING = 16
 """Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
@@ -64,7 +66,7 @@ class NativeDecoder:
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = weights.layers
-        self._frequencies = weights.frequencies
+        attention.turn_by(weights.frequencies)
         self._attention = attention
         self._team = team
         self._norms = [(layer.input_norm.float(), layer.mlp_norm.float()) for layer in weights.layers]
@@ -113,7 +115,6 @@ class NativeDecoder:
         self._make_room(count)
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
-        self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
         hidden = self._residual[:count, : self.config.hidden_size]
         self._team.run(self._programs[0])
         for cut, program in zip(cuts, self._programs[1:], strict=True):
@@ -136,21 +137,14 @@ class NativeDecoder:
         return self._logits[:count]
 
     def choose(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        last: NDArray[np.int64],
-        draws: "ctypes.Array[ctypes.c_char]",
-        count: int,
+        self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Chooses a token behind each of some rows, then one behind that, and so on, without a return to Python.
+        """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call.
 
         Args:
-            tokens: int64 [T] of the step that the attention has planned.
-            positions: int64 [T + (count - 1) * R] of them, and then of the tokens that are chosen, without the last.
-            last: [R] index of each row's last token, ascending; all of the step's rows if `count` is above 1. The
-                attention's block tables have room for the tokens that are computed.
-            draws: [R] as `sampling.native.pack_draws` makes them; changed.
+            plan: its block tables have room for `count` - 1 tokens more of each row.
+            rows: [R] of the plan, ascending; all of them if `count` is above 1.
+            draws: [R] how their first tokens are chosen; those that follow alike.
             count: tokens of each row, 1 or more.
 
         Returns:
@@ -159,27 +153,28 @@ class NativeDecoder:
         Raises:
             MemoryError: no memory for the work lists of attention.
         """
-        rows = len(last)
-        self._make_room(len(tokens), rows)
-        chosen, largest = np.empty((count, rows), np.int64), np.empty((count, rows), np.float32)
+        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, count - 1)
+        self._make_room(plan.num_tokens, len(rows))
+        tokens, packed = torch.from_numpy(plan.tokens.astype(np.int64)), pack_draws(draws)
+        last = torch.from_numpy(plan.lengths.cumsum(dtype=np.int64)[rows] - 1)
+        chosen, largest = torch.empty(count, len(rows), dtype=torch.int64), torch.empty(count, len(rows))
         self._rows.value, self._passes.value = len(tokens), count
         self._tokens.value = tokens.data_ptr()
         args, sample, head = self._pass_args, self._sample_args, self._head_args
         args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
-        args.last, args.chosen = last.ctypes.data, rows
-        args.draws = sample.draws = ctypes.addressof(draws)
+        args.last, args.chosen = last.data_ptr(), len(rows)
+        args.draws = sample.draws = ctypes.addressof(packed)
         sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
-        sample.tokens, sample.largest = chosen.ctypes.data, largest.ctypes.data
+        sample.tokens, sample.largest = chosen.data_ptr(), largest.data_ptr()
         head.input, head.input_stride = self._residual.data_ptr(), self._residual.stride(0)
         head.workspace = self._workspace.data_ptr()
-        self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
         if self._choosing is None:
-            ends = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
-            self._choosing = Program(self._team.library, *self._layer_steps, *ends)
+            behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+            self._choosing = Program(self._team.library, *self._layer_steps, *behind)
         self._team.run(self._choosing, self._passes)
         if self._passes.value < 0:
             raise MemoryError
-        return chosen, largest
+        return chosen.numpy(), largest.numpy()
 
     def _make_room(self, tokens: int, logits: int = 0) -> None:
         """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""

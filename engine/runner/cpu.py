@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention, AttentionInputs
@@ -35,8 +33,8 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
-from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows, pack_draws
-from kvrelay.engine.sampling.sampler import Choice, Draw, are_plain, choose, draws_of, sample, step_output
+from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
+from kvrelay.engine.sampling.sampler import Choice, are_plain, choose, draws_of, sample, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -107,7 +105,7 @@ class CpuRunner:
         rows = np.flatnonzero(plan.sample)
         draws = draws_of(plan, rows)
         if isinstance(self.model, NativeDecoder) and not self._kept and not plan.prompt_parts and are_plain(draws):
-            chosen, largest = self._choose(self.model, plan, rows, draws, 1)
+            chosen, largest = self.model.choose(plan, rows, draws, 1)
             choice = Choice(chosen[0].tolist(), nonfinite_rows(largest[0]), {}, None)
             return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
@@ -132,23 +130,9 @@ class CpuRunner:
         if not isinstance(self.model, NativeDecoder):
             return chain_of_steps(self, plan, count)
         rows = np.arange(plan.num_rows)
-        chosen, largest = self._choose(self.model, plan, rows, draws_of(plan, rows), count)
+        chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
         finite = np.isfinite(largest).all(1)
         return chosen[: count if finite.all() else int(finite.argmin())].T.tolist()
-
-    def _choose(
-        self, model: NativeDecoder, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """As `NativeDecoder.choose`, behind the plan's `rows`."""
-        inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
-        self.attention.plan(inputs)
-        positions, ends = inputs.positions, inputs.starts + inputs.lengths
-        if count > 1:
-            more = torch.from_numpy((ends + np.arange(count - 1)[:, None]).ravel())
-            positions = torch.cat((positions, more))
-        tokens = torch.from_numpy(plan.tokens.astype(np.int64))
-        last = (inputs.lengths.cumsum() - 1)[rows]
-        return model.choose(tokens, positions, last, pack_draws(draws), count)
 
     def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.
