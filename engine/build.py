@@ -153,7 +153,7 @@ def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -
     model, parts, own = runner.model, runner.parts, Path(config.draft_model)
     with torch.inference_mode():
         if config.method == "medusa":
-            return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts, model.largest)
+            return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts)
         embedding = model.embedding
         if embedding is None:
             embedding = load_embedding(Checkpoint(folder), parts.dtype)
@@ -165,4 +165,4 @@ def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -
             head_dim=eagle.config.head_dim,
             dtype=runner.spec.dtype,
         )
-        return EagleProposer(eagle, KVPool(layout, runner.pool.num_blocks), parts, model.largest)
+        return EagleProposer(eagle, KVPool(layout, runner.pool.num_blocks), parts)

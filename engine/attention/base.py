@@ -64,19 +64,6 @@ class AttentionInputs:
             lengths=plan.lengths.astype(np.int64),
         )
 
-    @classmethod
-    def decoding(cls, starts: NDArray[np.int64], block_tables: NDArray[np.int32], block_size: int) -> "AttentionInputs":
-        """The inputs of a step on the CPU that computes one token of each row; shares the arrays' memory."""
-        blocks = block_tables[np.arange(len(starts)), starts // block_size].astype(np.int64)
-        return cls(
-            positions=torch.from_numpy(starts),
-            slots=torch.from_numpy(blocks * block_size + starts % block_size),
-            block_tables=torch.from_numpy(block_tables),
-            contexts=torch.from_numpy((starts + 1).astype(np.int32)),
-            starts=starts,
-            lengths=np.ones(len(starts), np.int64),
-        )
-
 
 def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """int64 [T] position and int64 [T] slot of each token, as in `AttentionInputs`."""

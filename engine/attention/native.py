@@ -3,15 +3,20 @@
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.cpu.attention import ATTEND, WRITE, PagedAttention, supports
 from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.reference import rotations
 
 __all__ = ["NativeAttention", "supports"]
+
+LEAST_TURNED = 1024
 
 
 class NativeAttention:
@@ -37,14 +42,39 @@ class NativeAttention:
         self._kernels = PagedAttention(team.library, pool.tensor, heads, windows, team.threads)
         self._norms: dict[int, Tensor] = {}
         self._rotation: Rotation | None = None
+        self._frequencies: Tensor | None = None
+        self._turned = 0
+        """Positions that there are rotations for."""
+
+    def turn_by(self, frequencies: Tensor) -> None:
+        """From now on tokens are rotated by their positions; `run` isn't called.
+
+        Args:
+            frequencies: float32 [D / 2], radians per position.
+        """
+        self._frequencies = frequencies
 
     def plan(self, inputs: AttentionInputs) -> None:
-        self._kernels.plan(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
+        self.plan_rows(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
 
-    def set_rotation(self, rotation: Rotation) -> None:
-        """Sets the angles of the step that was planned last."""
-        self._rotation = rotation
-        self._kernels.rotate(rotation.cos, rotation.sin)
+    def plan_rows(
+        self, starts: NDArray[np.integer], lengths: NDArray[np.integer], tables: NDArray[np.integer], more: int = 0
+    ) -> None:
+        """Prepares a step of the rows that `StepPlan` describes by these fields.
+
+        Args:
+            more: tokens of each row that kernels may add behind it.
+        """
+        end = int((starts + lengths).max()) + more
+        if self._frequencies is not None and end > self._turned:
+            self._turned = max(LEAST_TURNED, 1 << (end - 1).bit_length())
+            self._kernels.rotate(*rotations(torch.arange(self._turned), self._frequencies), by_position=True)
+        self._kernels.plan(starts, lengths, tables)
+
+    @property
+    def step(self) -> int:
+        """As `PagedAttention.step`."""
+        return self._kernels.step
 
     def record(
         self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: HeadNorm | None
@@ -64,7 +94,8 @@ class NativeAttention:
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         if rotation is not self._rotation:
-            self.set_rotation(rotation)
+            self._rotation = rotation
+            self._kernels.rotate(rotation.cos, rotation.sin)
         tokens, heads, dim = qkv.shape
         queries = (heads - 2 * self._pool.layout.kv_heads) * dim
         source = qkv.float().contiguous()

@@ -140,8 +140,3 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]."""
         return self._weights.head(self._ops.rms_norm(hidden, self._weights.norm, self.config.norm_eps)).float()
-
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row of `logits` [N, vocab] and its token id, both [N]; the first of equals, NaN first."""
-        values, tokens = logits.max(-1)
-        return values, tokens

@@ -9,34 +9,41 @@ A layer is six instructions:
     mlp        norm of residual, gate and up, silu(gate) * up
     down       projection, added to residual
 
+Behind the layers, a step that only chooses tokens has the last norm, the head, the choice and, if it goes on with what
+it has chosen, the beginning of the next pass (`native/passes.h`).
+
 Activations are float32 whatever the type of weights and KV. Their buffers are kept and grow to the largest step.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.base import Attention, Rotation
+from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.native import NativeAttention
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.decoder import NO_TAPS, Taps, Weights
+from kvrelay.engine.plan import StepPlan
+from kvrelay.engine.sampling.native import pack_draws
+from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.cpu.packed import (
-    ARGMAX,
     BLOCK,
     EMBED,
     LINEAR,
     Arena,
-    ArgmaxArgs,
     EmbedArgs,
     Epilogue,
     LinearArgs,
     PackedLinear,
 )
+from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
-from kvrelay.kernels.reference import rotations
 
 ROW_PADDING = 16
 """Numbers between two rows of a buffer: without them rows could all fall into one set of a cache."""
@@ -59,7 +66,7 @@ class NativeDecoder:
         # Rows of a tied embedding are looked up in the packed head, so it is held once.
         self._embedding = None if config.tie_embeddings else weights.embedding
         self._layers = weights.layers
-        self._frequencies = weights.frequencies
+        attention.turn_by(weights.frequencies)
         self._attention = attention
         self._team = team
         self._norms = [(layer.input_norm.float(), layer.mlp_norm.float()) for layer in weights.layers]
@@ -69,6 +76,18 @@ class NativeDecoder:
         self._tokens = ctypes.c_void_p()
         self._cuts: tuple[int, ...] = ()
         """Layers, in ascending order, in front of which a program of its own begins."""
+        self._passes = ctypes.c_int64()
+        self._pass_args = PassArgs(
+            rows=ctypes.addressof(self._rows),
+            tokens=ctypes.addressof(self._tokens),
+            passes=ctypes.addressof(self._passes),
+            step=attention.step,
+            width=config.hidden_size,
+        )
+        self._sample_args = SampleArgs(rows=ctypes.addressof(self._rows), width=self._head.outputs)
+        self._pass_args.sample = ctypes.addressof(self._sample_args)
+        self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
+        self._sample_args.workspace = self._sample_space.data_ptr()
         self._record(64)
         self._make_logits(1)
 
@@ -88,14 +107,14 @@ class NativeDecoder:
         Args:
             attention: the one that this was made with; the recorded program calls its kernels.
         """
-        count, capacity, last = len(tokens), len(self._residual), self.config.layers
+        count, last = len(tokens), self.config.layers
         cuts = tuple(sorted([layer for layer in taps if layer != last]))
-        if count > capacity or cuts != self._cuts:
+        if cuts != self._cuts:
             self._cuts = cuts
-            self._record(capacity if count <= capacity else max(count, 2 * capacity))
+            self._record(len(self._residual))
+        self._make_room(count)
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
-        self._attention.set_rotation(Rotation(*rotations(positions, self._frequencies)))
         hidden = self._residual[:count, : self.config.hidden_size]
         self._team.run(self._programs[0])
         for cut, program in zip(cuts, self._programs[1:], strict=True):
@@ -108,8 +127,7 @@ class NativeDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]; valid until the next call."""
         count = len(hidden)
-        if count > len(self._logits):
-            self._make_logits(max(count, 2 * len(self._logits)))
+        self._make_room(0, count)
         self._rows.value = count
         args = self._head_args
         args.input, args.input_stride = hidden.data_ptr(), hidden.stride(0)
@@ -118,24 +136,59 @@ class NativeDecoder:
         self._team.run(self._head_program)
         return self._logits[:count]
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Decoder.largest`."""
-        count, width = logits.shape
-        values, tokens = torch.empty(count), torch.empty(count, dtype=torch.int64)
-        self._rows.value = count
-        args = self._largest_args
-        args.input, args.input_stride, args.width = logits.data_ptr(), logits.stride(0), width
-        args.tokens, args.largest = tokens.data_ptr(), values.data_ptr()
-        self._team.run(self._largest_program)
-        return values, tokens
+    def choose(
+        self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call.
+
+        Args:
+            plan: its block tables have room for `count` - 1 tokens more of each row.
+            rows: [R] of the plan, ascending; all of them if `count` is above 1.
+            draws: [R] how their first tokens are chosen; those that follow alike.
+            count: tokens of each row, 1 or more.
+
+        Returns:
+            [count, R] tokens, and the largest logit of each. Where that isn't finite, a row's tokens mean nothing.
+
+        Raises:
+            MemoryError: no memory for the work lists of attention.
+        """
+        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, count - 1)
+        self._make_room(plan.num_tokens, len(rows))
+        tokens, packed = torch.from_numpy(plan.tokens.astype(np.int64)), pack_draws(draws)
+        last = torch.from_numpy(plan.lengths.cumsum(dtype=np.int64)[rows] - 1)
+        chosen, largest = torch.empty(count, len(rows), dtype=torch.int64), torch.empty(count, len(rows))
+        self._rows.value, self._passes.value = len(tokens), count
+        self._tokens.value = tokens.data_ptr()
+        args, sample, head = self._pass_args, self._sample_args, self._head_args
+        args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
+        args.last, args.chosen = last.data_ptr(), len(rows)
+        args.draws = sample.draws = ctypes.addressof(packed)
+        sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
+        sample.tokens, sample.largest = chosen.data_ptr(), largest.data_ptr()
+        head.input, head.input_stride = self._residual.data_ptr(), self._residual.stride(0)
+        head.workspace = self._workspace.data_ptr()
+        if self._choosing is None:
+            behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+            self._choosing = Program(self._team.library, *self._layer_steps, *behind)
+        self._team.run(self._choosing, self._passes)
+        if self._passes.value < 0:
+            raise MemoryError
+        return chosen.numpy(), largest.numpy()
+
+    def _make_room(self, tokens: int, logits: int = 0) -> None:
+        """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""
+        if tokens > len(self._residual):
+            self._record(max(tokens, 2 * len(self._residual)))
+        if logits > len(self._logits):
+            self._make_logits(max(logits, 2 * len(self._logits)))
 
     def _make_logits(self, capacity: int) -> None:
-        """Makes the buffer of logits, for up to `capacity` rows, and the programs that write and read it."""
+        """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
         self._logits = torch.empty(capacity, self._head.outputs)
         self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         self._head_program = Program(self._team.library, (LINEAR, self._head_args))
-        self._largest_args = ArgmaxArgs(rows=ctypes.addressof(self._rows))
-        self._largest_program = Program(self._team.library, (ARGMAX, self._largest_args))
+        self._choosing: Program | None = None
 
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""
@@ -170,6 +223,8 @@ class NativeDecoder:
             steps += [(LINEAR, qkv), *attention, (LINEAR, output), (LINEAR, mlp), (LINEAR, down)]
         parts.append(steps)
         self._programs = [Program(self._team.library, *part) for part in parts]
+        self._layer_steps = [step for part in parts for step in part]
+        self._choosing = None
 
     def _linears(self) -> Iterator[PackedLinear]:
         for layer in self._layers:

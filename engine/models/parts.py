@@ -8,6 +8,7 @@ import torch
 from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.loader import MakeLinear
+from kvrelay.engine.sampling.sampler import Sample
 
 MakeAttention = Callable[[KVPool, int], Attention]
 """Attention of one layer over a pool, with so many query heads."""
@@ -25,3 +26,4 @@ class Parts(NamedTuple):
     """Of weights."""
     activations: torch.dtype
     """Of what a linear layer takes and gives."""
+    sample: Sample

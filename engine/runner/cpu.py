@@ -31,9 +31,10 @@ from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, LayOut, quantizing
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.runner.base import FinishedStep
+from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
-from kvrelay.engine.sampling.sampler import Draw, choose, draws_of, sample, step_output
+from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
+from kvrelay.engine.sampling.sampler import Choice, are_plain, choose, draws_of, sample, step_output
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -63,8 +64,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
 
 class CpuRunner:
     """Implements `Runner`."""
@@ -77,7 +76,7 @@ class CpuRunner:
         """
         Args:
             threads: that torch uses in a step.
-            parts: makes layers that the model's proposer has.
+            parts: chooses tokens, and makes layers that the model's proposer has.
         """
         self.spec = spec
         self.parts = parts
@@ -104,6 +103,11 @@ class CpuRunner:
         """See `Runner.launch`."""
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
+        draws = draws_of(plan, rows)
+        if isinstance(self.model, NativeDecoder) and not self._kept and not plan.prompt_parts and are_plain(draws):
+            chosen, largest = self.model.choose(plan, rows, draws, 1)
+            choice = Choice(chosen[0].tolist(), nonfinite_rows(largest[0]), {}, None)
+            return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
             states, taps = None, NO_TAPS
             if self._kept:
@@ -116,34 +120,19 @@ class CpuRunner:
                 nothing = (None,) * plan.num_rows
                 return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
-            choice = choose(logits, draws_of(plan, rows), self.model.largest)
+            choice = choose(logits, draws, self.parts.sample)
         output = step_output(plan, rows, choice, prompt_logprobs)
         return FinishedStep(output if states is None else replace(output, states=states))
 
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """See `ChainRunner.chain`. Leaves out what a step does besides, which takes longer than a small model."""
+        """See `ChainRunner.chain`. On the native kernels, all of it is one call."""
         self._set_threads()
-        found: list[list[int]] = [[] for _ in range(plan.num_rows)]
-        inputs = AttentionInputs.from_plan(plan, self.layout.block_size)
-        tables = inputs.block_tables.numpy()
-        tokens, ends = torch.from_numpy(plan.tokens.astype(np.int64)), inputs.starts + inputs.lengths
-        with torch.inference_mode():
-            while True:
-                self.attention.plan(inputs)
-                hidden = self.model.forward(tokens, inputs.positions, self.attention)
-                if len(hidden) > plan.num_rows:
-                    hidden = hidden[torch.from_numpy(inputs.lengths.cumsum() - 1)]
-                draws = [Draw(params, end, 0) for params, end in zip(plan.sampling, ends.tolist(), strict=True)]
-                sampled, nonfinite = sample(self.model.logits(hidden), draws, self.model.largest)
-                if nonfinite:
-                    return found
-                for row, token in zip(found, sampled, strict=True):
-                    row.append(token)
-                if len(found[0]) == count:
-                    return found
-                tokens = torch.tensor(sampled)
-                inputs = AttentionInputs.decoding(ends, tables, self.layout.block_size)
-                ends = ends + 1
+        if not isinstance(self.model, NativeDecoder):
+            return chain_of_steps(self, plan, count)
+        rows = np.arange(plan.num_rows)
+        chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
+        finite = np.isfinite(largest).all(1)
+        return chosen[: count if finite.all() else int(finite.argmin())].T.tolist()
 
     def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.
@@ -284,7 +273,9 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization) ->
         if team is None
         else (lambda pool, heads: NativeAttention(pool, ALL_KEYS, heads, team))
     )
-    return Parts(linear, head, attention, dtype, dtype if team is None else torch.float32)
+    if team is None:
+        return Parts(linear, head, attention, dtype, dtype, sample)
+    return Parts(linear, head, attention, dtype, torch.float32, NativeSampler(team))
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

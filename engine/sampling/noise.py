@@ -37,7 +37,7 @@ def exponential(keys: NDArray[np.int32], tokens: NDArray[np.int32]) -> Tensor:
         tokens: [V] or [R, V] token ids.
 
     Returns:
-        float32 [R, V], above 0.
+        float32 [R, V], above 0 and finite.
     """
     first, second = keys.view(np.uint32)[:, :1], keys.view(np.uint32)[:, 1:]
     x = tokens.view(np.uint32) ^ first
@@ -49,10 +49,12 @@ def exponential(keys: NDArray[np.int32], tokens: NDArray[np.int32]) -> Tensor:
     x *= np.uint32(0x2C1B3C6D)
     x ^= x >> np.uint32(15)
     x &= np.uint32(0x7FFFFFFF)
-    # -log(1 - u) of a uniform u in (0, 1]. Small draws win, and near 0 float32 keeps every bit of u.
+    # -log(1 - u) of a uniform u in (0, 1). Small draws win, and near 0 float32 keeps every bit of u.
     uniform = x.astype(np.float32)
     uniform += np.float32(0.5)
     uniform *= np.float32(-(2.0**-31))
+    # Rounded to 1 it would be infinite, and a token without rivals would lose to those that filters have removed.
+    np.maximum(uniform, np.float32(2.0**-24 - 1), out=uniform)
     return torch.from_numpy(uniform).log1p_().neg_()
 
 

@@ -8,7 +8,7 @@ with probability p_i. The noise of a row depends on its seed and position alone.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +23,12 @@ from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.shaping import Shaping
 
 T = TypeVar("T")
-FindLargest = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 CHUNK_ELEMENTS = 2**17
 """About how many logits are drawn from at once: they stay in the CPU's cache through dozens of passes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How one row's token is chosen."""
 
     params: SamplingParams
@@ -40,6 +38,10 @@ class Draw:
     """Completion tokens before it."""
     shaping: Shaping | None = None
     """What changes the row's logits first."""
+
+
+Sample = Callable[[Tensor, Sequence[Draw]], tuple[list[int], list[int]]]
+"""`sample` here, or a `NativeSampler`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,14 @@ class Choice:
     """[R]; None if no row asked for them."""
 
 
-def choose(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> Choice:
-    """Chooses a token for each row as its request asks, on the CPU; arguments as for `sample`."""
+def choose(logits: Tensor, draws: Sequence[Draw], sample: Sample) -> Choice:
+    """Chooses a token for each row as its request asks, on the CPU; `logits` and `draws` as for `sample`."""
     shapings = [(row, draw.shaping) for row, draw in enumerate(draws) if draw.shaping is not None]
     scored = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     # Indexed with a list, it is a copy.
     raw = logits[scored] if scored else None
     refused = shape(logits, shapings) if shapings else {}
-    tokens, nonfinite = sample(logits, draws, find_largest)
+    tokens, nonfinite = sample(logits, draws)
     if nonfinite and shapings:
         empty = [row for row, _ in shapings if row in nonfinite and logits[row].max() == -torch.inf]
         refused = dict.fromkeys(empty, NO_TOKEN) | refused
@@ -83,6 +85,14 @@ def draws_of(plan: StepPlan, rows: NDArray[np.int64]) -> list[Draw]:
     ends, generated = (plan.starts + plan.lengths).tolist(), plan.generated.tolist()
     shapings = plan.shapings or (None,) * plan.num_rows
     return [Draw(plan.sampling[row], ends[row], generated[row], shapings[row]) for row in rows.tolist()]
+
+
+def are_plain(draws: Sequence[Draw]) -> bool:
+    """Whether there are rows, and each chooses its token by logits, temperature and filters alone."""
+    return bool(draws) and not any(
+        shaping is not None or params.logprobs is not None or generated < params.min_tokens
+        for params, _, generated, shaping in draws
+    )
 
 
 def step_output(
@@ -120,20 +130,19 @@ def early_stops(draws: Sequence[Draw], vocab_size: int) -> list[tuple[int, int]]
     ]
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], find_largest: FindLargest) -> tuple[list[int], list[int]]:
-    """Chooses a token for each row.
+def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[int]]:
+    """Chooses a token for each row, in torch: the definition of `NativeSampler`, and the way without native kernels.
 
     Args:
         logits: float32 [R, V]; may be overwritten.
         draws: [R].
-        find_largest: finds each row's largest logit and its token id, both [R]. A NaN counts as largest.
 
     Returns:
         Token ids [R], and the rows whose largest logit isn't finite: their token means nothing.
     """
     ban(logits, early_stops(draws, logits.shape[1]))
     # A non-finite maximum marks invalid logits.
-    largest, tokens = find_largest(logits)
+    largest, tokens = logits.max(-1)
     nonfinite = np.flatnonzero(~np.isfinite(largest.numpy())).tolist()
     drawn = [row for row, draw in enumerate(draws) if not draw.params.greedy and row not in nonfinite]
     rows_at_once = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -30,12 +30,29 @@ class Candidate(NamedTuple):
     """How its tokens are chosen."""
 
 
-def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, pass_seconds: float) -> list[int]:
+class Guessing(NamedTuple):
+    """What guesses take before a step, in seconds."""
+
+    start: float
+    """However long they are."""
+    each: float
+    """Each pass: one more guess for all sequences."""
+
+    def seconds(self, passes: int) -> float:
+        """Of guesses that are so long at most."""
+        return self.start + passes * self.each if passes else 0.0
+
+
+FREE = Guessing(0.0, 0.0)
+"""Of guesses that are there already."""
+
+
+def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, guessing: Guessing) -> list[int]:
     """[n] how many guesses of each candidate pay.
 
     Args:
         room: guesses in all.
-        pass_seconds: that one guess more for each candidate takes, before the step.
+        guessing: what it takes to have them.
     """
     # Level by level, so that of equal gains a guess comes after those that it follows.
     ranked = []
@@ -58,7 +75,7 @@ def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, pass_se
         context += costs.shared * candidates[place].context
         choosing += costs.price(candidates[place].choosing)
         deepest = max(deepest, level)
-        rate = tokens / (costs.seconds(rows + number, context, choosing) + deepest * pass_seconds)
+        rate = tokens / (costs.seconds(rows + number, context, choosing) + guessing.seconds(deepest))
         if rate > best:
             best, taken = rate, number
     found = [0] * rows

@@ -25,7 +25,7 @@ from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.sampler import Draw, FindLargest, sample
+from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.speculate.base import WARM_UP, Computed, Guess, Want
 from kvrelay.engine.speculate.draft import Part, plan_of, undisturbed
 from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
@@ -59,18 +59,17 @@ class EagleProposer:
     passes = True
     kinds = 1
 
-    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts, find_largest: FindLargest) -> None:
+    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts) -> None:
         """
         Args:
             pool: of one layer; nobody else uses it.
-            find_largest: the served model's, as `sample` takes it.
         """
         self.layers = model.config.layers
         self._model = model
         self._layout = pool.layout
         self._pool = BlockPool(pool.num_blocks)
         self._attention = parts.attention(pool, model.config.heads)
-        self._find_largest = find_largest
+        self._sample = parts.sample
         self._contexts: dict[int, Context] = {}
 
     def warm_up(self) -> None:
@@ -131,7 +130,7 @@ class EagleProposer:
         level = 0
         while True:
             draws = [Draw(undisturbed(want.request.sampling), len(want.tokens) + level, 0) for _, want in rows]
-            tokens, nonfinite = sample(self._model.logits(hidden), draws, self._find_largest)
+            tokens, nonfinite = self._sample(self._model.logits(hidden), draws)
             going = []
             for row, ((_, want), token) in enumerate(zip(rows, tokens, strict=True)):
                 if row not in nonfinite:

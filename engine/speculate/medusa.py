@@ -23,7 +23,7 @@ from torch.nn import functional
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.parts import Parts
-from kvrelay.engine.sampling.sampler import Draw, FindLargest, sample
+from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
 from kvrelay.engine.speculate.draft import undisturbed
 from kvrelay.engine.speculate.tensors import Tensors
@@ -88,14 +88,11 @@ class MedusaProposer:
     passes = True
     kinds = 1
 
-    def __init__(
-        self, heads: tuple[MedusaHead, ...], config: ModelConfig, norm: Tensor, parts: Parts, find_largest: FindLargest
-    ) -> None:
+    def __init__(self, heads: tuple[MedusaHead, ...], config: ModelConfig, norm: Tensor, parts: Parts) -> None:
         """
         Args:
             config: of the model.
             norm: [hidden] weights of the model's last norm.
-            find_largest: the model's, as `sample` takes it.
         """
         self.layers = (config.layers,)
         self.most = len(heads)
@@ -103,7 +100,7 @@ class MedusaProposer:
         self._heads = heads
         self._norm, self._eps = norm.float(), config.norm_eps
         self._activations = parts.activations
-        self._find_largest = find_largest
+        self._sample = parts.sample
         self._states: dict[int, tuple[int, Tensor]] = {}
         """By handle: the position of the last token that was computed, and its state [hidden]."""
 
@@ -138,7 +135,7 @@ class MedusaProposer:
             if not rows:
                 return
             draws = [Draw(undisturbed(wants[row].request.sampling), len(wants[row].tokens) + level, 0) for row in rows]
-            tokens, nonfinite = sample(head.logits(states[rows]), draws, self._find_largest)
+            tokens, nonfinite = self._sample(head.logits(states[rows]), draws)
             for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
                 guess = guesses[wants[row].handle]
                 if place not in nonfinite and len(guess) == level:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLLOW = 0.1
-"""Weight of one chain in the time of a pass."""
+"""Weight of one chain in the time that guesses take."""
 DECIDED_STEPS = 8
 """How long a decision holds, in steps: to make no guesses, and how many a draft model makes."""
 REPEATS = 5
@@ -107,8 +107,8 @@ class Speculation:
         self._depths: dict[int, int] = {}
         self._valid = 0
         """Of a proposer with passes: by handle, how many guesses it makes, and for how many steps more."""
-        self._pass_seconds = 0.0
-        """That one more guess for the whole batch takes the proposer."""
+        self._guessing = choice.FREE
+        """What guesses of a proposer with passes take."""
         self._observed = 0.0
         """Seconds that the proposer took to observe the step before."""
 
@@ -117,7 +117,12 @@ class Speculation:
         self._proposer.warm_up()
         self._costs.measure(runner)
         if self._proposer.passes:
-            self._pass_seconds = min([self._timed([WARM_UP])[1] for _ in range(REPEATS)]) / WARM_UP.most
+            one, most = (
+                min([self._timed([WARM_UP._replace(most=count)])[1] for _ in range(REPEATS)])
+                for count in (1, WARM_UP.most)
+            )
+            each = max(0.0, most - one) / (WARM_UP.most - 1)
+            self._guessing = choice.Guessing(max(0.0, one - each), each)
             self._proposer.forget(WARM_UP.handle)
 
     def holds_back(self, sequence: Sequence) -> bool:
@@ -144,8 +149,7 @@ class Speculation:
         complete = all(guess.tokens for guess in guesses)
         # While one of the prompts is read, the time says nothing of a pass.
         if self._proposer.passes and complete:
-            passed = seconds / max([len(guess.tokens) for guess in guesses])
-            self._pass_seconds += FOLLOW * (min(passed, BOUND * self._pass_seconds) - self._pass_seconds)
+            self._follow(max([len(guess.tokens) for guess in guesses]), seconds)
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
         if found and self._config.adaptive and not self._proposer.passes:
             found = self._chosen(sequences, found, room)
@@ -185,9 +189,10 @@ class Speculation:
             self._allowance.settle(0.0)
             return
         kinds = [Choosing.of(params) for params in plan.sampling]
-        context = own_context = float(plan.starts.sum())
-        if plan.drafts is not None:
-            own_context = float(plan.starts[~plan.drafts].sum())
+        starts = plan.starts.tolist()
+        context = own_context = float(sum(starts))
+        if drafts is not None:
+            own_context = float(sum([start for start, draft in zip(starts, drafts, strict=True) if not draft]))
             context = own_context + self._costs.shared * (context - own_context)
         own = max(seconds - flight.seconds, seconds / 10)
         self._costs.observe(plan.num_rows, context, kinds, own)
@@ -246,7 +251,7 @@ class Speculation:
         if self._valid < 0 or any(sequence.handle not in self._depths for sequence in sequences):
             self._valid = DECIDED_STEPS - 1
             candidates = [self._candidate(sequence, 0, self._config.max_tokens) for sequence in sequences]
-            found = choice.counts(candidates, self._costs, room, self._pass_seconds)
+            found = choice.counts(candidates, self._costs, room, self._guessing)
             self._depths = {sequence.handle: count for sequence, count in zip(sequences, found, strict=True)}
         return any(self._depths[sequence.handle] for sequence in sequences)
 
@@ -260,7 +265,7 @@ class Speculation:
         chosen = {
             sequence.handle: guess._replace(tokens=guess.tokens[:count])
             for sequence, guess, count in zip(
-                sequences, guesses, choice.counts(candidates, self._costs, room, 0.0), strict=True
+                sequences, guesses, choice.counts(candidates, self._costs, room, choice.FREE), strict=True
             )
             if count
         }
@@ -271,6 +276,12 @@ class Speculation:
     def _candidate(self, sequence: Sequence, kind: int, count: int) -> choice.Candidate:
         share = self._shares.expected(sequence.handle, kind)
         return choice.Candidate(share, count, sequence.num_tokens, Choosing.of(sequence.request.sampling))
+
+    def _follow(self, passes: int, seconds: float) -> None:
+        """Guesses so long took `seconds`."""
+        expected = self._guessing.seconds(passes)
+        factor = 1 + FOLLOW * (min(seconds / expected, BOUND) - 1) if expected else 1.0
+        self._guessing = choice.Guessing(self._guessing.start * factor, self._guessing.each * factor)
 
     def _timed(self, wants: list[Want]) -> tuple[list[Guess], float]:
         """The guesses, and the seconds that they took."""

@@ -87,6 +87,8 @@ class PagedAttention:
         if step is None:
             raise MemoryError
         self._step = ctypes.c_void_p(step)
+        self.step: int = step
+        """Address of the step, for kernels that begin the next one."""
         # Not at exit, when a thread may still be in a step.
         weakref.finalize(self, library.kvrelay_attention_free, self._step).atexit = False
 
@@ -101,18 +103,25 @@ class PagedAttention:
         Raises:
             MemoryError: no memory for the work lists.
         """
-        starts, lengths, tables = (np.ascontiguousarray(x, np.int64) for x in (starts, lengths, block_tables))
+        # A tensor tells its address sooner than an array does.
+        starts, lengths, tables = (torch.from_numpy(np.array(x, np.int64)) for x in (starts, lengths, block_tables))
         rows, width = tables.shape
+        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (starts, lengths, tables))
         if not self._library.kvrelay_attention_plan(
-            self._step, ctypes.c_int64(rows), *map(_address, (starts, lengths, tables)), ctypes.c_int64(width)
+            self._step, ctypes.c_int64(rows), *addresses, ctypes.c_int64(width)
         ):
             raise MemoryError
 
-    def rotate(self, cos: Tensor, sin: Tensor) -> None:
-        """Sets the step's rotations, float32 [T, 1, D]; see `reference.rope`."""
+    def rotate(self, cos: Tensor, sin: Tensor, by_position: bool = False) -> None:
+        """Sets rotations, float32 [positions or T, 1, D]; see `reference.rope`.
+
+        Args:
+            by_position: they are those of positions 0, 1, 2 ... in the steps that are planned from now on; else those
+                of the tokens of the step that was planned last.
+        """
         self._rotation = cos.contiguous(), sin.contiguous()
         addresses = (ctypes.c_void_p(x.data_ptr()) for x in self._rotation)
-        self._library.kvrelay_attention_rotate(self._step, *addresses)
+        self._library.kvrelay_attention_rotate(self._step, *addresses, by_position)
 
     def args(
         self, layer: int, qkv: int, qkv_stride: int, out: int, out_stride: int, norm: Tensor | None, eps: float
@@ -142,7 +151,3 @@ class PagedAttention:
 def supports(dtype: torch.dtype) -> bool:
     """Whether the kernels read a pool of this type."""
     return dtype in POOL_TYPES
-
-
-def _address(array: Indices) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)

@@ -15,7 +15,6 @@ from kvrelay.kernels.cpu.program import Program, Team, fields
 
 LINEAR = "kvrelay_linear"
 EMBED = "kvrelay_embed"
-ARGMAX = "kvrelay_argmax"
 
 BLOCK = 16
 """The two halves of a gated product must each have a multiple of this many outputs."""
@@ -54,22 +53,12 @@ class LinearArgs(ctypes.Structure):
 
 
 class EmbedArgs(ctypes.Structure):
-    """`EmbedArgs` in rows.h."""
+    """`EmbedArgs` in embed.h."""
 
     _fields_ = (
         *fields(ctypes.c_void_p, "rows tokens weight scales zeros out"),
         *fields(ctypes.c_int64, "out_stride width group"),
         *fields(ctypes.c_int32, "type packed"),
-    )
-
-
-class ArgmaxArgs(ctypes.Structure):
-    """`ArgmaxArgs` in rows.h."""
-
-    _fields_ = (
-        *fields(ctypes.c_void_p, "rows input"),
-        *fields(ctypes.c_int64, "input_stride width"),
-        *fields(ctypes.c_void_p, "tokens largest"),
     )
 
 

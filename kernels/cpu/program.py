@@ -34,10 +34,15 @@ class Team:
         # Not at exit, when a thread may still be in a run.
         weakref.finalize(self, library.kvrelay_team_free, self._team).atexit = False
 
-    def run(self, program: "Program") -> None:
-        """Returns when all of the program's kernels have ended."""
+    def run(self, program: "Program", passes: "ctypes.c_int64 | None" = None) -> None:
+        """Returns when all of the program's kernels have ended.
+
+        Args:
+            passes: the program runs again as long as this, which its kernels change, is above 0; None runs it once.
+        """
         instructions = program.instructions
-        self.library.kvrelay_team_run(self._team, instructions, ctypes.c_int64(len(instructions)))
+        again = None if passes is None else ctypes.byref(passes)
+        self.library.kvrelay_team_run(self._team, instructions, ctypes.c_int64(len(instructions)), again)
 
 
 class _Instruction(ctypes.Structure):

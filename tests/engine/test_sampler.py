@@ -11,29 +11,46 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.noise import exponential, noise_keys
-from kvrelay.engine.sampling.sampler import Draw, sample
+from kvrelay.engine.sampling.sampler import Draw, Sample
+from kvrelay.engine.sampling.sampler import sample as in_torch
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.reference import token_probabilities
+from support.races import is_near
 
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 0.3, 0.0, -0.4, -1.0, -1.1, -2.5, -2.5, -3.0, -9.0])
 DRAWS = 20_000
+ROUNDING = 2e-6
+"""Relative difference of two scores that rounding may turn over: the logarithm, exponential and quotient of the kernel
+and those of torch, together up to 12 units in the last place of float32."""
 
 
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, tokens = logits.max(-1)
-    return values, tokens
+@pytest.fixture(scope="module")
+def native() -> Sample:
+    kernels = library()
+    if kernels is None:
+        pytest.skip("no native kernels here")
+    return NativeSampler(Team(kernels, 2))
 
 
-def draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+@pytest.fixture(scope="module", params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Both ways: what one of them promises, the other one does too."""
+    return in_torch if request.param == "torch" else request.getfixturevalue("native")
+
+
+def draw(sample: Sample, logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     draws = [Draw(param, position, 0) for param, position in zip(params, positions, strict=True)]
-    tokens, nonfinite = sample(logits.clone(), draws, largest)
+    tokens, nonfinite = sample(logits.clone(), draws)
     assert nonfinite == []
     return tokens
 
 
-def many(params: SamplingParams, count: int = DRAWS) -> list[int]:
+def many(sample: Sample, params: SamplingParams, count: int = DRAWS) -> list[int]:
     """Tokens at the first `count` positions."""
-    return draw(LOGITS.expand(count, -1), [params] * count, range(count))
+    return draw(sample, LOGITS.expand(count, -1), [params] * count, range(count))
 
 
 def chi_square_bound(freedom: int) -> float:
@@ -73,26 +90,26 @@ def assert_distributed(counts: np.ndarray, probabilities: np.ndarray) -> None:
     ],
     ids=str,
 )
-def test_tokens_are_drawn_from_the_filtered_distribution(params: SamplingParams) -> None:
+def test_tokens_are_drawn_from_the_filtered_distribution(sample: Sample, params: SamplingParams) -> None:
     expected = token_probabilities(LOGITS, params.temperature, params.top_k, params.top_p, params.min_p)
-    assert_distributed(np.bincount(many(params), minlength=len(LOGITS)), expected.numpy())
+    assert_distributed(np.bincount(many(sample, params), minlength=len(LOGITS)), expected.numpy())
 
 
-def test_draws_at_successive_positions_and_seeds_are_independent() -> None:
+def test_draws_at_successive_positions_and_seeds_are_independent(sample: Sample) -> None:
     probabilities = token_probabilities(LOGITS, 1.0, 0, 1.0, 0.0).numpy()
     both = np.outer(probabilities, probabilities).ravel()
-    by_position = many(SamplingParams(seed=1))
+    by_position = many(sample, SamplingParams(seed=1))
     seeds = [SamplingParams(seed=seed) for seed in range(DRAWS)]
-    by_seed = draw(LOGITS.expand(DRAWS, -1), seeds, [5] * DRAWS)
+    by_seed = draw(sample, LOGITS.expand(DRAWS, -1), seeds, [5] * DRAWS)
     for tokens in (by_position, by_seed):
         for lag in (1, 2, 16):
             pairs = np.array(tokens[:-lag]) * len(LOGITS) + np.array(tokens[lag:])
             assert_distributed(np.bincount(pairs, minlength=len(both)), both)
 
 
-def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
+def test_a_large_vocabulary_is_drawn_from_evenly(sample: Sample) -> None:
     vocab, count = 50_000, 200
-    tokens = draw(torch.zeros(count, vocab), [SamplingParams(seed=3)] * count, range(count))
+    tokens = draw(sample, torch.zeros(count, vocab), [SamplingParams(seed=3)] * count, range(count))
     counts = np.bincount(np.array(tokens) * 20 // vocab, minlength=20)
     assert_distributed(counts, np.full(20, 1 / 20))
     assert len(set(tokens)) > 190
@@ -115,10 +132,10 @@ params_strategy = st.builds(
     st.integers(0, 2**31),
 )
 def test_a_token_that_the_filters_remove_is_never_drawn(
-    params: SamplingParams, logits: list[float], position: int
+    sample: Sample, params: SamplingParams, logits: list[float], position: int
 ) -> None:
     row = torch.tensor(logits)
-    token = draw(row[None], [params], [position])[0]
+    token = draw(sample, row[None], [params], [position])[0]
     if params.greedy:
         assert token == int(row.argmax())
         return
@@ -130,16 +147,16 @@ def test_a_token_that_the_filters_remove_is_never_drawn(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(params_strategy, st.integers(0, 5000)), min_size=1, max_size=12), st.data())
 def test_a_row_draws_the_same_whatever_it_is_batched_with(
-    rows: list[tuple[SamplingParams, int]], data: st.DataObject
+    sample: Sample, rows: list[tuple[SamplingParams, int]], data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(len(rows))
     logits = torch.randn(len(rows), 300, generator=generator) * 3
-    together = draw(logits, [params for params, _ in rows], [position for _, position in rows])
+    together = draw(sample, logits, [params for params, _ in rows], [position for _, position in rows])
     order = data.draw(st.permutations(range(len(rows))))
-    shuffled = draw(logits[order], [rows[row][0] for row in order], [rows[row][1] for row in order])
+    shuffled = draw(sample, logits[order], [rows[row][0] for row in order], [rows[row][1] for row in order])
     assert [together[row] for row in order] == shuffled
     for row, (params, position) in enumerate(rows):
-        assert draw(logits[row : row + 1], [params], [position]) == [together[row]]
+        assert draw(sample, logits[row : row + 1], [params], [position]) == [together[row]]
 
 
 def test_noise_is_the_same_for_ever() -> None:
@@ -162,50 +179,58 @@ def test_noise_is_exponential_down_to_its_smallest_values() -> None:
     assert len(smallest.unique()) > 990
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_a_token_without_rivals_wins_with_the_largest_noise(sample: Sample) -> None:
+    """Here the uniform number of token 1596 rounds to 1, whose logarithm would be infinite."""
+    logits = torch.full((1, 4096), -torch.inf)
+    logits[0, 1596] = 0.0
+    assert exponential(noise_keys([0], [6021]), np.array([1596], np.int32)) > 16
+    assert draw(sample, logits, [SamplingParams(seed=0)], [6021]) == [1596]
+
+
+def test_greedy_takes_the_first_of_equals(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    assert draw(logits, [SamplingParams(temperature=0.0)], [0]) == [1]
+    assert draw(sample, logits, [SamplingParams(temperature=0.0)], [0]) == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_ids_wait_for_min_tokens(temperature: float) -> None:
+def test_stop_ids_wait_for_min_tokens(sample: Sample, temperature: float) -> None:
     logits = torch.tensor([[9.0, 8.0, 1.0]]).repeat(3, 1)
     params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=frozenset({0, 1}), seed=1)
     draws = [Draw(params, 100, 0), Draw(params, 103, 3), Draw(params, 104, 4)]
-    tokens, _ = sample(logits, draws, largest)
+    tokens, _ = sample(logits, draws)
     assert tokens[:2] == [2, 2]
     assert tokens[2] in (0, 1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(value: float, temperature: float) -> None:
+def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(sample: Sample, value: float, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9, seed=5)
     sound = LOGITS.repeat(3, 1)
-    expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3, largest)
+    expected, _ = sample(sound.clone(), [Draw(params, 7, 0)] * 3)
     sound[1, 3] = value
-    tokens, nonfinite = sample(sound, [Draw(params, 7, 0)] * 3, largest)
+    tokens, nonfinite = sample(sound, [Draw(params, 7, 0)] * 3)
     assert nonfinite == [1]
     assert [tokens[0], tokens[2]] == [expected[0], expected[2]]
 
 
-def test_a_stop_id_outside_the_vocabulary_does_no_harm() -> None:
+def test_a_stop_id_outside_the_vocabulary_does_no_harm(sample: Sample) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({0, len(LOGITS), 2**31}))
-    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)], largest) == ([1], [])
+    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)]) == ([1], [])
     without = SamplingParams(temperature=0.0, min_tokens=2)
-    assert sample(LOGITS[None].clone(), [Draw(without, 7, 0)], largest) == ([0], [])
+    assert sample(LOGITS[None].clone(), [Draw(without, 7, 0)]) == ([0], [])
 
 
-def test_a_row_whose_every_token_is_masked_is_told() -> None:
+def test_a_row_whose_every_token_is_masked_is_told(sample: Sample) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=frozenset(range(len(LOGITS))))
-    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)], largest)[1] == [0]
+    assert sample(LOGITS[None].clone(), [Draw(params, 7, 0)])[1] == [0]
 
 
-def test_a_token_that_is_masked_out_is_never_drawn() -> None:
+def test_a_token_that_is_masked_out_is_never_drawn(sample: Sample) -> None:
     logits = LOGITS.clone()
     logits[0] = -torch.inf
     for params in (SamplingParams(seed=1), SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=1, top_k=3)):
-        tokens = draw(logits.expand(500, -1), [params] * 500, range(500))
+        tokens = draw(sample, logits.expand(500, -1), [params] * 500, range(500))
         assert 0 not in tokens
 
 
@@ -222,3 +247,49 @@ def test_keys_of_many_rows_are_those_of_each(rows: list[tuple[int, int]]) -> Non
     seeds, positions = zip(*rows, strict=True)
     mixed = [splitmix64(splitmix64(seed) ^ position) for seed, position in rows]
     assert noise_keys(seeds, positions).view(np.uint64)[:, 0].tolist() == mixed
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 333, 1024])
+def test_the_kernel_chooses_what_torch_does(native: Sample, vocab: int) -> None:
+    """More than 100,000 draws in all: flat, peaked and coarse logits, all filters alone and together."""
+    options = [
+        {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+        for top_k in (0, 1, 7, 50, 10**6)
+        for top_p in (1.0, 0.95, 0.5, 1e-3, 1 - 1e-9)
+        for min_p in (0.0, 0.03)
+        for temperature in (1.0, 0.3, 2.5)
+    ]
+    generator, count, unlike = torch.Generator().manual_seed(vocab), 190, 0
+    for number, option in enumerate(options):
+        logits = torch.randn(count, vocab, generator=generator) * (0.01, 1.0, 4.0, 12.0)[number % 4]
+        if number % 3 == 0:
+            logits = logits.bfloat16().float()
+        if number % 5 == 0:
+            logits[:, ::3] = -torch.inf
+            logits[:, -1] = 0.0
+        draws = [Draw(SamplingParams(seed=row << 40, **option), 17 * row + number, 0) for row in range(count)]
+        expected, found = in_torch(logits.clone(), draws), native(logits.clone(), draws)
+        assert found[1] == expected[1] == []
+        for row, (one, other) in enumerate(zip(found[0], expected[0], strict=True)):
+            unlike += one != other
+            assert one == other or is_near(logits[row], draws[row], one, other, ROUNDING)
+    assert unlike <= 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan]), min_size=1, max_size=70),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_kernel_finds_the_largest_of_a_row(native: Sample, rows: list[list[float]]) -> None:
+    """The first of equals, and what isn't finite."""
+    width = max(map(len, rows))
+    logits = torch.tensor([row + [-3.0] * (width - len(row)) for row in rows])
+    tokens, nonfinite = native(logits, [Draw(SamplingParams(temperature=0.0), 0, 0)] * len(rows))
+    assert nonfinite == [place for place, row in enumerate(logits) if not row.max().isfinite()]
+    for row, token in zip(logits, tokens, strict=True):
+        missing = row.isnan()
+        assert token == int((missing if missing.any() else row == row.max()).long().argmax())

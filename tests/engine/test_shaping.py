@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvrelay.engine.constrain.grammar import ConstraintError
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.sampling.processors import NO_TOKEN, shape
-from kvrelay.engine.sampling.sampler import Draw, choose
+from kvrelay.engine.sampling.sampler import Draw, choose, sample
 from kvrelay.engine.shaping import Shaping
 
 VOCAB = 40
@@ -92,11 +92,6 @@ class Only:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, tokens = logits.max(-1)
-    return values, tokens
-
-
 def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row() -> None:
     greedy = SamplingParams(temperature=0.0)
     matchers = [Only([3, 31, 39]), None, Only([]), Only(None), Only([0])]
@@ -106,7 +101,7 @@ def test_a_constraint_leaves_what_it_allows_and_hurts_no_other_row() -> None:
     logits = torch.arange(VOCAB, dtype=torch.float32).expand(5, -1).clone()
     logits[1, 7] = torch.nan
     true = torch.arange(VOCAB, dtype=torch.float32).log_softmax(-1)
-    choice = choose(logits, draws, largest)
+    choice = choose(logits, draws, sample)
     assert (choice.tokens[0], choice.tokens[4]) == (39, 0)
     assert choice.nonfinite == [1]
     assert choice.refused == {2: NO_TOKEN, 3: "too costly"}

@@ -22,8 +22,6 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
-from kvrelay.engine.runner.base import chain_of_steps
-from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Proposer, Want
 from kvrelay.engine.speculate.lookup import LookupProposer
 from kvrelay.engine.speculate.ngram import NgramIndex
@@ -291,22 +289,6 @@ def test_constrained_streams_are_the_same_on_and_off(tiny: Path) -> None:
         assert guessing.scheduler.speculation is not None
         counts = guessing.scheduler.speculation.counts
         assert 0 < counts.accepted < counts.proposed
-
-
-def test_a_chain_has_the_tokens_of_its_steps(tiny: Path) -> None:
-    """Behind parts of prompts, whose KV is not there yet, and behind single tokens."""
-    runner = build_cpu_runner(tiny, "auto", OPTIONS)
-    samplings = (SamplingParams(temperature=0.0), SamplingParams(seed=4), SamplingParams(seed=5, top_k=9))
-    for lengths in ((5, 33, 16), (1, 1, 1)):
-        rows = len(lengths)
-        plan = StepPlan(
-            0, tuple(range(rows)), np.arange(sum(lengths), dtype=np.int32), np.zeros(rows, np.int32),
-            np.array(lengths, np.int32), np.arange(rows * 4, dtype=np.int32).reshape(rows, 4), np.ones(rows, np.bool_),
-            samplings, np.zeros(rows, np.int32),
-        )  # fmt: skip
-        chains = runner.chain(plan, 20)
-        assert chains == chain_of_steps(runner, plan, 20)
-        assert [len(chain) for chain in chains] == [20] * rows
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.allowance import MOST, SHARE, Allowance
 from kvrelay.engine.speculate.base import Guess, Want
-from kvrelay.engine.speculate.choice import Candidate, counts
+from kvrelay.engine.speculate.choice import FREE, Candidate, Guessing, counts
 from kvrelay.engine.speculate.costs import Choosing, StepCosts
 from kvrelay.engine.speculate.speculation import Speculation
 from support.guesses import HashGuesses
@@ -101,23 +101,26 @@ def test_measured_costs_are_those_of_the_steps() -> None:
     drawn=st.floats(0.0, 1.0),
     row=st.floats(0.0, 0.2),
     rows=st.integers(1, 16),
+    start_price=st.floats(0.0, 0.5),
     pass_price=st.floats(0.0, 1.0),
 )
 def test_guesses_are_checked_where_they_raise_tokens_per_second(
-    share: float, drawn: float, row: float, rows: int, pass_price: float
+    share: float, drawn: float, row: float, rows: int, start_price: float, pass_price: float
 ) -> None:
+    guessing = Guessing(start_price * STEP, pass_price * STEP)
     costs = measured(Blank(prices(drawn, row)))
     for kind in (Choosing.GREEDY, Choosing.DRAWN, Choosing.FILTERED):
         candidates = [Candidate(share, 4, 0, kind)] * rows
-        found = counts(candidates, costs, 32 - rows, pass_price * STEP)
+        found = counts(candidates, costs, 32 - rows, guessing)
         tokens = rows + sum([share**level for count in found for level in range(1, count + 1)])
         seconds = costs.step(rows + sum(found), 0, [kind] * (rows + sum(found)))
         alone = costs.step(rows, 0, [kind] * rows)
-        gain = tokens / (seconds + max(found) * pass_price * STEP) / (rows / alone)
+        gain = tokens / (seconds + guessing.seconds(max(found))) / (rows / alone)
         assert gain > 1.0 or not any(found)
         assert sum(found) <= 32 - rows
         # The first guess of one sequence is the one that costs the least and is the most likely.
-        one = (rows + share) / (costs.step(rows + 1, 0, [kind] * (rows + 1)) + pass_price * STEP) / (rows / alone)
+        with_one = costs.step(rows + 1, 0, [kind] * (rows + 1)) + guessing.seconds(1)
+        one = (rows + share) / with_one / (rows / alone)
         assert any(found) or one < 1.031
 
 
@@ -125,13 +128,13 @@ def test_drawn_rows_that_cost_much_get_no_guesses() -> None:
     """A third of the guesses comes true: that pays for greedy rows, and not for those whose drawing takes long."""
     costs = measured(Blank(prices(0.15)))
     for kind, pays in ((Choosing.GREEDY, True), (Choosing.DRAWN, False), (Choosing.FILTERED, False)):
-        assert any(counts([Candidate(0.33, 8, 0, kind)] * 8, costs, 24, 0.0)) == pays
+        assert any(counts([Candidate(0.33, 8, 0, kind)] * 8, costs, 24, FREE)) == pays
 
 
 def test_long_chains_are_checked_where_guesses_come_true() -> None:
     costs = measured(Blank(prices(0.0)))
-    assert counts([Candidate(0.97, 16, 0, Choosing.GREEDY)], costs, 31, 0.0) == [16]
-    assert counts([Candidate(0.3, 16, 0, Choosing.GREEDY)], costs, 31, 0.0)[0] < 5
+    assert counts([Candidate(0.97, 16, 0, Choosing.GREEDY)], costs, 31, FREE) == [16]
+    assert counts([Candidate(0.3, 16, 0, Choosing.GREEDY)], costs, 31, FREE)[0] < 5
 
 
 @settings(max_examples=200, deadline=None)

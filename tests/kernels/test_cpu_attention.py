@@ -245,7 +245,7 @@ def decode(step: Step, attention: NativeAttention, layer: int, first: int, count
     """[count, H * D] of tokens of the step's only row, each a row of its own behind those before it."""
     start = step.rows[0][0]
     starts = np.arange(start + first, start + first + count)
-    attention.plan(AttentionInputs.decoding(starts, step.tables.repeat(count, 0), step.shape.block))
+    attention.plan_rows(starts, np.ones(count, np.int64), step.tables.repeat(count, 0))
     rotation = Rotation(*(angles[first : first + count] for angles in step.rotation))
     norm = step.norm if layer else None
     return attention.run(layer, step.qkv[first : first + count].clone(), rotation, norm)

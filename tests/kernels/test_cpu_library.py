@@ -24,8 +24,10 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu import library as module
 from kvrelay.kernels.cpu.attention import AttentionArgs
 from kvrelay.kernels.cpu.library import build, library
-from kvrelay.kernels.cpu.packed import ArgmaxArgs, EmbedArgs, LinearArgs
+from kvrelay.kernels.cpu.packed import EmbedArgs, LinearArgs
+from kvrelay.kernels.cpu.passes import PassArgs
 from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.sample import ROW, SampleArgs
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
 from support.paged import PagedSequences
 
@@ -99,8 +101,9 @@ def test_arguments_are_laid_out_as_the_kernels_read_them() -> None:
     kernels = library()
     assert kernels is not None
     kernels.kvrelay_args_bytes.restype = ctypes.c_int64
-    for index, args in enumerate((LinearArgs, EmbedArgs, ArgmaxArgs, AttentionArgs)):
-        assert kernels.kvrelay_args_bytes(index) == ctypes.sizeof(args), args
+    structs = LinearArgs, EmbedArgs, SampleArgs, AttentionArgs
+    for index, size in enumerate((*map(ctypes.sizeof, structs), ROW.size, ctypes.sizeof(PassArgs))):
+        assert kernels.kvrelay_args_bytes(index) == size, index
 
 
 @pytest.mark.parametrize(

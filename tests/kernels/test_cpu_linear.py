@@ -1,4 +1,4 @@
-"""Native products, embedding and argmax equal their definitions: odd sizes, both types, several threads."""
+"""Native products and embedding equal their definitions: odd sizes, both types, several threads."""
 
 import ctypes
 import math
@@ -13,12 +13,10 @@ from torch import Tensor
 from kvrelay.kernels import reference
 from kvrelay.kernels.cpu.library import cpu_features, library
 from kvrelay.kernels.cpu.packed import (
-    ARGMAX,
     BLOCK,
     EMBED,
     LINEAR,
     Arena,
-    ArgmaxArgs,
     EmbedArgs,
     Epilogue,
     LinearArgs,
@@ -188,38 +186,3 @@ def test_looking_up_is_exact(team_of: Callable[[int], Team], dtype: torch.dtype,
     team.run(Program(team.library, (EMBED, args)))
     assert torch.equal(out[:, :width], table[tokens].float())
     assert out[:, width:].isnan().all()
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan]), min_size=1, max_size=70),
-        min_size=1,
-        max_size=5,
-    ),
-    st.integers(1, 3),
-)
-def test_the_largest_of_a_row(team_of: Callable[[int], Team], rows: list[list[float]], threads: int) -> None:
-    """The first of equals; a NaN is larger than anything."""
-    width = max(map(len, rows))
-    x = torch.tensor([row + [-3.0] * (width - len(row)) for row in rows])
-    team = team_of(threads)
-    values, tokens = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
-    count = ctypes.c_int64(len(x))
-    args = ArgmaxArgs(
-        rows=ctypes.addressof(count),
-        input=x.data_ptr(),
-        input_stride=width,
-        width=width,
-        tokens=tokens.data_ptr(),
-        largest=values.data_ptr(),
-    )
-    team.run(Program(team.library, (ARGMAX, args)))
-    for row, value, token in zip(x, values, tokens.tolist(), strict=True):
-        expected = next((i for i, number in enumerate(row) if number.isnan()), None)
-        if expected is None:
-            expected = row.tolist().index(row.max().item())
-            assert value == row.max()
-        else:
-            assert value.isnan()
-        assert token == expected

@@ -18,6 +18,7 @@ from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.sampling.sampler import sample as sample_on_cpu
 from kvrelay.kernels import sample as kernel
 from kvrelay.kernels.reference import token_probabilities
+from support.races import is_near
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NEAR = 2e-5
@@ -42,23 +43,6 @@ def choose(logits: Tensor, choices: kernel.Choices) -> list[int]:
         left.view(torch.uint8).fill_(0x7F)
     kernel.sample(logits.clone().to(DEVICE), choices, workspace, tokens)
     return tokens.tolist()
-
-
-def is_near(logits: Tensor, draw: Draw, chosen: int, expected: int) -> bool:
-    """Whether the two tokens are almost equal by the definition, in float64, or one is at the bound of a filter."""
-    params = draw.params
-    noise = exponential(noise_keys([params.seed], [draw.position]), np.arange(len(logits), dtype=np.int32))[0].double()
-    options = params.temperature, params.top_k, params.top_p, params.min_p
-    scores = token_probabilities(logits, *options) / noise
-    if scores[chosen] > 0 and scores[expected] > 0:
-        return bool((scores[chosen] / scores[expected]).log().abs() < NEAR)
-    wider = token_probabilities(
-        logits, params.temperature, params.top_k, min(1.0, params.top_p * (1 + NEAR)), params.min_p * (1 - NEAR)
-    )
-    narrower = token_probabilities(
-        logits, params.temperature, params.top_k, params.top_p * (1 - NEAR), params.min_p * (1 + NEAR)
-    )
-    return bool(((wider > 0) != (narrower > 0)).any())
 
 
 @st.composite
@@ -90,9 +74,9 @@ def test_it_chooses_what_the_cpu_does(
         logits = logits.bfloat16().float()
     choose_position = random.Random(seed)
     draws = [Draw(param, choose_position.randrange(10_000), 0) for param in params]
-    expected, _ = sample_on_cpu(logits.clone(), draws, lambda rows: rows.max(-1))
+    expected, _ = sample_on_cpu(logits.clone(), draws)
     for row, token in enumerate(choose(logits, choices_of(draws))):
-        assert token == expected[row] or is_near(logits[row], draws[row], token, expected[row])
+        assert token == expected[row] or is_near(logits[row], draws[row], token, expected[row], NEAR)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
 from kvrelay.engine.sampling.logprobs import Scores
-from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, step_output
+from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, sample, step_output
 from kvrelay.engine.shaping import Shaping
 
 VOCAB_SIZE = 251
@@ -259,7 +259,7 @@ def choose_tokens(digests: Sequence[bytes], draws: Sequence[Draw], vocab_size: i
     """The token of each row. A greedy one of which nothing else is asked needs no logits."""
     if not any(draw.shaping or not draw.params.greedy or draw.params.logprobs is not None for draw in draws):
         return Choice([int.from_bytes(digest, "little") % vocab_size for digest in digests], [], {}, None)
-    return choose(_logits(digests, vocab_size), draws, lambda logits: tuple(logits.max(-1)))
+    return choose(_logits(digests, vocab_size), draws, sample)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -5,7 +5,8 @@
 
 #include "attention_decode.h"
 #include "attention_prefill.h"
-#include "rows.h"
+#include "embed.h"
+#include "passes.h"
 #include "tiles.h"
 
 namespace {
@@ -104,6 +105,20 @@ void Worklist::plan(const AttentionShape& shape, const std::vector<Row>& rows) {
     for (size_t i = 0; i < merges.size(); i++) pending[i].store(int32_t(merges[i].parts), std::memory_order_relaxed);
 }
 
+// Places of the step's tokens, and its work lists.
+static void find_places(AttentionStep& step) {
+    const AttentionShape& shape = step.shape;
+    step.places.clear();
+    for (const Row& row : step.rows) {
+        for (int64_t position = row.start; position < row.start + row.tokens; position++) {
+            const int64_t token = row.token + position - row.start, block = row.blocks[position / shape.block_size];
+            const int64_t angle = step.by_position ? position : token;
+            step.places.push_back({block * shape.block_stride, position % shape.block_size, angle});
+        }
+    }
+    for (Worklist& list : step.worklists) list.plan(shape, step.rows);
+}
+
 AttentionStep* kvrelay_attention_new(const AttentionShape* shape, const int64_t* windows, int64_t count) try {
     auto step = std::make_unique<AttentionStep>();
     step->shape = *shape;
@@ -120,27 +135,33 @@ bool kvrelay_attention_plan(
     AttentionStep* step, int64_t rows, const int64_t* starts, const int64_t* lengths, const int64_t* tables,
     int64_t width
 ) try {
-    const AttentionShape& shape = step->shape;
     step->blocks.assign(tables, tables + rows * width);
     step->rows.clear();
-    step->places.clear();
     int64_t token = 0;
     for (int64_t r = 0; r < rows; token += lengths[r++]) {
-        const int64_t* blocks = step->blocks.data() + r * width;
-        step->rows.push_back({token, lengths[r], starts[r], blocks});
-        for (int64_t position = starts[r]; position < starts[r] + lengths[r]; position++) {
-            step->places.push_back(
-                {blocks[position / shape.block_size] * shape.block_stride, position % shape.block_size}
-            );
-        }
+        step->rows.push_back({token, lengths[r], starts[r], step->blocks.data() + r * width});
     }
-    for (Worklist& list : step->worklists) list.plan(shape, step->rows);
+    find_places(*step);
     return true;
 } catch (const std::bad_alloc&) {
     return false;
 }
 
-void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin) {
+bool next_tokens(AttentionStep& step) try {
+    for (size_t r = 0; r < step.rows.size(); r++) {
+        Row& row = step.rows[r];
+        row.start += row.tokens;
+        row.token = r;
+        row.tokens = 1;
+    }
+    find_places(step);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin, bool by_position) {
+    step->by_position = by_position;
     step->cos = cos;
     step->sin = sin;
 }
@@ -165,6 +186,7 @@ void kvrelay_attention(const void* args, int thread, int threads) {
 
 // Sizes of the structs that Python fills in; a test compares them with its own.
 extern "C" int64_t kvrelay_args_bytes(int32_t which) {
-    constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(ArgmaxArgs), sizeof(AttentionArgs)};
+    constexpr int64_t bytes[] = {sizeof(LinearArgs), sizeof(EmbedArgs), sizeof(SampleArgs), sizeof(AttentionArgs),
+                                 sizeof(SampleRow), sizeof(PassArgs)};
     return bytes[which];
 }

@@ -47,6 +47,7 @@ struct AttentionShape {
 struct Place {
     int64_t block;  // offset of its block in a layer's pool, in numbers
     int64_t slot;
+    int64_t angle;  // index of its rotation
 };
 
 struct Row {
@@ -90,7 +91,8 @@ struct AttentionStep {
     std::vector<Row> rows;
     std::vector<int64_t> blocks;  // the rows' block tables
     std::vector<Place> places;    // of each token
-    const float* cos = nullptr;   // [T, D], as `reference.rope` takes them
+    bool by_position = false;     // whether rotations are those of positions, or of the step's tokens
+    const float* cos = nullptr;   // [positions or T, D], as `reference.rope` takes them
     const float* sin = nullptr;
 };
 
@@ -105,6 +107,10 @@ struct AttentionArgs {
     float eps;
     int32_t worklist;       // index into the step's work lists
 };
+
+// Makes a step that computes one token more of each row, behind those of `step`. The block tables have room for them, and
+// there are rotations for their positions. False if there is no memory.
+bool next_tokens(AttentionStep& step);
 
 // Both kernels, for each type of the pool.
 void write_float(const AttentionArgs& args, int thread, int threads);
@@ -125,7 +131,8 @@ bool kvrelay_attention_plan(
     AttentionStep* step, int64_t rows, const int64_t* starts, const int64_t* lengths, const int64_t* tables,
     int64_t width
 );
-void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin);
+// Sets rotations: `by_position` of every later step, else of the step that was planned last.
+void kvrelay_attention_rotate(AttentionStep* step, const float* cos, const float* sin, bool by_position);
 
 void kvrelay_rope_kv_write(const void* args, int thread, int threads);
 void kvrelay_attention(const void* args, int thread, int threads);

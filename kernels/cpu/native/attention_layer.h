@@ -67,7 +67,8 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
             const float* weight = args.norm + head * dim;
             for (int64_t d = 0; d < dim; d++) x[d] *= scale * weight[d];
         }
-        const float *cos = step.cos + token * dim, *sin = step.sin + token * dim;
+        const int64_t angle = step.places[token].angle * dim;
+        const float *cos = step.cos + angle, *sin = step.sin + angle;
         for (int64_t d = 0; d < half; d++) {
             const float first = x[d], second = x[d + half];
             x[d] = first * cos[d] + second * sin[d];
@@ -76,7 +77,7 @@ void write(const AttentionArgs& args, int64_t token, int64_t head) {
     }
     if (key < 0) return;
     const bool value = key >= shape.kv_heads;
-    const auto [block, slot] = step.places[token];
+    const auto [block, slot, angle] = step.places[token];
     T* plane = static_cast<T*>(args.pool) + block + (value ? shape.plane_stride : 0);
     const int64_t kv_head = value ? key - shape.kv_heads : key;
     T* to = plane + slot * shape.token_stride() + kv_head * dim;

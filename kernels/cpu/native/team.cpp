@@ -84,10 +84,11 @@ public:
     bool failed() const { return failed_; }
 
     // After the barrier of the last instruction, no thread reads the program any more.
-    void run(const Instruction* program, int64_t count) {
+    void run(const Instruction* program, int64_t count, const int64_t* passes) {
         if (count == 0) return;
         program_ = program;
         count_ = count;
+        passes_ = passes;
         barrier_.wait();
         execute(0);
     }
@@ -104,10 +105,14 @@ private:
 
     void execute(int thread) {
         const Instruction* program = program_;
-        for (int64_t i = 0, count = count_; i < count; i++) {
-            program[i].kernel(program[i].args, thread, threads_);
-            barrier_.wait();
-        }
+        const int64_t* passes = passes_;
+        const int64_t count = count_;
+        do {
+            for (int64_t i = 0; i < count; i++) {
+                program[i].kernel(program[i].args, thread, threads_);
+                barrier_.wait();
+            }
+        } while (passes != nullptr && *passes > 0);
     }
 
     const int threads_;
@@ -115,6 +120,7 @@ private:
     Barrier barrier_;
     const Instruction* program_ = nullptr;
     int64_t count_ = 0;
+    const int64_t* passes_ = nullptr;
     std::vector<std::thread> others_;
 };
 
@@ -126,8 +132,8 @@ void* kvrelay_team_new(int threads) {
     return team == nullptr || team->failed() ? nullptr : team;
 }
 
-void kvrelay_team_run(void* team, const Instruction* program, int64_t count) {
-    static_cast<Team*>(team)->run(program, count);
+void kvrelay_team_run(void* team, const Instruction* program, int64_t count, const int64_t* passes) {
+    static_cast<Team*>(team)->run(program, count, passes);
 }
 
 void kvrelay_team_free(void* team) { delete static_cast<Team*>(team); }

@@ -19,7 +19,8 @@ struct Instruction {
 extern "C" {
 // A team of `threads`, including the caller of `kvrelay_team_run`; null if the threads can't be started.
 void* kvrelay_team_new(int threads);
-void kvrelay_team_run(void* team, const Instruction* program, int64_t count);
+// Runs a program of `count` instructions: once, or again as long as `*passes`, which its kernels change, is above 0.
+void kvrelay_team_run(void* team, const Instruction* program, int64_t count, const int64_t* passes);
 void kvrelay_team_free(void* team);
 }
 

@@ -1,4 +1,4 @@
-// Kernels that work on single rows: embedding of tokens, and argmax of logits.
+// Embedding of tokens.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,6 @@ struct EmbedArgs {
     int32_t packed;                // 0: `weight` is contiguous; 1: packed as in linear.h
 };
 
-struct ArgmaxArgs {
-    const int64_t* rows;
-    const float* in;  // [rows, width]
-    int64_t in_stride;
-    int64_t width;
-    int64_t* tokens;  // [rows] index of the largest number, the first of equal ones; NaN counts as larger than all
-    float* largest;   // [rows] that number
-};
-
 extern "C" {
 void kvrelay_embed(const void* args, int thread, int threads);
-void kvrelay_argmax(const void* args, int thread, int threads);
 }

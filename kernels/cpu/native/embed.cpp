@@ -1,6 +1,4 @@
-#include "rows.h"
-
-#include <cmath>
+#include "embed.h"
 
 #include "codes.h"
 #include "simd.h"
@@ -25,48 +23,6 @@ void look_up_coded(const EmbedArgs& args, int64_t token, float* out) {
     for (int64_t k = 0; k < args.width; k++) out[k] = decode_one<TYPE>(codes, token, k);
 }
 
-void find_largest(const float* x, int64_t width, int64_t* token, float* largest) {
-    vf best = splat(-INFINITY), odd = {};
-    vi at = {}, here;
-    for (int n = 0; n < W; n++) here[n] = n;
-    int64_t i = 0;
-    for (; i + W <= width; i += W) {
-        const vf y = load(x + i);
-        const vi better = y > best;
-        best = better ? y : best;
-        at = better ? here : at;
-        here += W;
-        // 0 for a finite number; NaN for NaN and infinity, which are told apart below.
-        odd += y - y;
-    }
-    float most = best[0], rest = sum(odd);
-    int64_t where = at[0];
-    for (int n = 1; n < W; n++) {
-        if (best[n] > most || (best[n] == most && at[n] < where)) {
-            most = best[n];
-            where = at[n];
-        }
-    }
-    for (; i < width; i++) {
-        if (x[i] > most) {
-            most = x[i];
-            where = i;
-        }
-        rest += x[i] - x[i];
-    }
-    if (rest != 0.0f) {
-        for (i = 0; i < width; i++) {
-            if (std::isnan(x[i])) {
-                most = x[i];
-                where = i;
-                break;
-            }
-        }
-    }
-    *largest = most;
-    *token = where;
-}
-
 }  // namespace
 
 void kvrelay_embed(const void* raw, int thread, int threads) {
@@ -84,13 +40,5 @@ void kvrelay_embed(const void* raw, int thread, int threads) {
             case FLOAT8: look_up_coded<FLOAT8>(args, token, out); break;
             case FLOAT4: look_up_coded<FLOAT4>(args, token, out); break;
         }
-    }
-}
-
-void kvrelay_argmax(const void* raw, int thread, int threads) {
-    const ArgmaxArgs& args = *static_cast<const ArgmaxArgs*>(raw);
-    const Share share(*args.rows, thread, threads);
-    for (int64_t row = share.begin; row < share.end; row++) {
-        find_largest(args.in + row * args.in_stride, args.width, args.tokens + row, args.largest + row);
     }
 }
