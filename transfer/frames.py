@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
@@ -54,12 +55,12 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def announce(key: Key, frame: Frame) -> Push:
     """The message that announces a frame."""
-    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part)
+    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states)
 
 
 class FrameBuffer(Protocol):
     """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
-    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`)."""
+    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`); or beside the pool (`StatesFrame`)."""
 
     def runs(self) -> list[memoryview] | None:
         """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
@@ -135,6 +136,38 @@ class PoolFrame:
         intact = torch.equal(check.of_sum(total), data[frame.nbytes :])
         self._pool.settle()
         return intact
+
+
+class StatesFrame:
+    """A frame of hidden states in host memory."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        """`parts` are the frame's bytes in order: contiguous tensors."""
+        self._parts = [part.view(torch.uint8).flatten() for part in parts]
+
+    def nbytes(self) -> int:
+        return sum(map(len, self._parts))
+
+    def runs(self) -> list[memoryview] | None:
+        return [memoryview(part.numpy().data) for part in self._parts]
+
+    def tail(self) -> FrameBuffer | None:
+        return None
+
+    def read(self, out: Tensor) -> None:
+        torch.cat(self._parts, out=out[: self.nbytes()])
+
+    def write(self, data: Tensor) -> None:
+        first = 0
+        for part in self._parts:
+            part.copy_(data[first : first + len(part)])
+            first += len(part)
+
+    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
+        return False
+
+    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
+        return None
 
 
 class OtherFrame:
@@ -442,6 +475,36 @@ class PoolFrames:
         if self._pool.layout.conversion(wire) is not None:
             place = ConvertedFrame(self._pool, wire, table, frame, keep)
         return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
+
+    def send_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Sequence[Tensor],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> SendJob:
+        """See `SendJob`; `states` are those of the frame, in one or several pieces."""
+        return SendJob(key, frame, claim, StatesFrame(states), self._kind(peer), announce, on_read)
+
+    def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
+        """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized."""
+        shape = tokens, len(layout.layers), layout.hidden_size
+        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+
+    def receive_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Tensor,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> ReceiveJob:
+        """See `ReceiveJob`; `states` is the frame's part of what `make_states` made."""
+        return ReceiveJob(key, frame, claim, StatesFrame([states]), self._kind(peer), on_end)
 
     def drain(self, nbytes: int, peer: Hello) -> DrainJob:
         """See `DrainJob`."""

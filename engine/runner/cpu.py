@@ -34,6 +34,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.sampler import Draw, choose, draws_of, sample, step_output
+from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -86,19 +87,14 @@ class CpuRunner:
         self.attention = attention
         self._threads = threads
         self._thread: int | None = None
-        self._kept: tuple[int, ...] = ()
-
-    def keep(self, layers: tuple[int, ...]) -> None:
-        """Every step yields these layers' inputs from now on (`StepOutput.states`).
-
-        Args:
-            layers: as `Proposer.layers`.
-        """
-        self._kept = layers
 
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
+
+    @property
+    def states_shape(self) -> StatesShape:
+        return StatesShape(self.model.config.layers, self.model.config.hidden_size)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
@@ -106,9 +102,10 @@ class CpuRunner:
         rows = np.flatnonzero(plan.sample)
         with torch.inference_mode():
             states, taps = None, NO_TAPS
-            if self._kept:
-                states = torch.empty(plan.num_tokens, len(self._kept), self.model.config.hidden_size)
-                taps = {layer: states[:, place] for place, layer in enumerate(self._kept)}
+            if plan.keep:
+                shape = plan.num_tokens, len(plan.keep), self.model.config.hidden_size
+                states = torch.empty(shape, dtype=TORCH_DTYPES[self.spec.dtype])
+                taps = {layer: states[:, place] for place, layer in enumerate(plan.keep)}
             hidden = self.forward(plan, taps)
             ends = np.cumsum(plan.lengths, dtype=np.int64)
             prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))

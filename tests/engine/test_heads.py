@@ -19,6 +19,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.base import Computed, Guess, Want
+from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
@@ -237,6 +238,7 @@ class Watching:
     passes = False
     kinds = 1
     layers = (0,)
+    last_state = False
 
     def __init__(self) -> None:
         self.guesses = HashGuesses(wrong_every=3)
@@ -291,6 +293,94 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert engine.scheduler.speculation is not None
     assert 0 < engine.scheduler.speculation.counts.accepted < engine.scheduler.speculation.counts.proposed
     assert not watching.reach
+
+
+class Recorded:
+    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.scheduler.speculation is not None
+        self.guesses: dict[tuple[str, int], list[int]] = {}
+        self._proposer = engine.scheduler.speculation._proposer
+        self._propose = self._proposer.propose
+        self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
+
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        found = self._propose(wants)
+        for want, guess in zip(wants, found, strict=True):
+            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
+        return found
+
+
+def handed_over(
+    engine: Engine, asked: Sequence[Request], wanted: StatesLayout | None, most: int = 0
+) -> dict[str, list[int]]:
+    """The streams of requests whose prompts come from another worker: this engine stands for both.
+
+    Args:
+        wanted: hidden states that come along.
+        most: tokens whose hidden states come along at most; 0 for all.
+    """
+    scheduler = engine.scheduler
+    states: dict[str, list[Tensor]] = {one.request_id: [] for one in asked}
+    for one in asked:
+        scheduler.add(one, handoff=True, states=wanted)
+    done = []
+    while engine.has_work:
+        for report in engine.step():
+            if report.states is not None:
+                states[report.sequence.request.request_id].append(report.states)
+            if report.token is not None:
+                done.append(report)
+    heard = {}
+    for report in done:
+        request, hold = report.sequence.request, report.hold
+        assert hold is not None
+        heard[request.request_id] = [report.token or 0]
+        came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
+        scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)
+    while engine.has_work:
+        for report in engine.step():
+            assert report.token is not None
+            heard[report.sequence.request.request_id].append(report.token)
+    scheduler.check_integrity(idle=True)
+    return heard
+
+
+def wanted_by(engine: Engine) -> StatesLayout:
+    assert engine.scheduler.speculation is not None
+    wanted = engine.scheduler.speculation.states(engine.runner)
+    assert wanted is not None
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
+    eight: Path, request: pytest.FixtureRequest, method: str, dtype: str
+) -> None:
+    """Token by token, from the first step on, with prompts of several steps."""
+    folder = request.getfixturevalue(method)
+    options = {"prefix_cache": False}
+    config = SpeculationConfig(method, str(folder), max_tokens=3, adaptive=False)  # type: ignore[arg-type]  # a literal
+
+    def engine() -> Engine:
+        return build_engine(eight, dtype, dataclasses.replace(OPTIONS, speculation=config, **options))[0]  # type: ignore[arg-type]
+
+    whole, parted = engine(), engine()
+    expected, found = Recorded(whole), Recorded(parted)
+    streams = run(whole, requests(6))
+    wanted = wanted_by(parted)
+    assert wanted == StatesLayout((8,) if method == "medusa" else (2, 4, 5), HIDDEN, dtype, method == "medusa")  # type: ignore[arg-type]
+    assert handed_over(parted, requests(6), wanted) == streams
+    # Eagle reads a prompt behind the steps, and guesses once it has read it.
+    late = {place for place, guess in found.guesses.items() if not guess}
+    assert {place: guess for place, guess in found.guesses.items() if place not in late} == {
+        place: guess for place, guess in expected.guesses.items() if place in found.guesses and place not in late
+    }
+    assert len(found.guesses) - len(late) > 40
+    if method == "medusa":
+        assert not late
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])

@@ -15,7 +15,8 @@ class HashGuesses:
 
     passes = False
     kinds = 1
-    layers = ()
+    layers: tuple[int, ...] = ()
+    last_state = False
 
     def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
         self._layout = layout
