@@ -159,7 +159,7 @@ def test_who_wants_none_gets_none() -> None:
 @pytest.mark.parametrize("fault", ["corrupt", "replay", "truncate", "fail"])
 @pytest.mark.parametrize("number", range(3))
 def test_a_damaged_frame_is_never_used(fault: str, number: int) -> None:
-    """Two frames of KV, one of states. It fails the attempt, or its link, and the next one goes on behind what had verified."""
+    """Two of KV, one of states. It fails the attempt, or its link; the next one goes on behind what had verified."""
 
     async def test() -> None:
         fake = {"fake": FakeTransport(lambda frame: Fault(fault) if frame == number else None)}  # type: ignore[arg-type]  # a literal
