@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.states import StatesLayout, StatesShape
+from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.events import Frame
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code
 from kvrelay.transfer.states import SentStates, StatesRoom
@@ -209,6 +211,18 @@ def test_states_that_no_frame_can_carry_are_refused() -> None:
             assert "transfer.frame_bytes" in message
 
     asyncio.run(test())
+
+
+def test_the_check_tells_kv_and_states_apart() -> None:
+    """Bytes of one never verify as the other."""
+    frame = Frame(1, 0, 0, 16, 64)
+    checks = [
+        FrameCheck(ChecksumKind.XXH3, mac, ("r", 1), it)
+        for mac in (None, b"k" * 32)
+        for it in (frame, replace(frame, states=True))
+    ]
+    data = torch.zeros(64, dtype=torch.uint8)
+    assert len({check.of(data) for check in checks}) == 4
 
 
 def test_what_is_known_is_not_taken_twice() -> None:
