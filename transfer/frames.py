@@ -30,6 +30,7 @@ from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Hello, Key, Push
 from kvrelay.transfer.relayout import convert, narrow
+from kvrelay.transfer.states_frame import StatesFrame
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 PIECE_BYTES = 2**19
@@ -136,38 +137,6 @@ class PoolFrame:
         intact = torch.equal(check.of_sum(total), data[frame.nbytes :])
         self._pool.settle()
         return intact
-
-
-class StatesFrame:
-    """A frame of hidden states in host memory."""
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        """`parts` are the frame's bytes in order: contiguous tensors."""
-        self._parts = [part.view(torch.uint8).flatten() for part in parts]
-
-    def nbytes(self) -> int:
-        return sum(map(len, self._parts))
-
-    def runs(self) -> list[memoryview] | None:
-        return [memoryview(part.numpy().data) for part in self._parts]
-
-    def tail(self) -> FrameBuffer | None:
-        return None
-
-    def read(self, out: Tensor) -> None:
-        torch.cat(self._parts, out=out[: self.nbytes()])
-
-    def write(self, data: Tensor) -> None:
-        first = 0
-        for part in self._parts:
-            part.copy_(data[first : first + len(part)])
-            first += len(part)
-
-    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
-        return False
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
-        return None
 
 
 class OtherFrame:
