@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
+from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
@@ -55,6 +56,7 @@ from kvrelay.transfer.messages import (
 from kvrelay.transfer.packing import clip
 from kvrelay.transfer.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import ReceiveAttempt
+from kvrelay.transfer.states import StatesRoom
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +96,13 @@ class ReceiverHost(Protocol):
     def release(self, reservation: Any) -> None:
         """The receiver gives the reservation up: release it, on the thread that owns the block pool."""
 
-    def imported(self, key: Key, reservation: Any, first_token: int, stats: TransferStats) -> None:
-        """The KV of all tokens is in the reserved blocks; the host owns the reservation from here on."""
+    def imported(self, key: Key, reservation: Any, first_token: int, stats: TransferStats, states: Any) -> None:
+        """The KV of all tokens is in the reserved blocks; the host owns the reservation from here on.
+
+        Args:
+            states: [n, layers, hidden] hidden states of the last n tokens, in memory of `ReceiveJobs.make_states`;
+                None if none came.
+        """
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         """The hand-off of an expected attempt failed."""
@@ -111,6 +118,19 @@ class ReceiveJobs(Protocol):
         claim: BlockClaim,
         table: Sequence[int],
         keep: int,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> Any: ...
+
+    def make_states(self, layout: StatesLayout, tokens: int) -> Any:
+        """Host memory for the hidden states of so many tokens, whose slices are views."""
+
+    def receive_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Any,
         peer: Hello,
         on_end: Callable[[Outcome], None],
     ) -> Any: ...
@@ -133,6 +153,11 @@ class Receiving(Transfer[ReceiveAttempt]):
     """Tokens whose KV is here already, perhaps in blocks that others share."""
     have: int = 0
     """Tokens that need not be sent: `keep`, rounded down to the sender's blocks."""
+    states: Any = None
+    """Memory for the hidden states of the tokens from `states_from` on; None if none are wanted."""
+    states_from: int = 0
+    states_nbytes: int = 0
+    """Of that memory."""
     ended: tuple[Code, str] = (Code.CANCELLED, "over on the decode worker")
     granted_at: float | None = None
     finish_at: float | None = None
@@ -152,6 +177,7 @@ class KVReceiver(Endpoint[Receiving]):
         super().__init__(context)
         self._frames = frames
         self._host = host
+        self.states_room = StatesRoom(self.config.states_bytes)
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
         self._waiting = ReservationQueue()
 
@@ -215,7 +241,11 @@ class KVReceiver(Endpoint[Receiving]):
         if transfer.announced is not None and transfer.manifest is None and pair is not None and pair.hello is not None:
             theirs = pair.hello.layout.sent_to(self.local.layout)
             size = theirs.block_size
-            manifest = Manifest(*transfer.announced, theirs.token_bytes, size, size, theirs.layers)
+            wanted = self.local.states
+            state_bytes = 0 if wanted is None else wanted.token_bytes
+            manifest = Manifest(
+                *transfer.announced, theirs.token_bytes, size, size, theirs.layers, state_bytes=state_bytes
+            )
             transfer.manifest = manifest
             self._feed(transfer, Expected(manifest))
 
@@ -234,8 +264,9 @@ class KVReceiver(Endpoint[Receiving]):
                     self._stop(transfer, frames)
                 case ReleaseHold(reservation):
                     self._host.release(reservation)
-                case Commit(reservation, first_token):
-                    self._host.imported(key, reservation, first_token, self._stats(transfer))
+                case Commit(reservation, first_token, states_from):
+                    states = None if states_from is None else transfer.states[states_from - transfer.states_from :]
+                    self._host.imported(key, reservation, first_token, self._stats(transfer, states), states)
                 case Failed(code, message):
                     self.failures[code.value] += 1
                     transfer.ended = code, clip(message)
@@ -245,6 +276,7 @@ class KVReceiver(Endpoint[Receiving]):
             if self._waiting.leave(key):
                 self.blocks_freed()
             if transfer.machine.over and self._transfers.get(key) is transfer:
+                self.states_room.give(transfer.states_nbytes)
                 del self._transfers[key]
                 self.dropped += transfer.machine.dropped
                 self._remember(key, transfer.ended)
@@ -256,15 +288,13 @@ class KVReceiver(Endpoint[Receiving]):
 
     def _receive(self, transfer: Receiving, frame: Frame) -> None:
         pair, hello = self._met(transfer)
-        job = self._frames.receive(
-            transfer.key,
-            frame,
-            self._claim(transfer, frame),
-            transfer.table,
-            transfer.keep,
-            hello,
-            partial(self.runtime.post, self._on_frame_ended, transfer, frame),
-        )
+        claim, on_end = self._claim(transfer, frame), partial(self.runtime.post, self._on_frame_ended, transfer, frame)
+        if frame.states:
+            first = frame.first - transfer.states_from
+            states = transfer.states[first : first + frame.tokens]
+            job = self._frames.receive_states(transfer.key, frame, claim, states, hello, on_end)
+        else:
+            job = self._frames.receive(transfer.key, frame, claim, transfer.table, transfer.keep, hello, on_end)
         self.links.submit(pair.incarnation, frame.epoch, job)
 
     def _met(self, transfer: Receiving) -> tuple[Pair, Hello]:
@@ -280,12 +310,13 @@ class KVReceiver(Endpoint[Receiving]):
             self.links.close(transfer.sender, "a frame failed its checksum")
         self._feed(transfer, FrameEnded(frame, outcome))
 
-    def _stats(self, transfer: Receiving) -> TransferStats:
+    def _stats(self, transfer: Receiving, states: Any) -> TransferStats:
         now, manifest = self.runtime.now(), transfer.manifest
         return TransferStats(
             transfer_seconds=now - (transfer.granted_at or now),
             handoff_seconds=now - (transfer.finish_at or now),
             nbytes=0 if manifest is None else manifest.nbytes(manifest.tokens - transfer.have),
+            state_nbytes=0 if states is None else states.nbytes,
         )
 
     # Reservations.
@@ -311,9 +342,22 @@ class KVReceiver(Endpoint[Receiving]):
             if transfer.manifest is not None and not transfer.manifest.is_border(transfer.have):
                 transfer.have -= transfer.have % transfer.manifest.block_size
             transfer.granted_at = self.runtime.now()
-            self._feed(transfer, Reserved(answer, transfer.have))
+            self._make_states(transfer)
+            self._feed(transfer, Reserved(answer, transfer.have, transfer.states_from))
             if self._waiting.leave(key):
                 self.blocks_freed()
+
+    def _make_states(self, transfer: Receiving) -> None:
+        """Takes memory for the hidden states that are wanted; none are, if it doesn't fit."""
+        wanted, manifest = self.local.states, transfer.manifest
+        if wanted is None or manifest is None or transfer.machine.state.over:
+            return
+        first = wanted.first_of(manifest.tokens)
+        nbytes = (manifest.tokens - first) * wanted.token_bytes
+        transfer.states_from = manifest.tokens
+        if self.states_room.take(nbytes):
+            transfer.states_from, transfer.states_nbytes = first, nbytes
+            transfer.states = self._frames.make_states(wanted, manifest.tokens - first)
 
     # Control streams and links.
 

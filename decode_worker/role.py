@@ -16,6 +16,7 @@ A co-located request is computed here to its end, in the same engine.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -33,12 +34,16 @@ from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class DecodeRole(HandoffRole):
     """Decode's side of the hand-off; implements `ReceiverHost`."""
 
     phases = (PHASE_DECODE, PHASE_COLOCATED)
     peer_role = ROLE_PREFILL
+    takes_states = True
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -110,7 +115,9 @@ class DecodeRole(HandoffRole):
         self.worker.release(reservation)
         self._receiver.blocks_freed()
 
-    def imported(self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats) -> None:
+    def imported(
+        self, key: Key, reservation: Reservation, first_token: int, stats: TransferStats, states: "Tensor | None"
+    ) -> None:
         failpoint("decode.before_commit", key)
         self.worker.metrics.received(stats)
         request = self.worker.request(key)
@@ -121,7 +128,7 @@ class DecodeRole(HandoffRole):
         def resumed() -> None:
             failpoint("decode.after_commit", key)
 
-        self.worker.resume(request, first_token, reservation, resumed)
+        self.worker.resume(request, first_token, reservation, states, resumed)
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         self.handoff_failed(key, code, message)

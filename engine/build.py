@@ -65,8 +65,7 @@ def build_engine(
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
     if options.speculation.method in STATE_METHODS and isinstance(runner, CpuRunner):
-        proposer = state_proposer(options.speculation, folder, runner)
-        runner.keep(proposer.layers)
+        proposer = state_proposer(options, folder, runner)
         if isinstance(proposer, MedusaProposer):
             most = min(options.speculation.max_tokens, proposer.most)
             options = replace(options, speculation=replace(options.speculation, max_tokens=most))
@@ -141,7 +140,7 @@ def proposer_of(config: SpeculationConfig) -> Proposer | None:
     return None
 
 
-def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -> Proposer:
+def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Proposer:
     """The proposer that guesses from the runner's hidden states.
 
     Args:
@@ -150,7 +149,8 @@ def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -
     Raises:
         ValueError: its checkpoint can't be used with the runner's model; the text says why.
     """
-    model, parts, own = runner.model, runner.parts, Path(config.draft_model)
+    config, model, parts = options.speculation, runner.model, runner.parts
+    own = Path(config.draft_model)
     with torch.inference_mode():
         if config.method == "medusa":
             return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts)
@@ -165,4 +165,5 @@ def state_proposer(config: SpeculationConfig, folder: Path, runner: CpuRunner) -
             head_dim=eagle.config.head_dim,
             dtype=runner.spec.dtype,
         )
-        return EagleProposer(eagle, KVPool(layout, runner.pool.num_blocks), parts)
+        pool = KVPool(layout, runner.pool.num_blocks)
+        return EagleProposer(eagle, pool, parts, options.max_batch_tokens)

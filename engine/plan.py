@@ -82,6 +82,9 @@ class StepPlan:
     """[R] whether the row's only token is a draft. None if none is."""
     prompt_parts: tuple[PromptPart, ...] = ()
     """In order of their rows, at most one for each."""
+    keep: tuple[int, ...] = ()
+    """Layers whose inputs the step yields (`StepOutput.states`); the model's number of layers stands for the last one's
+    output."""
 
     def is_special(self, row: int) -> bool:
         """Whether the row's token takes more than what its logits, temperature, filters and `min_tokens` say."""
@@ -129,7 +132,7 @@ class StepOutput:
     graph: bool = False
     """Whether the step was launched as a captured graph."""
     states: "Tensor | None" = field(default=None, compare=False, repr=False)
-    """[T, layers, hidden] inputs of the layers that a proposer guesses from, of each token. None if there are none."""
+    """[T, layers, hidden] of each token: what the plan's `keep` names, in the model's dtype. None if that is empty."""
 
     def misfit(self, plan: StepPlan) -> str:
         """Why it can't be the output of `plan`; empty if it can."""

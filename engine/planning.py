@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate.speculation import NO_CHAIN, Chain, Speculation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Row(NamedTuple):
@@ -73,11 +76,14 @@ def tables_of(rows: list[Row], tables: BlockTables, limits: SequenceLimits) -> N
     return tables.gather([row.sequence.slot for row in rows for _ in range(row.rows)])
 
 
-def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, behind: bool) -> StepPlan:
+def build_plan(
+    step: int, rows: Rows[Row], block_tables: NDArray[np.int32], keep: tuple[int, ...], *, behind: bool
+) -> StepPlan:
     """The plan that computes so many tokens of each sequence; they are in flight from now on.
 
     Args:
         block_tables: [R, W] of the plan's rows, with the blocks of all these tokens.
+        keep: layers whose inputs this worker's own proposer needs; they come first in the plan's.
         behind: whether another plan is in flight.
     """
     tokens: list[int] = []
@@ -107,6 +113,8 @@ def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, b
         sequence.row = row
         if sequence.unscored:
             parts += _prompt_part(row, sequence, start, end)
+        if sequence.states is not None:
+            keep += tuple([layer for layer in sequence.states.layers_of(end == expected) if layer not in keep])
         count = len(chain.drafts)
         handles += [sequence.handle] * (1 + count)
         sampling += [sequence.request.sampling] * (1 + count)
@@ -136,6 +144,7 @@ def build_plan(step: int, rows: Rows[Row], block_tables: NDArray[np.int32], *, b
         shapings=tuple(shapings) if any(shapings) else None,
         drafts=np.array(drafts, np.bool_) if any(drafts) else None,
         prompt_parts=tuple(parts),
+        keep=keep,
     )
 
 
@@ -151,8 +160,29 @@ def _prompt_part(row: int, sequence: Sequence, start: int, end: int) -> list[Pro
     return [PromptPart(row, first - 1 - start, targets, sequence.request.sampling.prompt_logprobs or 0, first)]
 
 
-def with_logprobs(plan: StepPlan, out: StepOutput, reports: Rows[tuple[int, Progress]]) -> list[Progress]:
-    """The reports of a step, each of one row, with the log-probabilities of that row in `out`."""
+def with_output(plan: StepPlan, out: StepOutput, reports: list[tuple[int, Progress]]) -> list[Progress]:
+    """The reports of a step, each of one row, with what that row has in `out` beside its token."""
+    if out.states is not None:
+        reports = _with_states(plan, out.states, reports)
+    return _with_logprobs(plan, out, reports) if out.has_logprobs else [report for _, report in reports]
+
+
+def _with_states(plan: StepPlan, states: "Tensor", reports: Rows[tuple[int, Progress]]) -> list[tuple[int, Progress]]:
+    """With copies of the hidden states that leave with their sequences."""
+    complete, ends = [], plan.lengths.cumsum().tolist()
+    for row, report in reports:
+        wanted = report.sequence.states
+        layers = () if wanted is None or report.error is not None else wanted.layers_of(report.token is not None)
+        if wanted is not None and layers:
+            first = ends[row] - (1 if wanted.last else int(plan.lengths[row]))
+            kept = states[first : ends[row], [plan.keep.index(layer) for layer in layers]]
+            report = report._replace(states=kept)
+        complete.append((row, report))
+    return complete
+
+
+def _with_logprobs(plan: StepPlan, out: StepOutput, reports: Rows[tuple[int, Progress]]) -> list[Progress]:
+    """With their log-probabilities."""
     prompts = {part.row: (part, found) for part, found in zip(plan.prompt_parts, out.prompt_logprobs, strict=True)}
     complete = []
     for row, report in reports:

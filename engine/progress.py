@@ -1,12 +1,15 @@
 """What a scheduler reports to the rest of its worker."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
 from kvrelay.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Progress(NamedTuple):
@@ -32,6 +35,9 @@ class Progress(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens [prompt_first, ...)."""
     prompt_first: int = 0
+    states: "Tensor | None" = None
+    """[n, layers, hidden] hidden states of the last n tokens before `computed`, which leave with their KV, as the
+    sequence's `states` asks for them. None if it asks for none."""
 
 
 @dataclass(frozen=True, slots=True)

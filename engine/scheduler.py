@@ -27,6 +27,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.blocks import Hold, IntegrityError
@@ -36,12 +37,16 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_logprobs
+from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_output
 from kvrelay.engine.progress import EngineLoad, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.verify import kept_rows
+from kvrelay.engine.states import StatesLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Scheduler:
@@ -90,11 +95,12 @@ class Scheduler:
 
     # Sequences arrive and leave.
 
-    def add(self, request: Request, *, handoff: bool = False) -> Sequence:
+    def add(self, request: Request, *, handoff: bool = False, states: StatesLayout | None = None) -> Sequence:
         """Takes a request whose tokens are to be computed here.
 
         Args:
             handoff: the sequence leaves with its first token, and its blocks with it unless that token ends it.
+            states: hidden states that leave with it, which the runner can keep; None if none do.
 
         Raises:
             ValueError: the request can never be served here, or is here already; names field, value and limit.
@@ -102,6 +108,7 @@ class Scheduler:
         self._check(request)
         hold = self._pool.share((), f"sequence {request}")
         sequence = self._sequence(request, hold, handoff, list(request.tokens))
+        sequence.states = states
         self._waiting.append(sequence)
         return sequence
 
@@ -124,12 +131,13 @@ class Scheduler:
         self._reserved.append(hold)
         return Reservation(hold, hold.published * self._block_size)
 
-    def resume(self, request: Request, first_token: int, hold: Hold) -> Sequence:
+    def resume(self, request: Request, first_token: int, hold: Hold, states: "Tensor | None" = None) -> Sequence:
         """Takes a request whose KV came from another worker; the sequence continues with `first_token`.
 
         Args:
             first_token: the completion token after `request.tokens`; it must not end the request.
             hold: has the KV of all of `request.tokens`, in final form. The sequence owns it from now on.
+            states: [n, layers, hidden] hidden states of the last n of `request.tokens`, as the proposer needs them.
 
         Raises:
             ValueError: as `add`, or `first_token` is no token or ends the request, or `hold` is too small. The caller
@@ -148,6 +156,8 @@ class Scheduler:
         sequence.take_kv(length)
         self._publish(sequence)
         self._ready.append(sequence)
+        if self.speculation is not None and states is not None:
+            self.speculation.take_states(sequence, states)
         return sequence
 
     def cancel(self, key: tuple[str, int]) -> bool:
@@ -211,11 +221,13 @@ class Scheduler:
         budget = self._schedule_chunks(rows, budget)
         if not rows:
             return None
+        keep: tuple[int, ...] = ()
         if self.speculation is not None:
+            keep = self.speculation.layers
             room, spare = min(budget, self._rows - len(rows)), len(self._running)
             add_drafts(self.speculation, rows, room, partial(self.prefix.make_room, spare=spare))
         block_tables = tables_of(rows, self._tables, self._limits)
-        plan = build_plan(next(self._steps), rows, block_tables, behind=bool(self._in_flight))
+        plan = build_plan(next(self._steps), rows, block_tables, keep, behind=bool(self._in_flight))
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
 
@@ -251,7 +263,7 @@ class Scheduler:
                 reports.append((row, self._advance(sequence, lengths[row], token, moment)))
         if self.speculation is not None:
             self.speculation.settle(plan, kept, rows, out.states)
-        return with_logprobs(plan, out, reports) if out.has_logprobs else [report for _, report in reports]
+        return with_output(plan, out, reports)
 
     # What a step computes.
 

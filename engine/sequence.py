@@ -7,6 +7,7 @@ from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.lifetime import Lifetime, now
 from kvrelay.engine.request import Request
 from kvrelay.engine.shaping import Shaping
+from kvrelay.engine.states import StatesLayout
 
 
 class Status(enum.IntEnum):
@@ -50,6 +51,8 @@ class Sequence:
     """Its blocks, at least those of the first num_computed tokens. Empty unless it runs or its KV came with it."""
     handoff: bool = False
     """Whether it leaves with its first token."""
+    states: StatesLayout | None = None
+    """Hidden states that leave with it; None if none do."""
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0

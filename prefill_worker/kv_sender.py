@@ -61,6 +61,7 @@ from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import SendAttempt
+from kvrelay.transfer.states import SentStates, StatesRoom
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,17 @@ class SendJobs(Protocol):
         on_read: Callable[[], None],
     ) -> Any: ...
 
+    def send_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Sequence[Any],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> Any: ...
+
 
 Connect = Callable[[Peer, "KVSender"], ControlStream]
 """Opens a control stream to a peer; it passes messages and its end on to the sender."""
@@ -102,6 +114,9 @@ class Sending(Transfer[SendAttempt]):
     """One attempt of this worker to hand KV over."""
 
     pair: Pair
+    states: SentStates
+    state_nbytes: int = 0
+    """Of hidden states, that were sent."""
     started_at: float | None = None
     """When the first frame was queued."""
     finished_at: float | None = None
@@ -140,6 +155,7 @@ class KVSender(Endpoint[Sending]):
         self._frames = frames
         self._host = host
         self._connect = connect
+        self.states_room = StatesRoom(config.states_bytes)
 
     # For the worker.
 
@@ -170,7 +186,14 @@ class KVSender(Endpoint[Sending]):
             if refusal is not None:
                 self._refuse(key, *refusal)
                 return
-        layout, cut = self.local.layout, self._cuts[pair.between_gpus]
+        layout, cut, wanted = self.local.layout, self._cuts[pair.between_gpus], peer.states
+        state_bytes = 0 if wanted is None else wanted.token_bytes
+        if state_bytes > cut.nbytes:
+            message = (
+                f"states: those of a token take {state_bytes} bytes; frames (transfer.frame_bytes) have {cut.nbytes}"
+            )
+            self._refuse(key, Code.INCOMPATIBLE, message)
+            return
         manifest = Manifest(
             len(tokens),
             tokens_digest(tokens),
@@ -179,11 +202,22 @@ class KVSender(Endpoint[Sending]):
             cut.tokens,
             layout.layers,
             cut.parts,
+            state_bytes,
+            cut.nbytes // state_bytes if state_bytes else 0,
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)
-        self._transfers[key] = Sending(machine=machine, pair=pair, offered_at=now)
+        self._transfers[key] = Sending(machine=machine, pair=pair, states=SentStates(self.states_room), offered_at=now)
         pair.stream.put(machine.offer)
+
+    def keep(self, key: Key, first: int, states: Any) -> None:
+        """Takes hidden states of a prompt, [n, layers, hidden] of the tokens from `first` on, as `Peer.states` of the
+        receiver says. To be called before `progress` or `finished` says that these tokens are computed.
+        """
+        transfer = self._transfers.get(key)
+        if transfer is not None and not transfer.machine.state.over:
+            transfer.states.add(first, states)
+            transfer.machine.states = transfer.states.first, transfer.states.end
 
     def progress(self, key: Key, hold: Hold) -> None:
         """More of the prompt is computed: `hold` keeps the whole blocks that follow those given before.
@@ -237,21 +271,21 @@ class KVSender(Endpoint[Sending]):
                     self.failures[code.value] += 1
                     self._host.export_failed(key, code, message)
         if transfer.machine.over and self._transfers.get(key) is transfer:
+            transfer.states.clear()
             del self._transfers[key]
             self.dropped += transfer.machine.dropped
 
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
         transfer.started_at = transfer.started_at or self.runtime.now()
-        job = self._frames.send(
-            transfer.key,
-            frame,
-            self._claim(transfer, frame),
-            transfer.table,
-            pair.hello,
-            partial(post, pair.stream.put),
-            partial(post, self._feed, transfer, FrameEnded(frame)),
-        )
+        claim, announce = self._claim(transfer, frame), partial(post, pair.stream.put)
+        on_read = partial(post, self._feed, transfer, FrameEnded(frame))
+        if frame.states:
+            transfer.state_nbytes += frame.nbytes
+            states = transfer.states.slices(frame.first, frame.tokens)
+            job = self._frames.send_states(transfer.key, frame, claim, states, pair.hello, announce, on_read)
+        else:
+            job = self._frames.send(transfer.key, frame, claim, transfer.table, pair.hello, announce, on_read)
         self.links.submit(pair.incarnation, frame.epoch, job)
 
     def _stats(self, transfer: Sending) -> TransferStats:
@@ -261,6 +295,7 @@ class KVSender(Endpoint[Sending]):
             transfer_seconds=now - (transfer.started_at or now),
             handoff_seconds=now - (transfer.finished_at or now),
             nbytes=transfer.machine.manifest.nbytes(tokens),
+            state_nbytes=transfer.state_nbytes,
             grant_seconds=(transfer.granted_at or now) - transfer.offered_at,
         )
 
@@ -284,6 +319,8 @@ class KVSender(Endpoint[Sending]):
         for transfer in self._of(pair):
             transfer.machine.manifest = replace(transfer.machine.manifest, token_bytes=self._token_bytes(pair))
         objection = self.local.objection(hello, self.config)
+        if hello.states != pair.peer.states:
+            objection = Code.INCOMPATIBLE, f"states: {pair.peer.states} in the membership, {hello.states} in the hello"
         if hello.incarnation != pair.incarnation:
             objection = Code.UNKNOWN_PEER, f"{pair.peer.address} is {hello.worker} {hello.incarnation}"
         if objection is not None:

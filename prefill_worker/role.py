@@ -21,9 +21,11 @@ deadlock. A first token that ends the request withdraws the offer. A request wit
 from collections.abc import Sequence
 
 from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.kv.pool import TORCH_DTYPES
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import ROLE_DECODE, Member
 from kvrelay.internal.v1.worker_pb2 import PHASE_COLOCATED, PHASE_PREFILL, RequestEvent, Submit, TransferReport
 from kvrelay.prefill_worker.handoff_client import HandoffClient
@@ -32,6 +34,7 @@ from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.endpoint import Endpoint, TransferStats
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Code
+from kvrelay.transfer.peers import Peer
 from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
@@ -69,14 +72,20 @@ class PrefillRole(HandoffRole):
 
     def take(self, request: Request, submit: Submit) -> None:
         peer = peer_of(submit)
+        member = None if peer is None else self.peers.get(peer)
         if peer is not None:
             self._peer_of[request.key] = peer
-        self.worker.compute(request, handoff=peer is not None)
+        self.worker.compute(request, handoff=peer is not None, states=self._kept_for(member))
 
     def end(self, key: Key, code: Code) -> None:
         self._peer_of.pop(key, None)
         self._sender.cancel(key, code)
         self.worker.post_to_engine(lambda: self._shipped.pop(key, None))
+
+    def _kept_for(self, peer: Peer | None) -> StatesLayout | None:
+        """Hidden states that the peer wants and steps here can keep; where they can't, the hand-off is refused."""
+        wanted = None if peer is None else peer.states
+        return None if wanted is None or wanted.misfit(self.worker.states_shape) is not None else wanted
 
     def _offer(self, request: Request) -> None:
         """Begins the hand-off, once: a preempted sequence starts again."""
@@ -99,6 +108,9 @@ class PrefillRole(HandoffRole):
     def _ship(self, step: Progress) -> None:
         """Gives the sender what the step computed."""
         worker, key = self.worker, step.sequence.request.key
+        if step.states is not None and step.sequence.states is not None:
+            states = step.states.to(TORCH_DTYPES[step.sequence.states.dtype])
+            worker.post_to_loop(self._sender.keep, key, step.computed - len(states), states)
         if step.token is None and step.error is None:
             chunk = (step.computed - 1) // worker.step_tokens
             failpoint("prefill.after_chunk", key, chunk=chunk)

@@ -107,8 +107,8 @@ def trailer_bytes(kind: ChecksumKind, mac_key: bytes | None) -> int:
 
 def announcement(key: Key, frame: Frame) -> bytes:
     """What an announcement says of a frame."""
-    place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part
-    return struct.pack("<7Q", key[1], *place) + key[0].encode()
+    place = frame.epoch, frame.index, frame.first, frame.tokens, *frame.part, frame.states
+    return struct.pack("<8Q", key[1], *place) + key[0].encode()
 
 
 def trailer(checksum: int, announced: bytes) -> bytes:

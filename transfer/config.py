@@ -55,6 +55,10 @@ class TransferConfig:
     """Convert KV where the decode worker's dtype or `kv_dtype` differs from the prefill worker's; off refuses such a
     pair."""
 
+    states_bytes: int = 2**30
+    """Host memory at either end for hidden states of prompts, which come with the KV where the decode worker guesses
+    from them (medusa, eagle3). Where they don't fit, it guesses without. 0 on the decode worker: none are sent."""
+
     lease_seconds: float = 5.0
     """How long a sender keeps exported blocks without a message of the receiver."""
 
@@ -87,6 +91,7 @@ class TransferConfig:
             self.gpu_buffer_bytes,
             f"{least} (two of gpu_frame_bytes) or more",
         )
+        require(self.states_bytes >= 0, "states_bytes", self.states_bytes, "0 or more")
         for name in (
             "lease_seconds",
             "frame_timeout_seconds",

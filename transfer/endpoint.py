@@ -40,6 +40,8 @@ class TransferStats:
     """KV bytes that crossed the link and verified."""
     grant_seconds: float = 0.0
     """Sender: offer to the first grant."""
+    state_nbytes: int = 0
+    """Bytes of the prompt's hidden states. Sender: those sent again over another link count twice."""
 
 
 @dataclass(slots=True, eq=False)

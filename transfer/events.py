@@ -55,6 +55,10 @@ class Manifest:
     layers: int = 1
     parts: int = 1
     """Frames, by layers, in which the same tokens are sent; more than one only if a block is too large for a frame."""
+    state_bytes: int = 0
+    """Of a token's hidden states; 0 if none are handed over."""
+    state_tokens: int = 0
+    """Tokens whose hidden states one frame carries at most."""
 
     def is_border(self, token: int) -> bool:
         """Whether a frame may begin or end at `token`: at a block border, or at the end of the prompt."""
@@ -67,7 +71,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Tokens [first, first + tokens) of an attempt, in some or all layers, sent over the link of `epoch`."""
+    """Tokens [first, first + tokens) of an attempt, sent over the link of `epoch`: their KV, in some or all layers, or
+    their hidden states.
+    """
 
     epoch: int
     index: int
@@ -76,6 +82,7 @@ class Frame:
     tokens: int
     nbytes: int
     part: LayerPart = ALL_LAYERS
+    states: bool = False
 
 
 class Outcome(enum.Enum):
@@ -128,10 +135,13 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Receiver: the answer to Reserve; None where no blocks are free. `have` tokens need not be transferred."""
+    """Receiver: the answer to Reserve; None where no blocks are free. `have` tokens need not be transferred, and hidden
+    states are wanted of the tokens from `states` on.
+    """
 
     reservation: Hold | None
     have: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +247,8 @@ class Commit:
 
     reservation: Hold
     first_token: int
+    states: int | None = None
+    """The first token whose hidden states are there, as are those of all tokens behind it; None if none are."""
 
 
 @dataclass(frozen=True, slots=True)

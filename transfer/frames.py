@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
 from kvrelay.transfer.messages import Hello, Key, Push
 from kvrelay.transfer.relayout import convert, narrow
+from kvrelay.transfer.states_frame import StatesFrame
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
 
 PIECE_BYTES = 2**19
@@ -54,12 +56,12 @@ def pieces(runs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def announce(key: Key, frame: Frame) -> Push:
     """The message that announces a frame."""
-    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part)
+    return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states)
 
 
 class FrameBuffer(Protocol):
     """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
-    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`)."""
+    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`); or beside the pool (`StatesFrame`)."""
 
     def runs(self) -> list[memoryview] | None:
         """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
@@ -442,6 +444,36 @@ class PoolFrames:
         if self._pool.layout.conversion(wire) is not None:
             place = ConvertedFrame(self._pool, wire, table, frame, keep)
         return ReceiveJob(key, frame, claim, place, self._kind(peer), on_end)
+
+    def send_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Sequence[Tensor],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> SendJob:
+        """See `SendJob`; `states` are those of the frame, in one or several pieces."""
+        return SendJob(key, frame, claim, StatesFrame(states), self._kind(peer), announce, on_read)
+
+    def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
+        """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized."""
+        shape = tokens, len(layout.layers), layout.hidden_size
+        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+
+    def receive_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Tensor,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> ReceiveJob:
+        """See `ReceiveJob`; `states` is the frame's part of what `make_states` made."""
+        return ReceiveJob(key, frame, claim, StatesFrame([states]), self._kind(peer), on_end)
 
     def drain(self, nbytes: int, peer: Hello) -> DrainJob:
         """See `DrainJob`."""

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.cut import FrameCut
@@ -20,6 +21,10 @@ class LocalWorker:
     """Of the model."""
     gpu: bool = False
     """Whether the KV pool is in GPU memory."""
+    states: StatesLayout | None = None
+    """Hidden states of prompts that it wants beside their KV; None if it wants none."""
+    states_shape: StatesShape | None = None
+    """What its steps can keep for others; None if they can keep nothing."""
 
     def hello(self, peer: WorkerId, config: TransferConfig, cut: FrameCut | None = None) -> Hello:
         """The first message of this worker on a stream to `peer`; `cut` is that of the frames it sends, if it does."""
@@ -34,10 +39,13 @@ class LocalWorker:
             encrypt=config.encrypt,
             gpu=self.gpu,
             frame_bytes=(cut or FrameCut.of(self.layout, config.frame_bytes)).nbytes,
+            states=self.states,
         )
 
     def digest(self, config: TransferConfig) -> str:
-        """Equal for two workers that have no `objection` to each other: what can't be converted must be equal."""
+        """Equal for two workers that have no `objection` to each other: what can't be converted must be equal. Hidden
+        states aren't in it: only one of the two needs them.
+        """
         layout = replace(self.layout, order="NHD", block_size=1)
         if config.convert_dtype:
             layout = replace(layout, dtype="float32")
@@ -66,4 +74,5 @@ class LocalWorker:
         ):
             if here != there:
                 return Code.INCOMPATIBLE, f"{name}: {here} here, {there} there"
-        return None
+        misfit = None if hello.states is None else hello.states.misfit(self.states_shape)
+        return None if misfit is None else (Code.INCOMPATIBLE, misfit)

@@ -13,9 +13,10 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, get_args, get_type_hints
+from typing import Annotated, ClassVar, cast, get_args, get_type_hints
 
-from kvrelay.engine.kv.layout import DTYPE_BYTES, KVLayout
+from kvrelay.engine.kv.layout import DTYPE_BYTES, FloatDtype, KVLayout
+from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.packing import (
     MAX_REASON,
     MAX_VALUES,
@@ -37,7 +38,7 @@ from kvrelay.transfer.packing import (
 Key = tuple[str, int]
 """(request_id, attempt): identifies one hand-off."""
 
-VERSION = 5
+VERSION = 6
 MAX_BATCH_BYTES = 512 * 2**10
 MAX_MESSAGES = 64
 """Messages of one batch at most."""
@@ -46,6 +47,8 @@ MAX_KEYS = 128
 MAX_FRAME_BYTES = 256 * 2**20
 """KV bytes of one frame on a link at most."""
 MAX_PARTS = 1024
+MAX_STATE_LAYERS = 16
+"""Layers whose inputs one worker asks another for at most."""
 
 
 class KeyRule:
@@ -79,6 +82,30 @@ class LayoutRule:
 
     def plain(self, value: KVLayout) -> object:
         return dataclasses.asdict(value)
+
+
+class StatesRule:
+    """A `StatesLayout` as a map of its fields, or None."""
+
+    _FIELDS = ("layers", "hidden_size", "dtype", "last")
+
+    def check(self, name: str, value: object) -> StatesLayout | None:
+        if value is None:
+            return None
+        if type(value) is not dict or set(value) != set(self._FIELDS):
+            raise WireError(f"{name} is {shown(value)}; allowed: none, or a map of {', '.join(self._FIELDS)}")
+        layers = Many(Number(0, 2**16), MAX_STATE_LAYERS).check(f"{name}.layers", value["layers"])
+        if not layers or len(set(layers)) != len(layers):
+            raise WireError(f"{name}.layers is {shown(layers)}; allowed: 1 to {MAX_STATE_LAYERS} different numbers")
+        width = Number(1, 2**20).check(f"{name}.hidden_size", value["hidden_size"])
+        dtype = value["dtype"]
+        if type(dtype) is not str or dtype not in get_args(FloatDtype):
+            raise WireError(f"{name}.dtype is {shown(dtype)}; allowed: {', '.join(get_args(FloatDtype))}")
+        last = Flag().check(f"{name}.last", value["last"])
+        return StatesLayout(layers, width, cast(FloatDtype, dtype), last)
+
+    def plain(self, value: StatesLayout | None) -> object:
+        return None if value is None else {**dataclasses.asdict(value), "layers": list(value.layers)}
 
 
 REQUEST = Text(1, 128)
@@ -143,6 +170,8 @@ class Hello:
     """Whether its KV pool is in GPU memory. If both pools are, frames in GPU memory carry the GPU checksum."""
     frame_bytes: Annotated[int, Number(1, MAX_FRAME_BYTES)]
     """KV bytes of the largest frame that it sends."""
+    states: Annotated[StatesLayout | None, StatesRule()] = None
+    """A receiver's: the hidden states of prompts that it wants beside their KV; None if it wants none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +236,13 @@ class Wait(ToAttempt):
 class Grant(ToAttempt):
     """Blocks are reserved: frames may be sent on the link of `epoch`, from token `have` to the end of the prompt.
 
-    A grant of a later epoch starts the frames again at its own `have`.
+    A grant of a later epoch starts the frames again at its own `have`, and those of hidden states at its own `states`.
     """
 
     epoch: Epoch
     have: Tokens
+    states: Tokens = 0
+    """The first token whose hidden states are wanted, if the hello asked for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +258,8 @@ class Push(ToAttempt):
     part: Annotated[int, Number(0, MAX_PARTS - 1)] = 0
     """Which part of the layers it carries, of `parts` (see `LayerPart`); the parts of the same tokens come in order."""
     parts: Annotated[int, Number(1, MAX_PARTS)] = 1
+    states: Annotated[bool, Flag()] = False
+    """Whether it carries the tokens' hidden states, and not their KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
 
 NEWS_SECONDS = 1.0
@@ -20,6 +21,8 @@ class Peer:
     """host:port of its internal gRPC."""
     transports: tuple[str, ...] = ()
     """The transports of its links, best first; the form is that of `kvrelay.transfer.transports.registry.entries`."""
+    states: StatesLayout | None = None
+    """Hidden states that it wants with the KV of a prompt. Its hello says the same, but may come too late."""
 
     @property
     def name(self) -> str:

@@ -50,11 +50,18 @@ class ReceiveAttempt:
         self._epoch = 0
         self._granted_epoch = 0
         # Tokens: the first one of this epoch, and the next one to be announced. Frames: the number announced.
-        self._base = self._next = self._index = 0
+        self._next = self._index = 0
+        self._nbytes = 0
+        """Announced in this epoch."""
         self._begun: Push | None = None
         """The frame announced last, if it was one part of its tokens' KV and other parts follow."""
         self._verified = self._verified_parts = 0
         """Tokens whose KV is there, and how many parts of the KV of the tokens that follow them."""
+        # Hidden states are those of the tokens from `_states_from` on: verified up to `_states_verified`, announced up
+        # to `_states_next`. Behind a gap they begin anew.
+        self._states_from = self._states_verified = self._states_next = 0
+        self._states_torn = False
+        """Whether some of this epoch were lost."""
         self._finish: Finish | None = None
 
     @property
@@ -99,8 +106,8 @@ class ReceiveAttempt:
                 yield from self._admit(now)
             case Expected() | Offer():
                 self.dropped += 1
-            case Reserved(reservation, have):
-                yield from self._on_reserved(reservation, have, now)
+            case Reserved():
+                yield from self._on_reserved(event, now)
             case BlocksFreed() if self.state is State.WAITING:
                 yield from self._ask()
             case LinkUp(epoch):
@@ -151,11 +158,12 @@ class ReceiveAttempt:
             self._asked = True
             yield Reserve()
 
-    def _on_reserved(self, reservation: Hold | None, have: int, now: float) -> Iterator[ReceiveAction]:
+    def _on_reserved(self, event: Reserved, now: float) -> Iterator[ReceiveAction]:
         self._asked = False
-        if reservation is not None:
-            self._reservation = reservation
-            self._verified = have
+        if event.reservation is not None:
+            self._reservation = event.reservation
+            self._verified = event.have
+            self._states_from = self._states_verified = event.states
             self.state = State.TRANSFERRING
             self._deadline = now + self._timeouts.prefill
             yield from self._grant()
@@ -170,11 +178,12 @@ class ReceiveAttempt:
         if self.state is not State.TRANSFERRING or self._granted_epoch == self._epoch or self._quarantine:
             return
         self._granted_epoch = self._epoch
-        self._base = self._next = self._verified
-        self._index = self._verified_parts = 0
+        self._next, self._states_next = self._verified, self._states_verified
+        self._index = self._nbytes = self._verified_parts = 0
         self._begun = None
+        self._states_torn = False
         self._finish = None
-        yield Tell(Grant(*self.key, self._epoch, self._base))
+        yield Tell(Grant(*self.key, self._epoch, self._next, self._states_next))
 
     def _known_manifest(self) -> Manifest:
         if self._manifest is None:
@@ -186,20 +195,34 @@ class ReceiveAttempt:
             self.dropped += 1
             return
         manifest, part = self._known_manifest(), LayerPart(push.part, push.parts)
-        if not self._follows(push, manifest):
+        follows = self._states_follow if push.states else self._follows
+        if push.index != self._index or not follows(push, manifest):
+            what = f"hidden states behind {self._states_next}" if push.states else f"{self._next}"
             message = (
                 f"frame {push.index} of tokens {push.first} to {push.first + push.tokens}, part {part.number} of"
-                f" {part.of}, {push.nbytes} bytes, can't follow {self._next}"
+                f" {part.of}, {push.nbytes} bytes, can't follow {what}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
-        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part)
-        self._begun = push if part.number + 1 < part.of else None
-        if self._begun is None:
-            self._next += push.tokens
+        frame = Frame(push.epoch, push.index, push.first, push.tokens, push.nbytes, part, push.states)
+        if push.states:
+            if push.first > self._states_next:
+                self._states_from = push.first
+            self._states_next = push.first + push.tokens
+        else:
+            self._begun = push if part.number + 1 < part.of else None
+            if self._begun is None:
+                self._next += push.tokens
         self._index += 1
+        self._nbytes += push.nbytes
         self._quarantine.add(frame)
         yield ReceiveFrame(frame)
+
+    def _states_follow(self, push: Push, manifest: Manifest) -> bool:
+        """Whether the hidden states begin where those before them end, or behind that, and have the right size."""
+        in_place = self._states_next <= push.first < push.first + push.tokens <= manifest.tokens
+        whole = push.parts == 1 and push.nbytes == push.tokens * manifest.state_bytes
+        return manifest.state_bytes > 0 and self._begun is None and in_place and whole
 
     def _follows(self, push: Push, manifest: Manifest) -> bool:
         """Whether the frame is the next one: in place, whole, and of as many bytes as its tokens have in its layers."""
@@ -208,7 +231,7 @@ class ReceiveAttempt:
             in_order = push.part == 0 and push.parts <= manifest.layers
         else:
             in_order = (push.part, push.parts, push.tokens) == (before.part + 1, before.parts, before.tokens)
-        in_place = push.index == self._index and push.first == self._next
+        in_place = push.first == self._next
         whole = manifest.is_border(push.first + push.tokens)
         return in_order and in_place and whole and push.nbytes == manifest.nbytes(push.tokens, part)
 
@@ -217,11 +240,11 @@ class ReceiveAttempt:
             self.dropped += 1
             return
         manifest = self._known_manifest()
-        counts = finish.nbytes == manifest.nbytes(manifest.tokens - self._base) and finish.frames == self._index
+        counts = finish.nbytes == self._nbytes and finish.frames == self._index
         if not counts or self._next != manifest.tokens:
             message = (
-                f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._index} were announced, up to "
-                f"token {self._next} of {manifest.tokens} from {self._base} on"
+                f"finish of {finish.nbytes} bytes in {finish.frames} frames; {self._nbytes} in {self._index} were"
+                f" announced, up to token {self._next} of {manifest.tokens}"
             )
             yield from self._end(State.FAILED, Code.PROTOCOL, message)
             return
@@ -236,7 +259,11 @@ class ReceiveAttempt:
             yield from self._end(State.FAILED, Code.CORRUPT, message)
             return
         at = self._granted_epoch, self._verified, self._verified_parts
-        if outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == at:
+        if frame.states:
+            self._states_torn |= outcome is not Outcome.VERIFIED or frame.epoch != self._granted_epoch
+            if not self._states_torn:
+                self._states_verified = frame.first + frame.tokens
+        elif outcome is Outcome.VERIFIED and (frame.epoch, frame.first, frame.part.number) == at:
             self._verified_parts += 1
             if self._verified_parts == frame.part.of:
                 self._verified, self._verified_parts = self._verified + frame.tokens, 0
@@ -245,11 +272,14 @@ class ReceiveAttempt:
 
     def _commit(self) -> Iterator[ReceiveAction]:
         finish = self._finish
-        if finish is None or self._quarantine or self._verified != self._known_manifest().tokens:
+        tokens = self._known_manifest().tokens
+        if finish is None or self._quarantine or self._verified != tokens or self._states_verified != self._states_next:
             return
         self.state = State.COMMITTED
         reservation, self._reservation = self._reservation, None
-        yield Commit(reservation, finish.first_token)
+        # Hidden states that don't reach the prompt's end are of no use.
+        reach = self._states_from < self._states_next == tokens
+        yield Commit(reservation, finish.first_token, self._states_from if reach else None)
         yield Tell(Ack(*self.key, finish.epoch))
 
     def _end(self, state: State, code: Code, message: str, tell: bool = True) -> Iterator[ReceiveAction]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kvrelay.engine.kv.layout import LayerPart
+from kvrelay.engine.kv.layout import ALL_LAYERS, LayerPart
 from kvrelay.transfer.events import (
     Cancel,
     Committed,
@@ -44,6 +44,8 @@ class SendAttempt:
         """Tokens that the receiver had before the first frame; None before its first grant."""
         self.manifest = manifest
         """Its `token_bytes` may be replaced until the first grant: they depend on the receiver's layout."""
+        self.states = 0, 0
+        """The tokens whose hidden states the owner has: the first one, and the one behind the last. May be replaced."""
         self._timeouts = timeouts
         self._deadline = now + timeouts.grant + timeouts.lease
         self._lease = now + timeouts.lease
@@ -53,8 +55,10 @@ class SendAttempt:
         self._first_token: int | None = None
         self._epoch = 0
         self._granted = False
-        # Tokens: the first one of this epoch, and the next one to send. Frames: the number sent in this epoch.
-        self._base = self._next = self._index = 0
+        # Tokens: the next ones to send, of KV and of hidden states. Frames: the number sent in this epoch.
+        self._next = self._next_states = self._index = 0
+        self._nbytes = 0
+        """Announced in this epoch."""
         self._finish_epoch = 0
         self._losses = 0
 
@@ -146,14 +150,15 @@ class SendAttempt:
     def _on_grant(self, grant: Grant, now: float) -> Iterator[SendAction]:
         if grant.epoch <= self._epoch:
             self.dropped += 1
-        elif not self.manifest.is_border(grant.have):
-            message = f"grant from token {grant.have} of {self.manifest.tokens}"
+        elif not self.manifest.is_border(grant.have) or grant.states > self.manifest.tokens:
+            message = f"grant from token {grant.have}, and {grant.states}, of {self.manifest.tokens}"
             yield from self._end(State.FAILED, Code.PROTOCOL, message, tell=True)
         else:
             self.have = grant.have if self.have is None else self.have
             self._epoch, self._granted = grant.epoch, True
-            self._next = self._base = grant.have
-            self._index = 0
+            self._next = grant.have
+            self._next_states = grant.states if self.manifest.state_bytes else self.manifest.tokens
+            self._index = self._nbytes = 0
             self._enter(now)
             yield from self._send()
 
@@ -179,15 +184,25 @@ class SendAttempt:
         for first in range(self._next, end, manifest.frame_tokens):
             tokens = min(manifest.frame_tokens, end - first)
             for part in (LayerPart(index, manifest.parts) for index in range(manifest.parts)):
-                frame = Frame(self._epoch, self._index, first, tokens, manifest.nbytes(tokens, part), part)
-                self._index += 1
-                self._quarantine.add(frame)
-                yield SendFrame(frame)
+                yield self._frame(first, tokens, manifest.nbytes(tokens, part), part)
         self._next = max(self._next, end)
+        known, end = self.states[0], min(self.states[1], end)
+        for first in range(max(self._next_states, known), end, manifest.state_tokens or 1):
+            tokens = min(manifest.state_tokens, end - first)
+            yield self._frame(first, tokens, tokens * manifest.state_bytes, states=True)
+        self._next_states = max(self._next_states, end)
         if self._first_token is not None and self._finish_epoch < self._epoch:
             self._finish_epoch = self._epoch
-            nbytes = manifest.nbytes(manifest.tokens - self._base)
-            yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, nbytes))
+            yield SendFinish(Finish(*self.key, self._epoch, self._first_token, self._index, self._nbytes))
+
+    def _frame(
+        self, first: int, tokens: int, nbytes: int, part: LayerPart = ALL_LAYERS, *, states: bool = False
+    ) -> SendFrame:
+        frame = Frame(self._epoch, self._index, first, tokens, nbytes, part, states)
+        self._index += 1
+        self._nbytes += nbytes
+        self._quarantine.add(frame)
+        return SendFrame(frame)
 
     def _end(self, state: State, code: Code, message: str, tell: bool = False) -> Iterator[SendAction]:
         self.state = state

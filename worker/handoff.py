@@ -22,6 +22,7 @@ from kvrelay.transfer.messages import Code
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
 from kvrelay.transfer.ports import NoTransportError
 from kvrelay.transfer.transports.registry import available_transports, choose, entries
+from kvrelay.worker.requests import states_of
 from kvrelay.worker.role import Key, Role
 from kvrelay.worker.worker import Worker
 
@@ -80,7 +81,7 @@ class HandoffRole(Role, ABC):
             if member.state == MEMBER_STATE_DEAD:
                 dead.append(worker)
             elif member.role == self.peer_role and member.state in REACHABLE:
-                peers.append(Peer(worker, member.address, tuple(member.transports)))
+                peers.append(Peer(worker, member.address, tuple(member.transports), states_of(member)))
         self.peers.update(peers, dead)
 
     @abstractmethod

@@ -69,6 +69,8 @@ class WorkerMetrics:
         self._exposed = metrics.histogram(families.EXPOSED)
         self._sent_bytes = metrics.counter(families.SENT_BYTES)
         self._received_bytes = metrics.counter(families.RECEIVED_BYTES)
+        self._sent_states = metrics.counter(families.SENT_STATES)
+        self._received_states = metrics.counter(families.RECEIVED_STATES)
 
     def _count(self, engine: Engine, endpoint: Endpoint[Any] | None) -> None:
         """Follows what these count from now on."""
@@ -136,11 +138,13 @@ class WorkerMetrics:
     def sent(self, stats: TransferStats) -> None:
         """A hand-off of this prefill worker was acknowledged."""
         self._sent_bytes.inc(stats.nbytes)
+        self._sent_states.inc(stats.state_nbytes)
         self._handed_over(stats)
 
     def received(self, stats: TransferStats) -> None:
         """A hand-off to this decode worker was committed."""
         self._received_bytes.inc(stats.nbytes)
+        self._received_states.inc(stats.state_nbytes)
         self._handed_over(stats)
 
     def _handed_over(self, stats: TransferStats) -> None:

@@ -1,10 +1,14 @@
 """Conversion between the relay's messages and the engine's types."""
 
 import json
+from typing import cast
 
 from kvrelay.engine.constrain.grammar import Constraint
+from kvrelay.engine.kv.layout import FloatDtype
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.states import StatesLayout
+from kvrelay.internal.v1.supervisor_pb2 import HiddenStates, Member
 from kvrelay.internal.v1.worker_pb2 import (
     CONTEXT_LIMIT_OPTION,
     CONTEXT_LIMIT_POOL,
@@ -90,3 +94,16 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
 def key_of(message: Begin | Cancel | Submit | RequestEvent) -> tuple[str, int]:
     """(request_id, attempt)."""
     return message.request_id, message.attempt
+
+
+def states_message(states: StatesLayout) -> HiddenStates:
+    """How a member lists the hidden states that it wants."""
+    return HiddenStates(layers=states.layers, hidden_size=states.hidden_size, dtype=states.dtype, last=states.last)
+
+
+def states_of(member: Member) -> StatesLayout | None:
+    """The hidden states that a member wants; None if it wants none."""
+    if not member.HasField("states"):
+        return None
+    found = member.states
+    return StatesLayout(tuple(found.layers), found.hidden_size, cast(FloatDtype, found.dtype), found.last)

@@ -30,10 +30,19 @@ class Role:
     """Of the requests that this role takes."""
     transports: Sequence[str] = ()
     """How the membership lists this worker's transports, best first."""
+    takes_states = False
+    """Whether hidden states of prompts come from other workers."""
 
     def __init__(self, worker: "Worker") -> None:
         self.worker = worker
-        self.local = LocalWorker(worker.id, worker.layout, worker.spec.fingerprint, worker.pool.tensor.is_cuda)
+        self.local = LocalWorker(
+            worker.id,
+            worker.layout,
+            worker.spec.fingerprint,
+            worker.pool.tensor.is_cuda,
+            worker.states if self.takes_states and worker.config.transfer.states_bytes else None,
+            worker.states_shape,
+        )
         self.compatibility = self.local.digest(worker.config.transfer)
         """Of all that two workers must have in common. A co-located one has it too: routers compare whole groups."""
 

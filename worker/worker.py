@@ -20,6 +20,7 @@ from kvrelay.engine.progress import Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
+from kvrelay.engine.states import StatesLayout
 from kvrelay.internal.v1.supervisor_pb2 import Member
 from kvrelay.internal.v1.worker_pb2 import (
     ClientCall,
@@ -43,7 +44,7 @@ from kvrelay.worker.hooks import WorkerHooks
 from kvrelay.worker.live_request import LiveRequest, refused_suspect
 from kvrelay.worker.load import LoadReports, Reading
 from kvrelay.worker.relay_stream import RelayStream
-from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of
+from kvrelay.worker.requests import CONTEXT_LIMITS, key_of, model_info, request_of, states_message
 from kvrelay.worker.role import Key, Role
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,10 @@ class Worker:
         self.spec = runner.spec
         self.pool = runner.pool
         self.layout = runner.layout
+        self.states_shape = runner.states_shape
+        guesses = engine.scheduler.speculation
+        self.states = None if guesses is None else guesses.states(runner)
+        """Hidden states of prompts that its proposer guesses from."""
         self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._hooks = hooks
@@ -157,16 +162,17 @@ class Worker:
         live = self._live.get(key)
         return PeerRef() if live is None else live.peer
 
-    def compute(self, request: Request, *, handoff: bool = False) -> None:
-        """Gives the request to the engine; with `handoff` it leaves the engine after its first token."""
-
+    def compute(self, request: Request, *, handoff: bool = False, states: StatesLayout | None = None) -> None:
+        """Gives the request to the engine; with `handoff` it leaves the engine after its first token, with these hidden
+        states.
+        """
         tokens = len(request.tokens)
         self._loads.give(tokens)
 
         def add() -> None:
             self._loads.take(tokens)
             try:
-                self._engine.scheduler.add(request, handoff=handoff)
+                self._engine.scheduler.add(request, handoff=handoff, states=states)
             except ValueError as error:
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INVALID, message=str(error)))
 
@@ -195,15 +201,20 @@ class Worker:
         task = asyncio.create_task(ask(), name=f"reserve {request.key}")
         task.add_done_callback(self._on_task_done)
 
-    def resume(self, request: Request, first_token: int, reservation: Reservation, done: Callable[[], None]) -> None:
+    def resume(
+        self, request: Request, first_token: int, reservation: Reservation, states: Any, done: Callable[[], None]
+    ) -> None:
         """Gives the engine a sequence whose prompt is computed in reserved blocks; `done` runs on the engine thread.
 
         A first token that no sound peer sends fails the request.
+
+        Args:
+            states: as `Scheduler.resume`.
         """
 
         def add() -> None:
             try:
-                self._engine.scheduler.resume(request, first_token, reservation.hold)
+                self._engine.scheduler.resume(request, first_token, reservation.hold, states)
             except ValueError as error:
                 reservation.release()
                 self.post_to_loop(self.fail, request.key, Failure(code=Failure.CODE_INTERNAL, message=str(error)))
@@ -276,6 +287,8 @@ class Worker:
         thread, role = self._thread, self.role
         member.transports.extend(role.transports)
         member.compatibility = role.compatibility
+        if (states := role.local.states) is not None:
+            member.states.CopyFrom(states_message(states))
         member.step_age_seconds = thread.step_age
         member.slow_step_seconds = thread.slow_step
         member.failed = thread.ended

@@ -282,6 +282,8 @@ def _handoff(make: Panels) -> Dashboard:
                 [
                     make.rate(table.SENT_BYTES, "Sent", "worker", stacked=True),
                     make.rate(table.RECEIVED_BYTES, "Received", "worker", stacked=True),
+                    make.rate(table.SENT_STATES, "Hidden states sent", "worker", stacked=True),
+                    make.rate(table.RECEIVED_STATES, "Hidden states received", "worker", stacked=True),
                     make.quantiles(table.TRANSFER, "Time of a hand-off", role="prefill"),
                     make.quantiles(table.EXPOSED, "Exposed time", role="prefill"),
                     make.share(

@@ -108,7 +108,8 @@ class NativeDecoder:
             attention: the one that this was made with; the recorded program calls its kernels.
         """
         count, last = len(tokens), self.config.layers
-        cuts = tuple(sorted([layer for layer in taps if layer != last]))
+        # A program stays cut where a step needed it once: to record it anew takes longer than to run its parts.
+        cuts = tuple(sorted({layer for layer in taps if layer != last}.union(self._cuts)))
         if cuts != self._cuts:
             self._cuts = cuts
             self._record(len(self._residual))
@@ -118,7 +119,8 @@ class NativeDecoder:
         hidden = self._residual[:count, : self.config.hidden_size]
         self._team.run(self._programs[0])
         for cut, program in zip(cuts, self._programs[1:], strict=True):
-            taps[cut].copy_(hidden)
+            if cut in taps:
+                taps[cut].copy_(hidden)
             self._team.run(program)
         if last in taps:
             taps[last].copy_(hidden)

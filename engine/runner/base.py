@@ -8,6 +8,7 @@ import numpy as np
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.states import StatesShape
 
 if TYPE_CHECKING:
     from kvrelay.engine.kv.pool import KVPool
@@ -47,6 +48,11 @@ class Runner(Protocol):
 
     @property
     def pool(self) -> "KVPool": ...
+
+    @property
+    def states_shape(self) -> StatesShape | None:
+        """What its steps can keep (`StepPlan.keep`); None if they can keep nothing."""
+        ...
 
     def warm_up(self) -> None:
         """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences."""

@@ -35,6 +35,7 @@ from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
 from kvrelay.engine.sampling.sampler import Choice, are_plain, choose, draws_of, sample, step_output
+from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
 from kvrelay.kernels.cpu.library import library
@@ -85,34 +86,30 @@ class CpuRunner:
         self.attention = attention
         self._threads = threads
         self._thread: int | None = None
-        self._kept: tuple[int, ...] = ()
-
-    def keep(self, layers: tuple[int, ...]) -> None:
-        """Every step yields these layers' inputs from now on (`StepOutput.states`).
-
-        Args:
-            layers: as `Proposer.layers`.
-        """
-        self._kept = layers
 
     @property
     def layout(self) -> KVLayout:
         return self.pool.layout
+
+    @property
+    def states_shape(self) -> StatesShape:
+        return StatesShape(self.model.config.layers, self.model.config.hidden_size)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """See `Runner.launch`."""
         self._set_threads()
         rows = np.flatnonzero(plan.sample)
         draws = draws_of(plan, rows)
-        if isinstance(self.model, NativeDecoder) and not self._kept and not plan.prompt_parts and are_plain(draws):
+        if isinstance(self.model, NativeDecoder) and not plan.keep and not plan.prompt_parts and are_plain(draws):
             chosen, largest = self.model.choose(plan, rows, draws, 1)
             choice = Choice(chosen[0].tolist(), nonfinite_rows(largest[0]), {}, None)
             return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
             states, taps = None, NO_TAPS
-            if self._kept:
-                states = torch.empty(plan.num_tokens, len(self._kept), self.model.config.hidden_size)
-                taps = {layer: states[:, place] for place, layer in enumerate(self._kept)}
+            if plan.keep:
+                shape = plan.num_tokens, len(plan.keep), self.model.config.hidden_size
+                states = torch.empty(shape, dtype=TORCH_DTYPES[self.spec.dtype])
+                taps = {layer: states[:, place] for place, layer in enumerate(plan.keep)}
             hidden = self.forward(plan, taps)
             ends = np.cumsum(plan.lengths, dtype=np.int64)
             prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))

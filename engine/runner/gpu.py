@@ -139,6 +139,11 @@ class GpuRunner:
     def layout(self) -> KVLayout:
         return self.pool.layout
 
+    @property
+    def states_shape(self) -> None:
+        """None: graphs of steps keep no hidden states."""
+        return
+
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
         return chain_of_steps(self, plan, count)

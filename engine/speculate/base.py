@@ -67,11 +67,17 @@ class Proposer(Protocol):
         Empty if it guesses from tokens alone."""
         ...
 
+    @property
+    def last_state(self) -> bool:
+        """Whether it needs them of the last computed token alone."""
+        ...
+
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow."""
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        """A step has ended. Called for every step if it guesses from hidden states, and otherwise never.
+        """A step has ended. Called for every step if it guesses from hidden states, and otherwise never; and when a
+        sequence comes whose prompt another worker has computed, with the states that came along.
 
         Args:
             computed: of the sequences that go on; those of one sequence in order of their positions.

@@ -98,8 +98,12 @@ class StepCosts:
         self._speed = 1.0
         self._steps = self._shaped_steps = 0
 
-    def measure(self, runner: Runner) -> None:
-        """Runs steps of all shapes. Overwrites KV blocks: call it before there are sequences."""
+    def measure(self, runner: Runner, keep: tuple[int, ...] = ()) -> None:
+        """Runs steps of all shapes. Overwrites KV blocks: call it before there are sequences.
+
+        Args:
+            keep: as `StepPlan.keep`.
+        """
         capacity = runner.pool.num_blocks * runner.layout.block_size
         context = max(1, min(CONTEXT, capacity - 1, runner.spec.max_context - 1))
         wide = max([size for size in self._sizes if size <= WIDE])
@@ -113,7 +117,7 @@ class StepCosts:
         for _ in range(REPEATS):
             for shape in shapes:
                 if self._clock() - began < MOST_SECONDS or not taken[shape]:
-                    taken[shape].append(self._seconds(runner, shape))
+                    taken[shape].append(self._seconds(runner, shape, keep))
         fastest = {shape: sorted(seconds)[:2][-1] for shape, seconds in taken.items()}
         # More rows never cost less. A pause only makes a step slower, so the smaller time is the right one.
         sizes = np.minimum.accumulate(np.array([fastest[shape] for shape in greedy])[::-1])[::-1]
@@ -180,7 +184,7 @@ class StepCosts:
         found: list[float] = np.interp(np.arange(self._sizes[-1] + 1), self._sizes, values).tolist()
         return found
 
-    def _seconds(self, runner: Runner, shape: Shape) -> float:
+    def _seconds(self, runner: Runner, shape: Shape, keep: tuple[int, ...]) -> float:
         rows, context, chain, choosing = shape
         starts = np.maximum(0, context - np.arange(rows)[::-1] * chain)
         blocks = runner.layout.blocks_for(context + 1)
@@ -194,6 +198,7 @@ class StepCosts:
             sample=np.ones(rows, np.bool_),
             sampling=(MEASURED[choosing],) * rows,
             generated=np.zeros(rows, np.int32),
+            keep=keep,
         )
         began = self._clock()
         runner.launch(plan).result()

@@ -75,6 +75,7 @@ class DraftProposer:
     passes = True
     kinds = 1
     layers = ()
+    last_state = False
 
     def __init__(self, runner: ChainRunner, max_batch_tokens: int) -> None:
         """

@@ -1,17 +1,16 @@
 """Guesses by an EAGLE-3 checkpoint: one layer that continues the model's hidden states (`eagle_model.py`).
 
 Its KV is its own, in a pool with as many blocks as the model's. The hidden states of tokens that a step computed wait
-until the next guess, or until there are many. One pass then computes all of them and yields the first guess, and a pass
-of one token yields each further one:
+until the next guess, or until there are many; those of a prompt are read behind the steps, so many tokens each. One
+pass then computes all that wait and yields the first guess, and a pass of one token yields each further one:
 
     position     | KV here           | waiting states | guesses, overwritten later
                  first               done             end
 
 The last position that a pass computed waits again, so that there is one whenever guesses are asked for.
 
-A sequence whose KV came from another worker, or from the prefix cache, begins here with the first token that this
-worker computes; the layer sees none of the tokens before. The states of a prompt are not handed over: those of three
-layers are a fifth as long as the KV of an 8B model, and every request would wait for them.
+A sequence begins here with the first token whose states are known: not with those whose KV came from a prefix cache,
+here or on the worker that computed the prompt. The layer sees none of the tokens before.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from kvrelay.engine.speculate.draft import Part, plan_of, undisturbed
 from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
 
 MOST_WAITING = 64
-"""Tokens of a sequence whose states wait for a guess, at most."""
+"""Tokens of a sequence whose states wait for a guess, at most; more are read behind a step."""
 NO_SAMPLING = SamplingParams()
 
 
@@ -52,17 +51,32 @@ class Context:
         """The first position whose states aren't known."""
         return self.done + sum(map(len, self.waiting))
 
+    def take(self, count: int) -> list[Tensor]:
+        """The states of the first `count` positions that wait; they are `done`, but the last of all waits again."""
+        taken: list[Tensor] = []
+        self.done += count
+        while count:
+            states = self.waiting[0]
+            taken.append(states[:count])
+            self.waiting[:1] = [states[count:]] if len(states) > count else []
+            count -= len(taken[-1])
+        if not self.waiting:
+            self.done, self.waiting = self.done - 1, [taken[-1][-1:].clone()]
+        return taken
+
 
 class EagleProposer:
     """Implements `Proposer`."""
 
     passes = True
     kinds = 1
+    last_state = False
 
-    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts) -> None:
+    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts, step_tokens: int) -> None:
         """
         Args:
             pool: of one layer; nobody else uses it.
+            step_tokens: that are read behind a step at most.
         """
         self.layers = model.config.layers
         self._model = model
@@ -70,7 +84,10 @@ class EagleProposer:
         self._pool = BlockPool(pool.num_blocks)
         self._attention = parts.attention(pool, model.config.heads)
         self._sample = parts.sample
+        self._step_tokens = step_tokens
         self._contexts: dict[int, Context] = {}
+        self._behind: dict[int, Sequence[int]] = {}
+        """By handle: the tokens of sequences whose states are to be read behind a step."""
 
     def warm_up(self) -> None:
         states = torch.zeros(1, STATES, self._model.states_width)
@@ -78,7 +95,6 @@ class EagleProposer:
         self.propose([WARM_UP])
 
     def observe(self, computed: Sequence[Computed]) -> None:
-        full: dict[int, tuple[Context, Sequence[int]]] = {}
         for handle, tokens, start, states in computed:
             context = self._contexts.get(handle)
             if context is None or not context.first <= start <= context.end:
@@ -89,17 +105,9 @@ class EagleProposer:
             if len(fresh := states[context.end - start :]):
                 context.waiting.append(fresh.clone())
             if context.end - context.done > MOST_WAITING:
-                full[handle] = context, tokens
-        ready = []
-        for handle, (context, tokens) in full.items():
-            if self._extend(context, 0):
-                ready.append((context, tokens))
-            else:
-                # It begins anew with the tokens that come.
-                self.forget(handle)
-        if ready:
-            with torch.inference_mode():
-                self._catch_up(ready)
+                self._behind[handle] = tokens
+        if self._behind:
+            self._read()
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A sequence has no guess until a step has computed the token before its last one here."""
@@ -107,7 +115,8 @@ class EagleProposer:
         ready = []
         for want in wants:
             context = self._contexts.get(want.handle)
-            if context is not None and context.end == len(want.tokens) - 1 and self._extend(context, want.most - 1):
+            known = context is not None and context.end == len(want.tokens) - 1 and want.handle not in self._behind
+            if context is not None and known and self._extend(context, want.most - 1):
                 ready.append((context, want))
         if ready:
             with torch.inference_mode():
@@ -116,8 +125,30 @@ class EagleProposer:
 
     def forget(self, handle: int) -> None:
         context = self._contexts.pop(handle, None)
+        self._behind.pop(handle, None)
         if context is not None:
             context.hold.release()
+
+    def _read(self) -> None:
+        """Computes what waits of the sequences that are behind, in the order in which they came."""
+        left, rows = self._step_tokens, []
+        for handle, tokens in list(self._behind.items()):
+            context = self._contexts[handle]
+            if not self._extend(context, 0):
+                # It begins anew with the tokens that come.
+                self.forget(handle)
+                continue
+            waiting = context.end - context.done
+            count = min(left, waiting)
+            rows.append((context, tokens, count))
+            left -= count
+            if waiting - count <= MOST_WAITING:
+                del self._behind[handle]
+            if not left:
+                break
+        if rows:
+            with torch.inference_mode():
+                self._catch_up(rows)
 
     def _extend(self, context: Context, more: int) -> bool:
         """Takes blocks for what waits and `more` tokens behind it; False if there are too few."""
@@ -126,7 +157,7 @@ class EagleProposer:
 
     def _guess(self, rows: list[tuple[Context, Want]], guesses: dict[int, list[int]]) -> None:
         """Appends to the guesses, by handle."""
-        hidden = self._catch_up([(context, want.tokens) for context, want in rows])
+        hidden = self._catch_up([(context, want.tokens, context.end - context.done) for context, want in rows])
         level = 0
         while True:
             draws = [Draw(undisturbed(want.request.sampling), len(want.tokens) + level, 0) for _, want in rows]
@@ -148,20 +179,18 @@ class EagleProposer:
             hidden = self._run(parts, hidden[going])
             level += 1
 
-    def _catch_up(self, rows: Sequence[tuple[Context, Sequence[int]]]) -> Tensor:
-        """Computes the positions that wait in each context, whose sequence has these tokens.
+    def _catch_up(self, rows: Sequence[tuple[Context, Sequence[int], int]]) -> Tensor:
+        """Computes the first positions that wait in each context: so many, of a sequence with these tokens.
 
         Returns:
             [N, hidden] of the last position of each.
         """
         parts, states = [], []
-        for context, tokens in rows:
-            following = tokens[context.done + 1 : context.end + 1]
+        for context, tokens, count in rows:
+            following = tokens[context.done + 1 : context.done + 1 + count]
             parts.append(Part(context.hold.blocks, context.done - context.first, following, NO_SAMPLING))
-            states += context.waiting
+            states += context.take(count)
         hidden = self._run(parts, self._model.fuse(torch.cat(states)))
-        for context, _ in rows:
-            context.done, context.waiting = context.end - 1, [context.waiting[-1][-1:].clone()]
         ends = torch.tensor([len(part.tokens) for part in parts]).cumsum(0)
         return hidden[ends - 1]
 

@@ -26,6 +26,7 @@ class LookupProposer:
     passes = False
     kinds = LONGEST.bit_length() + 1
     layers = ()
+    last_state = False
 
     def __init__(self, new_index: Callable[[], Index]) -> None:
         self._new_index = new_index

@@ -8,8 +8,8 @@ that successor:
 Source: Cai et al., Medusa, 2024, section 2.1. The heads know nothing of one another's guesses. They are sampled with
 the noise of the model's own choice at that position, as a draft model is (`draft.py`).
 
-A sequence whose KV came from another worker has no state here before its first step, which so has no guesses. The state
-is not handed over: that step computes the next one anyway, and the whole loss is one step without guesses a request.
+With the KV of a prompt that another worker has computed comes the state of its last token, so there are guesses from
+the first step on.
 """
 
 from collections.abc import Sequence
@@ -87,6 +87,7 @@ class MedusaProposer:
 
     passes = True
     kinds = 1
+    last_state = True
 
     def __init__(self, heads: tuple[MedusaHead, ...], config: ModelConfig, norm: Tensor, parts: Parts) -> None:
         """
@@ -120,7 +121,7 @@ class MedusaProposer:
         if ready:
             with torch.inference_mode():
                 states = functional.rms_norm(
-                    torch.stack([state for _, state in ready]), self._norm.shape, self._norm, self._eps
+                    torch.stack([state for _, state in ready]).float(), self._norm.shape, self._norm, self._eps
                 )
                 self._guess([want for want, _ in ready], states.to(self._activations), guesses)
         return [Guess(guesses[want.handle]) if want.handle in guesses else NO_GUESS for want in wants]

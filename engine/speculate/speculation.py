@@ -19,6 +19,7 @@ from kvrelay.engine.speculate.allowance import Allowance
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Proposer, Want
 from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts
 from kvrelay.engine.speculate.shares import Shares
+from kvrelay.engine.states import StatesLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,10 +113,31 @@ class Speculation:
         self._observed = 0.0
         """Seconds that the proposer took to observe the step before."""
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers whose inputs every step should keep, as `Proposer.layers`."""
+        return self._proposer.layers
+
+    def states(self, runner: Runner) -> StatesLayout | None:
+        """The hidden states of a prompt that it guesses from, as `runner` yields them; None if it needs none."""
+        if not self._proposer.layers or runner.states_shape is None:
+            return None
+        width = runner.states_shape.hidden_size
+        return StatesLayout(self._proposer.layers, width, runner.spec.dtype, self._proposer.last_state)
+
+    def take_states(self, sequence: Sequence, states: "Tensor") -> None:
+        """A sequence has come whose KV another worker computed, and with it hidden states of its last tokens.
+
+        Args:
+            states: [n, layers, hidden] as `states` says.
+        """
+        start = sequence.num_computed - len(states)
+        self._proposer.observe([Computed(sequence.handle, sequence.tokens, start, states)])
+
     def measure(self, runner: Runner) -> None:
         """Measures what steps cost. Overwrites KV blocks: call it before there are sequences."""
         self._proposer.warm_up()
-        self._costs.measure(runner)
+        self._costs.measure(runner, self.layers)
         if self._proposer.passes:
             one, most = (
                 min([self._timed([WARM_UP._replace(most=count)])[1] for _ in range(REPEATS)])
@@ -171,10 +193,10 @@ class Speculation:
         Args:
             kept: [R] as `verify.kept_rows`.
             sequences: [R] of the rows.
-            states: as `StepOutput.states`.
+            states: as `StepOutput.states`; the proposer's layers come first.
         """
         ended = self._clock()
-        if states is not None:
+        if states is not None and self.layers:
             self._observe(plan, kept, sequences, states)
             self._observed = self._clock() - ended
         seconds, self._began = ended - self._began, ended
@@ -295,8 +317,9 @@ class Speculation:
         places = zip(sequences, kept, plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         for sequence, has, start, length in places:
             end += length
-            if has and not sequence.ended:
-                computed.append(Computed(sequence.handle, sequence.tokens, start, states[end - length : end]))
+            if has and not (sequence.ended or sequence.handoff):
+                states_here = states[end - length : end, : len(self.layers)]
+                computed.append(Computed(sequence.handle, sequence.tokens, start, states_here))
         self._proposer.observe(computed)
 
     def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence], kinds: dict[int, int]) -> None:

@@ -296,6 +296,20 @@ SENT_BYTES = _family("worker", "transfer_sent_bytes_total", "counter", "bytes", 
 RECEIVED_BYTES = _family(
     "worker", "transfer_received_bytes_total", "counter", "bytes", "KV that was received and verified."
 )
+SENT_STATES = _family(
+    "worker",
+    "transfer_sent_states_bytes_total",
+    "counter",
+    "bytes",
+    "Hidden states of prompts that were sent with their KV.",
+)
+RECEIVED_STATES = _family(
+    "worker",
+    "transfer_received_states_bytes_total",
+    "counter",
+    "bytes",
+    "Hidden states of prompts that were received with their KV and verified.",
+)
 TRANSFER = _family(
     "worker",
     "transfer_duration_seconds",

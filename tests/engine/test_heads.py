@@ -19,6 +19,7 @@ from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.speculate.base import Computed, Guess, Want
+from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
@@ -237,6 +238,7 @@ class Watching:
     passes = False
     kinds = 1
     layers = (0,)
+    last_state = False
 
     def __init__(self) -> None:
         self.guesses = HashGuesses(wrong_every=3)
@@ -293,31 +295,127 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert not watching.reach
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_heads_begin_where_a_sequence_came_from_another_worker(
-    eight: Path, request: pytest.FixtureRequest, method: str
-) -> None:
-    """Its prompt was computed elsewhere: the first step has no guess, all later ones have."""
-    plain = run(build_engine(eight, "auto", OPTIONS)[0], requests(3))
-    engine = with_heads(request.getfixturevalue(method), eight, method)
-    scheduler, runner = engine.scheduler, engine.runner
-    for one in requests(3):
-        scheduler.add(one, handoff=True)
-    done = [report for _ in range(3) for report in engine.step() if report.token is not None]
-    heard = {report.sequence.request.request_id: [report.token] for report in done}
-    for report in done:
-        assert report.hold is not None
-        scheduler.resume(dataclasses.replace(report.sequence.request, attempt=2), report.token or 0, report.hold)
-    proposed = []
+class Recorded:
+    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.scheduler.speculation is not None
+        self.guesses: dict[tuple[str, int], list[int]] = {}
+        self._proposer = engine.scheduler.speculation._proposer
+        self._propose = self._proposer.propose
+        self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
+
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        found = self._propose(wants)
+        for want, guess in zip(wants, found, strict=True):
+            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
+        return found
+
+
+def handed_over(
+    engine: Engine, asked: Sequence[Request], wanted: StatesLayout | None, most: int = 0
+) -> dict[str, list[int]]:
+    """The streams of requests whose prompts come from another worker: this engine stands for both.
+
+    Args:
+        wanted: hidden states that come along.
+        most: tokens whose hidden states come along at most; 0 for all.
+    """
+    scheduler = engine.scheduler
+    states: dict[str, list[Tensor]] = {one.request_id: [] for one in asked}
+    for one in asked:
+        scheduler.add(one, handoff=True, states=wanted)
+    done = []
     while engine.has_work:
         for report in engine.step():
+            if report.states is not None:
+                states[report.sequence.request.request_id].append(report.states)
+            if report.token is not None:
+                done.append(report)
+    heard = {}
+    for report in done:
+        request, hold = report.sequence.request, report.hold
+        assert hold is not None
+        heard[request.request_id] = [report.token or 0]
+        came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
+        scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)
+    while engine.has_work:
+        for report in engine.step():
+            assert report.token is not None
             heard[report.sequence.request.request_id].append(report.token)
-        assert scheduler.speculation is not None
-        proposed.append(scheduler.speculation.counts.proposed)
     scheduler.check_integrity(idle=True)
-    assert heard == plain
-    assert proposed[0] == 0 < proposed[1]
-    assert runner.spec.max_context
+    return heard
+
+
+def wanted_by(engine: Engine) -> StatesLayout:
+    assert engine.scheduler.speculation is not None
+    wanted = engine.scheduler.speculation.states(engine.runner)
+    assert wanted is not None
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
+    eight: Path, request: pytest.FixtureRequest, method: str, dtype: str
+) -> None:
+    """Token by token, from the first step on, with prompts of several steps; and so are the streams."""
+    heads = str(request.getfixturevalue(method))
+    speculation = SpeculationConfig(method, heads, max_tokens=3, adaptive=False)  # type: ignore[arg-type]  # a literal
+    options = dataclasses.replace(OPTIONS, speculation=speculation, prefix_cache=False)
+    whole, parted = (build_engine(eight, dtype, options)[0] for _ in range(2))  # type: ignore[arg-type]  # a literal
+    expected, found = Recorded(whole), Recorded(parted)
+    wanted = wanted_by(parted)
+    assert wanted.layers == ((8,) if method == "medusa" else (2, 4, 5))
+    assert (wanted.hidden_size, wanted.dtype, wanted.last) == (HIDDEN, dtype, method == "medusa")
+    # One at a time, so that the room in a step for guesses is the same.
+    for one in requests(6):
+        streams = run(whole, [one])
+        assert handed_over(parted, [one], wanted) == streams
+    assert found.guesses == expected.guesses
+    assert len(found.guesses) > 100
+    assert all(found.guesses.values())
+
+
+def long_request(count: int = 200) -> Request:
+    return Request("long", 1, tuple((7 * place) % 300 for place in range(count)), count, GREEDY)
+
+
+def test_a_layer_reads_a_long_prompt_behind_several_steps(eight: Path, eagle3: Path) -> None:
+    """So that no step waits for all of it; until then there are no guesses, and afterwards the same ones."""
+    whole, parted = (with_heads(eagle3, eight, "eagle3") for _ in range(2))
+    expected, found = Recorded(whole), Recorded(parted)
+    assert handed_over(parted, [long_request()], wanted_by(parted)) == run(whole, [long_request()])
+    late = [place for place, guess in found.guesses.items() if not guess]
+    assert late == [("long", 201), ("long", 202)]
+    common = (found.guesses.keys() & expected.guesses.keys()) - set(late)
+    assert {place: found.guesses[place] for place in common} == {place: expected.guesses[place] for place in common}
+    assert len(common) > 5
+
+
+def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagle3: Path) -> None:
+    """It guesses as it does behind a prefix hit, which has none either."""
+    whole, parted = (with_heads(eagle3, eight, "eagle3") for _ in range(2))
+    one = long_request(100)
+    run(whole, [one])
+    expected, found = Recorded(whole), Recorded(parted)
+    streams = run(whole, [one])
+    cached = 96
+    assert handed_over(parted, [one], wanted_by(parted), most=len(one.tokens) - cached) == streams
+    assert found.guesses == expected.guesses
+    assert all(found.guesses.values())
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_begin_without_the_states_of_a_prompt(eight: Path, request: pytest.FixtureRequest, method: str) -> None:
+    """None came: the first step has no guess, all later ones have."""
+    engine = with_heads(request.getfixturevalue(method), eight, method)
+    found = Recorded(engine)
+    plain = run(build_engine(eight, "auto", OPTIONS)[0], requests(3))
+    assert handed_over(engine, requests(3), None) == plain
+    for one in requests(3):
+        lengths = [length for name, length in found.guesses if name == one.request_id]
+        assert [length for length in lengths if not found.guesses[one.request_id, length]] == lengths[:1]
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])

@@ -49,6 +49,7 @@ class Truth:
     passes = False
     kinds = 1
     layers = ()
+    last_state = False
 
     def __init__(self, streams: dict[str, list[int]], wrong_every: int = 3) -> None:
         self._streams = streams

@@ -52,7 +52,7 @@ TRIES = 3
 AT_ONCE = 12
 
 
-@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, "int8"])
+@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, "int8", "states"])
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = []
     for name, text in (RETRIED | SURVIVED | ALONE).items():

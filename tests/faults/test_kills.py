@@ -36,7 +36,10 @@ def name_of(place: str, action: str) -> str:
     return f"{action} {place}".replace(",", " ").replace("=", " ")
 
 
-@pytest.fixture(scope="module", params=[*ALL_TRANSPORTS, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[*ALL_TRANSPORTS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "states"))],
+)
 def it(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     rules = [rule(place, "kill") for place in KILLS] + [rule(place, "exit(3)") for place in EXITS]
     # The first token is on its way to the router when the acknowledgement comes; here it has the time to get there.

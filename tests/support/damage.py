@@ -93,22 +93,34 @@ class DamagedFrames(PoolFrames):
         return next((rule for rule in self._rules if rule.applies(place, key, frame.index)), None)
 
     def send(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        return self._send(super().send, key, frame, *rest)
+
+    def send_states(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        return self._send(super().send_states, key, frame, *rest)
+
+    def _send(self, make: Callable[..., Any], key: Key, frame: Frame, *rest: Any) -> Any:
         rule = self._rule("sent", key, frame)
         if rule is None:
-            return super().send(key, frame, *rest)
-        claim, table, peer, announce, on_read = rest
+            return make(key, frame, *rest)
+        claim, source, peer, announce, on_read = rest
         twice = rule.action == "duplicate"
 
         def announce_twice(push: Push) -> None:
             announce(push)
             announce(push)
 
-        job = super().send(key, frame, claim, table, peer, announce_twice if twice else announce, on_read)
+        job = make(key, frame, claim, source, peer, announce_twice if twice else announce, on_read)
         return DamagedJob(job, rule, frame.nbytes)
 
     def receive(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        return self._receive(super().receive, key, frame, *rest)
+
+    def receive_states(self, key: Key, frame: Frame, *rest: Any) -> Any:
+        return self._receive(super().receive_states, key, frame, *rest)
+
+    def _receive(self, make: Callable[..., Any], key: Key, frame: Frame, *rest: Any) -> Any:
         rule = self._rule("arrived", key, frame)
-        job = super().receive(key, frame, *rest)
+        job = make(key, frame, *rest)
         return job if rule is None else DamagedJob(job, rule, frame.nbytes)
 
 

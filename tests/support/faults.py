@@ -31,7 +31,7 @@ from support import damage
 from support.chaos import Chaos, Proxy
 from support.detours import DESK, HOSTS
 from support.hash_runner import VOCAB_SIZE, Case, tokens_of_all
-from support.hash_worker import BEAT_SECONDS, MODULE, STEP_SECONDS, WORKER_LAYOUT
+from support.hash_worker import BEAT_SECONDS, MODULE, STATES, STEP_SECONDS, WORKER_LAYOUT
 from support.history import Asked, History, violations
 from support.processes import ProcessCluster, process_cluster, wait_until
 
@@ -55,6 +55,8 @@ TRANSFER = {
 }
 KV_DTYPE = os.environ.get("FAULTS_KV_DTYPE", "auto")
 """Of every scene: the whole suite can be run with KV in int8."""
+WITH_STATES = float(os.environ.get("FAULTS_STATES", "0"))
+"""Of every scene: with 1, hidden states of prompts are handed over, too."""
 CLIENT_SECONDS = 90.0
 AT_ONCE = 20
 """Of the requests of `asking`."""
@@ -65,7 +67,10 @@ ALL_TRANSPORTS = (*TRANSPORTS, SLOW_GLOO)
 
 
 def over(kind: str) -> dict[str, dict[str, Any]]:
-    """Options of a scene: over a transport, or "int8" for what `auto` picks with KV in int8."""
+    """Options of a scene: over a transport; or, for what `auto` picks, "int8" with KV in int8, or "states" with hidden
+    states of prompts beside it."""
+    if kind == "states":
+        return {"transfer": TRANSFER, "variables": {STATES: 1.0}}
     if kind == "int8":
         return {"transfer": TRANSFER, "engine": {"kv_dtype": "int8"}}
     return {"transfer": {**TRANSFER, "transport": kind}}
@@ -269,13 +274,13 @@ def scene(
         rules: of `kvrelay.transfer.failpoints` and `support.damage`; every worker is armed with all of them.
         chaos: whether links run through proxies.
         losses: whether workers or links are lost here, so that the router's retry budget doesn't bound the retries.
-        variables: seconds by variable of `support.hash_worker`.
+        variables: numbers by variable of `support.hash_worker`.
         options: `engine`, added to ENGINE; `decode_engine`, the same for decode workers only; `transfer`, in TRANSFER's
             place; `worker`, other options of every worker; `router`, those of every router; `supervisor`, its own.
     """
     if unknown := options.keys() - {"engine", "decode_engine", "transfer", "worker", "router", "supervisor"}:
         raise TypeError(f"scene has no options {', '.join(sorted(unknown))}")
-    times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, **(variables or {})}
+    times = {STEP_SECONDS: 0.002, BEAT_SECONDS: 0.5, STATES: WITH_STATES, **(variables or {})}
     environment = {name: str(value) for name, value in times.items()}
     for variable, of_damage in ((failpoints.VARIABLE, False), (damage.VARIABLE, True)):
         environment[variable] = ";".join(rule for rule in rules if rule.startswith(damage.PLACES) == of_damage)

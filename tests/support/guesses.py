@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 import xxhash
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.engine.speculate.base import Computed, Guess, Want
-from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, kv_bytes
+from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Want
+from support.hash_runner import LAYOUT, VOCAB_SIZE, choose_tokens, hash_states, kv_bytes
 
 
 class HashGuesses:
@@ -15,7 +16,8 @@ class HashGuesses:
 
     passes = False
     kinds = 1
-    layers = ()
+    layers: tuple[int, ...] = ()
+    last_state = False
 
     def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
         self._layout = layout
@@ -49,3 +51,35 @@ class HashGuesses:
             guesses += choose_tokens([state.digest()], [draw], self._vocab_size).tokens
             state.update(kv_bytes(guesses[-1:], position, self._layout).tobytes())
         return guesses
+
+
+class HashHeads(HashGuesses):
+    """Guesses as `HashGuesses`, but only for sequences of whose prompt it has hidden states, without a gap.
+
+    A wrong state is an AssertionError, which ends the engine.
+    """
+
+    layers = (0, 2)
+
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+        super().__init__(layout)
+        self._known: dict[int, tuple[int, int]] = {}
+        """By handle: the tokens whose states came, the first and the end."""
+
+    def observe(self, computed: Sequence[Computed]) -> None:
+        for handle, tokens, start, states in computed:
+            expected = hash_states(tokens[start : start + len(states)], start, self.layers)
+            assert torch.equal(states, expected), f"hidden states of tokens from {start} on are others"
+            first, end = self._known.get(handle, (start, start))
+            self._known[handle] = (first if first <= start <= end else start, start + len(states))
+
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        return [Guess(self._propose(want)) if self._has(want) else NO_GUESS for want in wants]
+
+    def forget(self, handle: int) -> None:
+        super().forget(handle)
+        self._known.pop(handle, None)
+
+    def _has(self, want: Want) -> bool:
+        first, end = self._known.get(want.handle, (0, 0))
+        return first < len(want.request.tokens) and end == len(want.tokens) - 1

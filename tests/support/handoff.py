@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import torch
@@ -12,6 +13,7 @@ from kvrelay.decode_worker.handoff_service import HandoffService
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.engine.states import StatesLayout, StatesShape
 from kvrelay.internal.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from kvrelay.prefill_worker.handoff_client import HandoffClient
 from kvrelay.prefill_worker.kv_sender import KVSender
@@ -87,6 +89,8 @@ class Ends:
     export_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
     imported: dict[Key, tuple[StandInReservation, int, TransferStats]] = field(default_factory=dict)
     import_failed: dict[Key, tuple[Code, str]] = field(default_factory=dict)
+    states: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    """Hidden states that came with an import."""
 
     async def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
         """Polls until `condition()` holds; TimeoutError after `seconds`."""
@@ -159,8 +163,11 @@ class ReceivingHost:
         if self.on_free is not None:
             self.on_free()
 
-    def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
+    def imported(
+        self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats, states: Any
+    ) -> None:
         self.ends.imported[key] = (reservation, first_token, stats)
+        self.ends.states[key] = states
 
     def import_failed(self, key: Key, code: Code, message: str) -> None:
         self.ends.import_failed[key] = (code, message)
@@ -237,11 +244,20 @@ class Pair:
         self.receiver.blocks_freed()
 
 
+SHAPE = StatesShape(layers=3, hidden_size=16)
+STATES = StatesLayout((0, 2, 3), hidden_size=16, dtype="float32")
+
+
 def setup(
-    worker: WorkerId, pool: KVPool, peers: PeerTable, config: TransferConfig, transports: Mapping[str, Transport]
+    worker: WorkerId,
+    pool: KVPool,
+    peers: PeerTable,
+    config: TransferConfig,
+    transports: Mapping[str, Transport],
+    states: StatesLayout | None = None,
 ) -> HandoffSetup:
-    """What a worker of the model "fingerprint" hands KV over with."""
-    local = LocalWorker(worker, pool.layout, "fingerprint")
+    """What a worker of the model "fingerprint" hands KV over with; as a receiver it wants these hidden states."""
+    local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=SHAPE)
     return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, credentials("worker"))
 
 
@@ -256,10 +272,15 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    host: "ReceivingHost", pool: KVPool, config: TransferConfig, transports: Mapping[str, Transport]
+    host: "ReceivingHost",
+    pool: KVPool,
+    config: TransferConfig,
+    transports: Mapping[str, Transport],
+    states: StatesLayout | None = None,
 ) -> AsyncIterator[Serving]:
     """Starts a receiving side on loopback that knows SENDER as a member, and stops it."""
-    service = HandoffService(setup(RECEIVER, pool, PeerTable([Peer(SENDER, address="")]), config, transports), host)
+    peers = PeerTable([Peer(SENDER, address="")])
+    service = HandoffService(setup(RECEIVER, pool, peers, config, transports, states), host)
     host.on_free = service.receiver.blocks_freed
     server = credentials("worker").server()
     add_HandoffServiceServicer_to_server(service, server)
@@ -283,6 +304,7 @@ async def pair(
     transports: tuple[Mapping[str, Transport], Mapping[str, Transport]] | None = None,
     source: KVPool | None = None,
     target: KVPool | None = None,
+    states: StatesLayout | None = None,
 ) -> AsyncIterator[Pair]:
     """Starts both sides on loopback, and stops them. By default each offers every transport of this machine."""
     config = config or TransferConfig()
@@ -290,8 +312,8 @@ async def pair(
     sending, receiving = SendingHost(ends), ReceivingHost(ends, blocks)
     source, target = source or KVPool(layout, blocks), target or KVPool(receiver_layout or layout, blocks)
     here, there = transports or (available_transports(HOST), available_transports(HOST))
-    async with serving(receiving, target, receiver_config or config, there) as right:
-        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)))])
+    async with serving(receiving, target, receiver_config or config, there, states) as right:
+        peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)), states)])
         client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
         try:
             yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port, peers)

@@ -105,7 +105,9 @@ class _ReportingHost(ReceivingHost):
         self._connection = connection
         self.lengths: dict[Key, int] = {}
 
-    def imported(self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats) -> None:
+    def imported(
+        self, key: Key, reservation: StandInReservation, first_token: int, stats: TransferStats, states: Any
+    ) -> None:
         self._connection.send((key, digest(content(self._pool, reservation.hold.blocks, self.lengths[key]))))
         self.release(reservation)
 

@@ -25,11 +25,13 @@ from kvrelay.engine.runner.base import FinishedStep, StepHandle
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, sample, step_output
 from kvrelay.engine.shaping import Shaping
+from kvrelay.engine.states import StatesShape
 
 VOCAB_SIZE = 251
 LOGITS = 4.0
 """The largest logit; the smallest is about 0."""
 GREEDY = SamplingParams(temperature=0.0)
+STATES_WIDTH = 16
 Bytes = NDArray[np.uint8]
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32")
 
@@ -63,6 +65,17 @@ def _kv_bytes_at(tokens: Sequence[int], positions: Sequence[int] | NDArray[np.in
     seed = (((token << np.uint64(24)) + position << np.uint64(8)) + layer << np.uint64(12)) + word
     raw = _mix(_mix(seed)).view(np.uint8).reshape(len(tokens), layout.layers, words * 8)[:, :, :layer_bytes]
     return raw.reshape(len(tokens), layout.layers, 2, layout.kv_heads, head_bytes)
+
+
+def hash_states(tokens: Sequence[int], first_position: int, layers: Sequence[int]) -> Tensor:
+    """float32 [token, layers, STATES_WIDTH] the hidden states of consecutive tokens: ids, positions and layers."""
+    positions = torch.arange(first_position, first_position + len(tokens))
+    states = torch.empty(len(tokens), len(layers), STATES_WIDTH)
+    states[:, :, 0] = torch.tensor(tokens)[:, None]
+    states[:, :, 1] = positions[:, None]
+    states[:, :, 2] = torch.tensor(layers)
+    states[:, :, 3:] = ((states[:, :, 0] * 31 + states[:, :, 1] * 7 + states[:, :, 2]) % 8191)[:, :, None]
+    return states
 
 
 def expected_tokens(
@@ -138,6 +151,7 @@ class HashRunner:
         self.parts = [np.moveaxis(part, 3 if layout.order == "NHD" else 4, 1) for part in fields(memory, layout)]
         """Views [block, slot, layer, k|v, head, bytes] of the pool: numbers and, if there are any, their scales."""
         self.steps = 0
+        self.states_shape: StatesShape | None = StatesShape(layout.layers, STATES_WIDTH)
         self._last: HashStep | None = None
 
     def warm_up(self) -> None:
@@ -159,7 +173,17 @@ class HashRunner:
         rows = np.flatnonzero(plan.sample)
         digests = [self._digest(plan, row, int(plan.starts[row] + plan.lengths[row])) for row in rows]
         choice = choose_tokens(digests, draws_of(plan, rows), self.spec.vocab_size)
-        return step_output(plan, rows, choice, tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts]))
+        logprobs = tuple([self._prompt_logprobs(plan, part) for part in plan.prompt_parts])
+        return dataclasses.replace(step_output(plan, rows, choice, logprobs), states=self._states(plan))
+
+    def _states(self, plan: StepPlan) -> Tensor | None:
+        ends = np.cumsum(plan.lengths)
+        parts = [
+            hash_states(plan.tokens[end - length : end].tolist(), int(start), plan.keep)
+            for start, length, end in zip(plan.starts, plan.lengths, ends, strict=True)
+            if plan.keep
+        ]
+        return torch.cat(parts) if parts else None
 
     def _digest(self, plan: StepPlan, row: int, num_tokens: int) -> bytes:
         return xxhash.xxh3_64_digest(np.ascontiguousarray(self.held_bytes(plan.block_tables[row], num_tokens)))

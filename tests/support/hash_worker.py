@@ -4,7 +4,8 @@ Environment variables: HASH_STEP_SECONDS is the least duration of an engine step
 HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
 CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
 
-With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`).
+With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`). With HASH_STATES=1 it
+guesses only behind prompts whose hidden states it has, and a wrong one ends it.
 
 Whenever the worker has no request left, it checks the block pool's integrity; a violation ends the process.
 """
@@ -38,13 +39,14 @@ from kvrelay.worker.handoff import HandoffRole
 from kvrelay.worker.server import WorkerServer
 from support import damage
 from support.detours import DESK, detoured
-from support.guesses import HashGuesses
+from support.guesses import HashGuesses, HashHeads
 from support.hash_runner import HashRunner, hash_spec
 
 MODULE = "support.hash_worker"
 STEP_SECONDS = "HASH_STEP_SECONDS"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
+STATES = "HASH_STATES"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -73,7 +75,8 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
-    guesses = None if config.speculation.method == "off" else HashGuesses(WORKER_LAYOUT)
+    proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses
+    guesses = None if config.speculation.method == "off" else proposer(WORKER_LAYOUT)
     return engine_on(runner, config, guesses), runner
 
 
@@ -105,7 +108,7 @@ def armed(role: type[HandoffRole]) -> type[HandoffRole]:
 if __name__ == "__main__":
     worker_module.CHECK_SECONDS = 0.0
     # A hash model's steps cost what the test says. Measuring them took most of a start.
-    StepCosts.measure = lambda _costs, _runner: None  # type: ignore[method-assign]
+    StepCosts.measure = lambda *_: None  # type: ignore[method-assign]
     if BEAT_SECONDS in os.environ:
         beat = float(os.environ[BEAT_SECONDS])
         worker_server.HeartbeatClient = partial(HeartbeatClient, interval=beat)  # type: ignore[misc, assignment]  # a class

@@ -102,16 +102,16 @@ class ObservedSendAttempt(_Observed, SendAttempt):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.heard = arguments[-1]
-        self.granted: dict[int, int] = {}
-        """Epoch -> first token that may be sent."""
+        self.granted: dict[int, tuple[int, int]] = {}
+        """Epoch -> first tokens whose KV, and whose hidden states, may be sent."""
         self.lost = 0
         """The latest epoch whose link is known to be lost."""
         self.finished: set[int] = set()
 
     def note(self, event: Any, now: float) -> None:
         match event:
-            case Grant(epoch=epoch, have=have) if event.key == self.key:
-                self.granted.setdefault(epoch, have)
+            case Grant(epoch=epoch, have=have, states=states) if event.key == self.key:
+                self.granted.setdefault(epoch, (have, states))
             case LinkLost(epoch):
                 self.lost = max(self.lost, epoch)
 
@@ -125,8 +125,8 @@ class ObservedSendAttempt(_Observed, SendAttempt):
         for action in actions:
             match action:
                 case SendFrame(frame):
-                    first = self.granted.get(frame.epoch)
-                    if first is None or frame.epoch <= self.lost or frame.first < first:
+                    firsts = self.granted.get(frame.epoch)
+                    if firsts is None or frame.epoch <= self.lost or frame.first < firsts[frame.states]:
                         raise Violation("credit", f"{self.key}: {frame} without a grant: {self.granted}, {self.lost}")
                 case SendFinish(message):
                     self.finished.add(message.epoch)

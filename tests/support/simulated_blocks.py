@@ -2,9 +2,14 @@
 
 from typing import Any
 
+from kvrelay.engine.states import StatesLayout
+
 BLOCK = 4
 """Tokens of a block."""
 LAYERS = 3
+
+STATES = StatesLayout(layers=(1,), hidden_size=2**13, dtype="float32")
+"""A frame of one layer of a block has the hidden states of two tokens."""
 
 Stamp = tuple[object, ...]
 """Stands for the KV of one layer of one block: who computed it, for which place."""

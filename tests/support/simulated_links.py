@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.frames import announce
 from kvrelay.transfer.messages import Code, Grant, Hello, Key, Message, Push, Refuse
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, LinkEnd, LinkSpec
-from support.simulated_blocks import BLOCK, LAYERS, Stamp
+from support.simulated_blocks import BLOCK, LAYERS, STATES, Stamp, Violation
 
 TIMEOUT = 0.5
 """Of opening a link, and of each frame."""
@@ -104,16 +107,42 @@ class StreamSide:
             self.process.endpoint.on_message(self, message)
 
 
+class SimulatedStates:
+    """Stands for hidden states: a stamp for each token. A slice is a view."""
+
+    def __init__(self, stamps: Any) -> None:
+        """`stamps`: an array of objects."""
+        self.stamps = stamps
+
+    @classmethod
+    def of(cls, stamps: Sequence[Stamp]) -> "SimulatedStates":
+        found = np.empty(len(stamps), object)
+        found[:] = stamps
+        return cls(found)
+
+    def __len__(self) -> int:
+        return len(self.stamps)
+
+    def __getitem__(self, part: slice) -> "SimulatedStates":
+        return SimulatedStates(self.stamps[part])
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * STATES.token_bytes
+
+
 class Job:
     """A frame on its way through one end of a link. A drain has no claim; a call (`after_frames`) has no bytes."""
 
-    __slots__ = ("announce", "call", "claim", "done", "frame", "key", "nbytes", "table")
+    __slots__ = ("announce", "call", "claim", "done", "frame", "key", "nbytes", "states", "table")
 
     def __init__(self, key: Key | None = None, frame: Frame | None = None, claim: BlockClaim | None = None) -> None:
         self.key = key
         self.frame = frame
         self.claim = claim
         self.table: Sequence[int] = ()
+        self.states: list[SimulatedStates] = []
+        """Of a frame of hidden states, which touches no blocks."""
         self.nbytes = 0 if frame is None else frame.nbytes
         self.announce: Callable[[Push], None] | None = None
         self.done: Callable[[Outcome], None] | None = None
@@ -122,6 +151,8 @@ class Job:
     def blocks(self) -> list[int]:
         frame = self.frame
         assert frame is not None
+        if frame.states:
+            return []
         return list(self.table[frame.first // BLOCK : -(-(frame.first + frame.tokens) // BLOCK)])
 
     def fail(self) -> None:
@@ -158,6 +189,36 @@ class SimulatedFrames:
     ) -> Job:
         job = Job(key, frame, claim)
         job.table, job.done = table, on_end
+        return job
+
+    def send_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Sequence[SimulatedStates],
+        peer: Hello | None,
+        announce: Callable[[Push], None],
+        on_read: Callable[[], None],
+    ) -> Job:
+        job = self.send(key, frame, claim, (), peer, announce, on_read)
+        job.states = list(states)
+        return job
+
+    def make_states(self, layout: StatesLayout, tokens: int) -> SimulatedStates:
+        return SimulatedStates.of([("nothing",)] * tokens)
+
+    def receive_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: SimulatedStates,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> Job:
+        job = self.receive(key, frame, claim, (), 0, peer, on_end)
+        job.states = [states]
         return job
 
     def drain(self, nbytes: int, peer: Hello) -> Job:
@@ -240,6 +301,10 @@ class Link:
         assert job.announce is not None
         layers, content = frame.part.layers(LAYERS), self.left.blocks.content
         payload = tuple(content[block][layer] for block in blocks for layer in layers)
+        if frame.states:
+            payload = tuple(stamp for states in job.states for stamp in states.stamps)
+            if len(payload) != frame.tokens:
+                raise Violation("lost", f"{job.key}: {frame} has the states of {len(payload)} tokens")
         self.left.blocks.let_go(blocks)
         self.reading = False
         job.done(Outcome.VERIFIED)
@@ -296,6 +361,8 @@ class Link:
         # A link that breaks meanwhile may have written any part of the frame.
         stamps = iter(() if self.broken else payload)
         assert job.frame is not None
+        for states in job.states:
+            states.stamps[:] = [next(stamps, ("torn",)) for _ in range(len(states))]
         for block in blocks:
             for layer in job.frame.part.layers(LAYERS):
                 right.blocks.content[block][layer] = next(stamps, ("torn",))

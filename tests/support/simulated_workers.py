@@ -5,6 +5,7 @@ from typing import Any
 
 from kvrelay.decode_worker.kv_receiver import KVReceiver
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.states import StatesShape
 from kvrelay.prefill_worker.kv_sender import KVSender
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.config import TransferConfig
@@ -12,18 +13,20 @@ from kvrelay.transfer.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
-from support.simulated_blocks import BLOCK, LAYERS, Blocks, Hold, Violation
-from support.simulated_links import SimulatedFrames, SimulatedLinks, Stream
+from support.simulated_blocks import BLOCK, LAYERS, STATES, Blocks, Hold, Violation
+from support.simulated_links import SimulatedFrames, SimulatedLinks, SimulatedStates, Stream
 
 FIRST_TOKEN = 77
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=16, head_dim=128, block_size=BLOCK, dtype="float32")
+SHAPE = StatesShape(LAYERS, STATES.hidden_size)
 TICK_LATE = 0.1
 """How late a process may look at its deadlines."""
 
 
-def config_of(frame_layers: int, max_links: int) -> TransferConfig:
-    """Frames of so many layers of one block, or of several blocks."""
+def config_of(frame_layers: int, max_links: int, state_tokens: int) -> TransferConfig:
+    """Frames of so many layers of one block, or of several blocks; room for the hidden states of so many tokens."""
     return TransferConfig(
+        states_bytes=state_tokens * STATES.token_bytes,
         frame_bytes=frame_layers * LAYOUT.block_bytes // LAYERS,
         lease_seconds=2.0,
         grant_timeout_seconds=4.0,
@@ -43,7 +46,8 @@ class Process:
         self.world = world
         self.number = incarnation
         self.id = WorkerId(name, f"{name}#{incarnation}")
-        self.peer = Peer(self.id, f"{name}:1", ("simulated",))
+        states = world.states if isinstance(self, DecodeProcess) else None
+        self.peer = Peer(self.id, f"{name}:1", ("simulated",), states)
         self.blocks = Blocks(self.id.incarnation, blocks)
         self.dead = self.engine_ended = False
         self.frozen = self.skew = 0.0
@@ -55,7 +59,11 @@ class Process:
         self.links = SimulatedLinks(self, world.config.max_links)
         self.peers = PeerTable()
         self.context = EndpointContext(
-            LocalWorker(self.id, LAYOUT, "model"), self.peers, world.config, self, self.links
+            LocalWorker(self.id, LAYOUT, "model", states=states, states_shape=SHAPE),
+            self.peers,
+            world.config,
+            self,
+            self.links,
         )
 
     def __repr__(self) -> str:
@@ -123,6 +131,8 @@ class Process:
             raise Violation("report", f"{self}: nothing was reported of {sorted(silent)}")
         if not self.engine_ended:
             self.blocks.check_all_free()
+        if self.endpoint.states_room.used:  # type: ignore[attr-defined]  # both endpoints have it
+            raise Violation("leak", f"{self}: room is still taken by hidden states")
 
 
 class PrefillProcess(Process):
@@ -130,6 +140,8 @@ class PrefillProcess(Process):
 
     def __init__(self, world: Any, name: str, incarnation: int, blocks: int) -> None:
         super().__init__(world, name, incarnation, blocks)
+        self.kept: dict[Key, list[int]] = {}
+        """By attempt: hidden states of which tokens are known, the first and the end."""
         self.endpoint = self.sender = KVSender(self.context, SimulatedFrames(), self, self._connect)
 
     def begin(self, key: Key, right: "DecodeProcess", tokens: int) -> None:
@@ -161,12 +173,32 @@ class PrefillProcess(Process):
         chunk = 1 + int(random() * left)
         if chunk < left:
             self._fill(key, hold, done, done + chunk)
+            self._keep(key, tokens, done * BLOCK, (done + chunk) * BLOCK)
             self.sender.progress(key, self.blocks.hold(key, hold.blocks[done : done + chunk]))
             world.post(random() * 0.2, self, self._compute, key, hold, tokens, done + chunk)
         else:
             self._fill(key, hold, done, done + left)
+            self._keep(key, tokens, done * BLOCK, tokens)
             self.sender.finished(key, FIRST_TOKEN, self.blocks.hold(key, hold.blocks))
             self.blocks.release(hold)
+
+    def _keep(self, key: Key, tokens: int, first: int, end: int) -> None:
+        """The hidden states of these tokens. Now and then some are in the prefix cache, or computed again."""
+        states, random = self.world.states, self.world.random
+        if states is None:
+            return
+        if states.last:
+            first = tokens - 1
+        elif random() < 0.1:
+            first = max(0, first - 1 - int(random() * 4))
+        elif random() < 0.1:
+            first += 1 + int(random() * 3)
+        if first < end:
+            known = self.kept.setdefault(key, [0, 0])
+            if first > known[1]:
+                known[0] = first
+            known[1] = end
+            self.sender.keep(key, first, SimulatedStates.of([(key, token) for token in range(first, end)]))
 
     def _fill(self, key: Key, hold: Hold, first: int, end: int) -> None:
         for number in range(first, end):
@@ -246,7 +278,9 @@ class DecodeProcess(Process):
         self.blocks.release(reservation)
         self.world.post(0.0, self, self.receiver.blocks_freed)
 
-    def imported(self, key: Key, reservation: Hold, first_token: int, stats: TransferStats) -> None:
+    def imported(
+        self, key: Key, reservation: Hold, first_token: int, stats: TransferStats, states: SimulatedStates | None
+    ) -> None:
         world = self.world
         if key in world.commits:
             raise Violation("commit", f"{key} is committed twice")
@@ -254,8 +288,20 @@ class DecodeProcess(Process):
             raise Violation("commit", f"{key} is committed with token {first_token}")
         world.commits.add(key)
         self.blocks.check_tokens(reservation)
+        self._check_states(key, states)
         self.report(key, "imported")
         world.post(world.random() * 1.5, self, self._decoded, reservation)
+
+    def _check_states(self, key: Key, states: SimulatedStates | None) -> None:
+        """The hidden states that came are those of this very attempt; all of them, unless there was too little room."""
+        world, tokens = self.world, self.world.tokens[key[0]]
+        (kept,) = [left.kept.get(key, [0, 0]) for left, _ in [world.router.placed[key]]]
+        first = tokens if states is None else tokens - len(states)
+        if states is not None and list(states.stamps) != [(key, token) for token in range(first, tokens)]:
+            raise Violation("token", f"{key}: hidden states from {first} on are {list(states.stamps)}")
+        expected = kept[0] if world.states is not None and kept[1] == tokens else tokens
+        if first != expected and world.roomy:
+            raise Violation("lost", f"{key}: hidden states from {first} on, computed from {expected} on")
 
     def _decoded(self, reservation: Hold) -> None:
         self.blocks.check_tokens(reservation)

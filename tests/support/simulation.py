@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,7 @@ from kvrelay.prefill_worker import kv_sender
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import Peer
 from support.observed_machines import ObservedReceiveAttempt, ObservedSendAttempt, Observer, Seen
-from support.simulated_blocks import LAYERS, Violation
+from support.simulated_blocks import LAYERS, STATES, Violation
 from support.simulated_links import Link, Stream
 from support.simulated_workers import DecodeProcess, PrefillProcess, Process, config_of
 
@@ -116,7 +116,12 @@ class World:
         self._number = 0
         self.hostile = random_() < 0.35
         self.link_noise = 0.1 if random_() < 0.25 else 0.0
-        self.config = config_of((1, 2, LAYERS, 2 * LAYERS)[int(random_() * 4)], 1 if random_() < 0.1 else 8)
+        self.states = (None, None, STATES, replace(STATES, last=True))[int(random_() * 4)]
+        """Hidden states that decode wants."""
+        self.roomy = random_() < 0.7
+        """Whether the hidden states of all requests fit into memory."""
+        frame_layers = (1, 2, LAYERS, 2 * LAYERS)[int(random_() * 4)]
+        self.config = config_of(frame_layers, 1 if random_() < 0.1 else 8, 1000 if self.roomy else 10)
         self.router = Router(self)
         self.processes: dict[str, Any] = {}
         self.streams: list[Stream] = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer import messages as wire
 from kvrelay.transfer import packing
 from kvrelay.transfer.messages import (
     MAX_BATCH_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
+    MAX_STATE_LAYERS,
     Ack,
     Code,
     Grant,
@@ -43,6 +46,13 @@ LAYOUTS = st.builds(
     dtype=st.sampled_from(("float32", "bfloat16", "float16")),
     order=st.sampled_from(("NHD", "HND")),
 )
+STATES = st.builds(
+    StatesLayout,
+    layers=st.lists(st.integers(0, 2**16), min_size=1, max_size=MAX_STATE_LAYERS, unique=True).map(tuple),
+    hidden_size=st.integers(1, 2**20),
+    dtype=st.sampled_from(("float32", "bfloat16", "float16")),
+    last=st.booleans(),
+)
 
 
 def _values(rule: packing.Rule) -> st.SearchStrategy[Any]:
@@ -59,6 +69,8 @@ def _values(rule: packing.Rule) -> st.SearchStrategy[Any]:
             return st.sampled_from(list(kind))
         case wire.LayoutRule():
             return LAYOUTS
+        case wire.StatesRule():
+            return st.none() | STATES
         case packing.Many():
             return st.lists(st.tuples(REQUESTS, ATTEMPTS), max_size=20).map(tuple)
     raise AssertionError(rule)
@@ -196,13 +208,33 @@ def test_a_message_that_could_not_be_decoded_is_not_encoded(message: Message, fi
         encode([message])
 
 
+HELLO = Hello(1, "p", "i", "j", "f", KVLayout(2, 2, 8, 16, "float32"), True, "none", False, 65536)
+
+
 def test_an_impossible_layout_is_refused() -> None:
-    layout = KVLayout(2, 2, 8, 16, "float32")
-    batch = encode([Hello(1, "p", "i", "j", "f", layout, True, "none", False, 65536)])
+    batch = encode([HELLO])
     plain = msgpack.unpackb(batch)
     for field, value in (("layers", 0), ("dtype", "int4"), ("order", "DHN"), ("tp_rank", 1), ("block_size", "16")):
         changed = [plain[0] | {"layout": plain[0]["layout"] | {field: value}}]
         with pytest.raises(WireError, match="layout"):
+            decode(msgpack.packb(changed))
+
+
+def test_impossible_hidden_states_are_refused() -> None:
+    states = StatesLayout((1, 4, 7), 64, "bfloat16")
+    plain = msgpack.unpackb(encode([replace(HELLO, states=states)]))
+    for field, value in (
+        ("layers", []),
+        ("layers", [1, 1]),
+        ("layers", list(range(MAX_STATE_LAYERS + 1))),
+        ("layers", [-1]),
+        ("hidden_size", 0),
+        ("dtype", "int8"),
+        ("last", 1),
+        ("more", 1),
+    ):
+        changed = [plain[0] | {"states": plain[0]["states"] | {field: value}}]
+        with pytest.raises(WireError, match=r"Hello\.states"):
             decode(msgpack.packb(changed))
 
 

@@ -1,0 +1,239 @@
+"""Hidden states that come with a prompt's KV: exactly those that were kept, or none, and no memory stays behind."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvrelay.engine.states import StatesLayout, StatesShape
+from kvrelay.transfer.checks import ChecksumKind, FrameCheck
+from kvrelay.transfer.config import TransferConfig
+from kvrelay.transfer.events import Frame
+from kvrelay.transfer.handshake import LocalWorker
+from kvrelay.transfer.messages import Code
+from kvrelay.transfer.states import SentStates, StatesRoom
+from support.fake_transport import FakeTransport, Fault
+from support.handoff import (
+    FIRST_TOKEN,
+    LAYOUT,
+    RECEIVER,
+    SENDER,
+    SHAPE,
+    STATES,
+    Pair,
+    blocks_of,
+    links_of,
+    pair,
+    prompt,
+    raw,
+)
+
+CONFIG = TransferConfig(frame_timeout_seconds=1.0, frame_bytes=65536)
+BLOCK = LAYOUT.block_size
+CHUNK = 4 * BLOCK
+
+
+GAPS = (range(1), CHUNK), (range(1, 3), 3 * CHUNK), (range(4, 9), None)
+"""Chunks of five whose states are missing, and the first token whose states come."""
+
+
+def states_of(tokens: int, layout: StatesLayout = STATES) -> Tensor:
+    noise = torch.Generator().manual_seed(tokens)
+    states = torch.randn(tokens, len(layout.layers), layout.hidden_size, generator=noise)
+    return states.to(getattr(torch, layout.dtype))
+
+
+def compute(world: Pair, key: tuple[str, int], states: Tensor, first: int = 0, skipped: range = range(0)) -> None:
+    """Chunk by chunk, with the hidden states of the tokens from `first` on but those of chunks that are skipped."""
+    count, blocks = len(states), blocks_of(len(states))
+    for number, start in enumerate(range(0, count, CHUNK)):
+        end = min(start + CHUNK, count)
+        if number not in skipped and first < end:
+            world.sender.keep(key, max(first, start), states[max(first, start) : end])
+        if end < count:
+            world.sender.progress(key, world.sending.hold(blocks[start // BLOCK : end // BLOCK]))
+    world.sender.finished(key, FIRST_TOKEN, world.sending.hold(blocks))
+
+
+def check(world: Pair, key: tuple[str, int], states: Tensor, first: int | None) -> None:
+    """The KV came, with the states from `first` on; None if none came. No room is taken any more."""
+    count, came = len(states), world.ends.states[key]
+    world.check_equal(key, blocks_of(count), count)
+    if first is None:
+        assert came is None
+    else:
+        assert came is not None
+        assert torch.equal(came, states[first:])
+    # After a frame was lost, the sender has sent more.
+    nbytes = 0 if came is None else came.nbytes
+    assert world.ends.imported[key][2].state_nbytes == nbytes <= world.ends.exported[key].state_nbytes
+    assert world.sender.states_room.used == world.receiver.states_room.used == 0
+    world.reuse(key)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm", "gloo", "fake"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_arrive_with_the_kv(kind: str, dtype: str) -> None:
+    """From the first token whose states were kept; in frames of many tokens; beside KV that is there already."""
+
+    async def test() -> None:
+        wanted = replace(STATES, dtype=dtype)  # type: ignore[arg-type]  # a literal
+        async with pair(CONFIG, transports=links_of(kind), states=wanted) as world:
+            raw(world.source).random_(0, 256)
+            for number, (count, first) in enumerate(((1, 0), (BLOCK + 1, 0), (1000, 0), (300, 100), (300, 299))):
+                key, states = (f"r{number}", 1), states_of(count, wanted)
+                world.announce(key, prompt(count))
+                compute(world, key, states, first)
+                await world.settled(key)
+                check(world, key, states, first)
+            key, states = ("all there", 1), states_of(3 * BLOCK, wanted)
+            world.announce(key, prompt(3 * BLOCK), have=3 * BLOCK)
+            compute(world, key, states)
+            await world.settled(key)
+            assert torch.equal(world.ends.states[key], states)  # type: ignore[arg-type]  # it came
+            assert world.ends.imported[key][2].nbytes == 0
+
+    asyncio.run(test())
+
+
+def test_who_needs_the_last_token_gets_the_last_token() -> None:
+    async def test() -> None:
+        async with pair(CONFIG, states=replace(STATES, last=True)) as world:
+            for count in (1, 40, 200):
+                key, states = (f"{count}", 1), states_of(count)
+                world.announce(key, prompt(count))
+                compute(world, key, states, first=count - 1)
+                await world.settled(key)
+                check(world, key, states, count - 1)
+
+    asyncio.run(test())
+
+
+def test_behind_a_gap_they_begin_anew() -> None:
+    """A preempted sequence may find blocks of another one; what doesn't reach the prompt's end is of no use."""
+
+    async def test() -> None:
+        async with pair(CONFIG, states=STATES) as world:
+            for number, (skipped, first) in enumerate(
+                ((range(1), CHUNK), (range(1, 3), 3 * CHUNK), (range(4, 9), None))
+            ):
+                key, states = (f"r{number}", 1), states_of(5 * CHUNK)
+                world.announce(key, prompt(5 * CHUNK))
+                compute(world, key, states, skipped=skipped)
+                await world.settled(key)
+                check(world, key, states, first)
+
+    asyncio.run(test())
+
+
+def test_without_room_the_kv_comes_alone() -> None:
+    """The sender drops the part that doesn't fit, and what came before it; the receiver takes all or none."""
+
+    async def test() -> None:
+        small = replace(CONFIG, states_bytes=3 * CHUNK * STATES.token_bytes)
+        for config, receiver, first in ((small, CONFIG, 4 * CHUNK), (CONFIG, small, None)):
+            async with pair(config, receiver_config=receiver, states=STATES) as world:
+                key, states = ("r", 1), states_of(5 * CHUNK)
+                world.announce(key, prompt(5 * CHUNK))
+                compute(world, key, states)
+                await world.settled(key)
+                check(world, key, states, first)
+
+    asyncio.run(test())
+
+
+def test_who_wants_none_gets_none() -> None:
+    """No frame, no byte and no memory more than without."""
+
+    async def test() -> None:
+        async with pair(CONFIG) as world:
+            key = ("r", 1)
+            world.announce(key, prompt(200))
+            world.compute(key, blocks_of(200))
+            await world.settled(key)
+            check(world, key, states_of(200), None)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "replay", "truncate", "fail"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_damaged_frame_is_never_used(fault: str, number: int) -> None:
+    """Two of KV, one of states. It fails the attempt, or its link; the next one goes on behind what had verified."""
+
+    async def test() -> None:
+        fake = {"fake": FakeTransport(lambda frame: Fault(fault) if frame == number else None)}  # type: ignore[arg-type]  # a literal
+        async with pair(CONFIG, transports=(fake, fake), states=STATES) as world:
+            raw(world.source).random_(0, 256)
+            key, states = ("r", 1), states_of(3 * CHUNK)
+            world.announce(key, prompt(3 * CHUNK))
+            compute(world, key, states)
+            await world.settled(key)
+            if key in world.ends.imported:
+                assert fault != "corrupt"
+                check(world, key, states, 0)
+            else:
+                assert world.ends.import_failed[key][0] is Code.CORRUPT
+                assert key not in world.ends.states
+                assert world.sender.states_room.used == world.receiver.states_room.used == 0
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (None, "states: this worker's steps keep no hidden states"),
+        (StatesShape(3, 32), "states.hidden_size: 32 here, 16 there"),
+        (StatesShape(2, 16), "states.layers: 0, 2, 3 there; allowed: 0 to 2"),
+    ],
+)
+def test_a_worker_that_cannot_keep_them_refuses_by_name(shape: StatesShape | None, why: str) -> None:
+    here = LocalWorker(SENDER, LAYOUT, "model", states_shape=shape)
+    there = LocalWorker(RECEIVER, LAYOUT, "model", states=STATES)
+    code, message = here.objection(there.hello(SENDER, CONFIG), CONFIG) or (None, "")
+    assert code is Code.INCOMPATIBLE
+    assert message.startswith(why)
+    assert there.objection(here.hello(RECEIVER, CONFIG), CONFIG) is None
+    able = replace(here, states_shape=SHAPE)
+    assert able.objection(there.hello(SENDER, CONFIG), CONFIG) is None
+
+
+def test_states_that_no_frame_can_carry_are_refused() -> None:
+    async def test() -> None:
+        async with pair(CONFIG, states=replace(STATES, hidden_size=2**20)) as world:
+            world.announce(("r", 1), prompt(100))
+            await world.ends.until(lambda: world.ends.export_failed)
+            code, message = world.ends.export_failed["r", 1]
+            assert code is Code.INCOMPATIBLE
+            assert "transfer.frame_bytes" in message
+
+    asyncio.run(test())
+
+
+def test_the_check_tells_kv_and_states_apart() -> None:
+    """Bytes of one never verify as the other."""
+    frame = Frame(1, 0, 0, 16, 64)
+    checks = [
+        FrameCheck(ChecksumKind.XXH3, mac, ("r", 1), it)
+        for mac in (None, b"k" * 32)
+        for it in (frame, replace(frame, states=True))
+    ]
+    data = torch.zeros(64, dtype=torch.uint8)
+    assert len({check.of(data) for check in checks}) == 4
+
+
+def test_what_is_known_is_not_taken_twice() -> None:
+    """A preempted sequence computes its tokens again."""
+    room = StatesRoom(10**6)
+    kept, states = SentStates(room), states_of(100)
+    for first, end in ((0, 40), (0, 30), (20, 60), (60, 61), (10, 100)):
+        kept.add(first, states[first:end])
+    assert (kept.first, kept.end) == (0, 100)
+    for first, count in ((0, 100), (35, 30), (99, 1), (0, 0)):
+        assert torch.equal(torch.cat([states[:0], *kept.slices(first, count)]), states[first : first + count])
+    assert room.used == states.nbytes
+    kept.clear()
+    assert room.used == 0

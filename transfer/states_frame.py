@@ -1,0 +1,40 @@
+"""Frames of hidden states: they lie in host memory beside the KV pool, at both ends."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrelay.transfer.checks import FrameCheck
+
+
+class StatesFrame:
+    """One frame; implements `kvrelay.transfer.frames.FrameBuffer`."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        """`parts` are the frame's bytes in order: contiguous tensors."""
+        self._parts = [part.view(torch.uint8).flatten() for part in parts]
+
+    def nbytes(self) -> int:
+        return sum(map(len, self._parts))
+
+    def runs(self) -> list[memoryview]:
+        return [memoryview(part.numpy().data) for part in self._parts]
+
+    def tail(self) -> None:
+        """`runs` leaves nothing out."""
+
+    def read(self, out: Tensor) -> None:
+        torch.cat(self._parts, out=out[: self.nbytes()])
+
+    def write(self, data: Tensor) -> None:
+        first = 0
+        for part in self._parts:
+            part.copy_(data[first : first + len(part)])
+            first += len(part)
+
+    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
+        return False
+
+    def write_checked(self, data: Tensor, check: FrameCheck) -> None:
+        """It can't be."""
