@@ -46,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.launch import Repeat, launch
 from kvrelay.kernels.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
 
 NONFINITE = -1
@@ -361,12 +362,46 @@ def choose_kernel(
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
-    """Writes a token for each row of `logits` [R, V] into `tokens` [R].
+class Sampler:
+    """Chooses tokens, with choices and a workspace at fixed addresses; but for the first, a call repeats launches."""
 
-    Raises:
-        ValueError: a tensor has another shape, type or device than it should.
-    """
+    def __init__(self, choices: Choices, workspace: Workspace) -> None:
+        """Both for R rows at most, the workspace for V tokens."""
+        self._choices = choices
+        self._workspace = workspace
+        self._most = min(len(choices.temperature), len(workspace.largest))
+        self._known: tuple[Repeat, ...] = ()
+
+    def __call__(self, logits: Tensor, tokens: Tensor) -> None:
+        """Writes a token for each row of `logits` [N, V] into `tokens` [N], N at most R.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        rows = len(logits)
+        typed = logits.dtype == torch.float32 and tokens.dtype == torch.int64 and logits.is_contiguous()
+        same = typed and logits.shape[1:] == self._workspace.listed.shape[1:] and tokens.shape == (rows,)
+        if not self._known or not same or rows > self._most:
+            _check(logits, self._choices.first(rows), self._workspace.rows(rows), tokens)
+        if not rows:
+            return
+        if not self._known:
+            self._known = _launch(logits, self._choices, self._workspace, tokens)
+            return
+        largest, weigh, fill, choose = self._known
+        grid = triton.cdiv(logits.shape[1], slice_of(logits.shape[1])), rows, 1
+        largest(grid, logits)
+        weigh(grid, logits)
+        fill(grid, logits)
+        choose((rows, 1, 1), logits, tokens)
+
+
+def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
+    """See `Sampler`, of one call."""
+    Sampler(choices, workspace)(logits, tokens)
+
+
+def _check(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:
         raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}; allowed: contiguous float32 [R, V]")
     rows, vocabulary = logits.shape
@@ -377,12 +412,16 @@ def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tenso
     for name, shape, dtype in Workspace.columns(vocabulary):
         check_tensor(f"workspace.{name}", getattr(workspace, name), (rows, shape), logits, dtype)
     check_tensor("tokens", tokens, (rows,), logits, torch.int64)
-    if not rows:
-        return
+
+
+def _launch(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> tuple[Repeat, ...]:
+    rows, vocabulary = logits.shape
     banned, block = choices.banned.shape[1], slice_of(vocabulary)
     slices = triton.cdiv(vocabulary, block)
-    block_s = triton.next_power_of_2(slices)
-    largest_kernel[(slices, rows)](
+    grid, block_s = (slices, rows, 1), triton.next_power_of_2(slices)
+    largest = launch(
+        largest_kernel,
+        grid,
         logits,
         choices.banned,
         workspace,
@@ -393,7 +432,10 @@ def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tenso
         num_warps=WARPS,
     )
     sizes = {"SLICE": block, "SLICES": slices, "BLOCK_S": block_s}
-    weigh_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
-    list_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
+    weigh = launch(weigh_kernel, grid, logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
+    fill = launch(list_kernel, grid, logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
     each = max(1, LISTED // block_s)
-    choose_kernel[(rows,)](logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each, num_warps=WARPS)
+    choose = launch(
+        choose_kernel, (rows, 1, 1), logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each, num_warps=WARPS
+    )
+    return (*(made.repeating("logits") for made in (largest, weigh, fill)), choose.repeating("logits", "tokens"))

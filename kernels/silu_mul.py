@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.launch import Repeat, launch
 
 BLOCK = 1024
 
@@ -30,10 +30,10 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
 
 
 class SiluMul:
-    """The product, prepared: a call with a tensor of the shape of the call before repeats its launch."""
+    """The product, prepared: a call with a tensor like that of a call before repeats its launch."""
 
     def __init__(self) -> None:
-        self._known: tuple[torch.Size, Launch] | None = None
+        self._known: dict[object, Repeat] = {}
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[T, I] of gate_up [T, 2 I].
@@ -46,13 +46,15 @@ class SiluMul:
                 f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous"
             )
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-        if self._known is not None and self._known[0] == gate_up.shape:
-            self._known[1].repeat(gate_up=gate_up, out=out)
-        elif rows:
-            grid = (rows, triton.cdiv(inner, BLOCK))
-            made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
-            self._known = gate_up.shape, made.without("gate_up", "out")
+        out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
+        if rows:
+            grid, like = (rows, -(-inner // BLOCK), 1), (inner, gate_up.dtype)
+            known = self._known.get(like)
+            if known is None:
+                made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
+                self._known[like] = made.repeating("gate_up", "out")
+            else:
+                known(grid, gate_up, out)
         return out
 
 

@@ -35,7 +35,8 @@ class Rotation(NamedTuple):
 class AttentionInputs:
     """Where the tokens of one step lie: R rows, T tokens. Tensors are on the pool's device, arrays on the host.
 
-    A padding row, which fills a batch up to the size of a captured graph, has the start -1 and one token.
+    A padding row, which fills a batch up to the size of a captured graph, has the start -1 and one token. Tokens past
+    those of the rows are padding, too.
     """
 
     positions: Tensor

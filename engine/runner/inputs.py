@@ -73,18 +73,20 @@ class InputBuffers:
         self._sampling: tuple[SamplingParams, ...] = ()
         self._columns = _columns(())
 
-    def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int = 0) -> AttentionInputs:
+    def load(
+        self, plan: StepPlan, sampled: NDArray[np.int64], fill_rows: int = 0, fill_tokens: int = 0
+    ) -> AttentionInputs:
         """Queues the copy of a plan to the device.
 
         Args:
             sampled: [S] the plan's rows that sample, in the order of `choices`.
-            pad_rows: rows to fill a batch of decode rows up to, each with one token; 0 fills none.
+            fill_rows: number to fill the rows up to, each with one token; a smaller one than the plan's fills none.
+            fill_tokens: number to fill the tokens up to, those of filling rows included.
         """
         host = self._sets[0]
         self._sets.reverse()
         rows, tokens = plan.num_rows, plan.num_tokens
-        padding = max(0, pad_rows - rows)
-        end_rows, end_tokens = rows + padding, tokens + padding
+        end_rows, end_tokens = max(rows, fill_rows), max(tokens, fill_tokens)
         host.tokens[:tokens] = plan.tokens
         host.positions[:tokens], host.slots[:tokens] = token_places(plan, self._block_size)
         host.feeds[:tokens] = -1 if plan.feeds is None else np.repeat(plan.feeds, plan.lengths)
@@ -103,12 +105,13 @@ class InputBuffers:
         self._words.copy_(host.words, non_blocking=True)
         self.tables[:rows, :width].copy_(host.tables[: rows * width].view(rows, width), non_blocking=True)
         self._load_bans(plan, sampled)
+        padding = end_rows - rows
         starts = np.pad(plan.starts.astype(np.int64), (0, padding), constant_values=-1)
-        return self.view(starts, np.pad(plan.lengths.astype(np.int64), (0, padding), constant_values=1))
+        return self.view(starts, np.pad(plan.lengths.astype(np.int64), (0, padding), constant_values=1), end_tokens)
 
-    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> AttentionInputs:
-        """The part of the buffers that a step of rows [R] with these starts and lengths uses."""
-        rows, tokens = len(lengths), int(lengths.sum())
+    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], tokens: int) -> AttentionInputs:
+        """The part of the buffers that a step of rows [R] with these starts and lengths uses, and of so many tokens."""
+        rows = len(lengths)
         return AttentionInputs(
             positions=self.positions[:tokens],
             slots=self.slots[:tokens],
