@@ -109,7 +109,8 @@ class Norms:
 
 
 def _out(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """Contiguous, of the shape of x."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Launch | None:

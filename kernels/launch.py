@@ -24,6 +24,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
+HEAD = 9
+"""What `compiled.run` takes before the kernel's arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +59,8 @@ class Repeat:
         self._kernel, self._options = launched.kernel, launched.options
         self._names = names
         self._values = {name: None if name in names else value for name, value in launched.values.items()}
-        self._passed = [_passed(value) for value in self._values.values()]
         parameters = list(launched.values)
-        self._places = [parameters.index(name) for name in names]
+        self._places = [HEAD + parameters.index(name) for name in names]
         self._run: Callable[..., None] | None = None
         varying = {name: launched.values[name] for name in names}
         compiled = launched.compiled
@@ -69,7 +70,9 @@ class Repeat:
             if not isinstance(value, Tensor) and name not in (launched.kernel.do_not_specialize or ()):
                 raise ValueError(f"{name} is {value!r}, for which code is compiled; tensors vary, and what isn't")
         self._run = compiled.run
-        self._code = compiled.function, compiled.packed_metadata, None, None, None
+        code = compiled.function, compiled.packed_metadata, None, None, None
+        self._passed = [0, 0, 0, 0, *code, *map(_passed, self._values.values())]
+        """What `run` takes: grid and stream, the kernel, and its arguments."""
         self._stream: Callable[[int], int] = driver.active.get_current_stream
         self._device: int = driver.active.get_current_device()
 
@@ -81,18 +84,22 @@ class Repeat:
                 first launch, which isn't checked, and integers of 32 bits. A tensor whose address is no multiple of 16
                 is launched by Triton.
         """
-        passed, addresses = self._passed, 0
-        for place, value in zip(self._places, values, strict=True):
-            if value.__class__ is int:
-                passed[place] = value
-            else:
-                passed[place] = address = value.data_ptr()  # type: ignore[union-attr]  # it is a tensor
-                addresses |= address
-        if self._run is not None and not addresses & 15:
-            self._run(*grid, self._stream(self._device), *self._code, *passed)
-        else:
-            given = self._values | dict(zip(self._names, values, strict=True))
-            self._kernel[grid](*given.values(), **self._options)
+        run, addresses = self._run, 0
+        if run is not None:
+            passed = self._passed
+            for place, value in zip(self._places, values, strict=True):
+                if value.__class__ is int:
+                    passed[place] = value
+                else:
+                    passed[place] = address = value.data_ptr()  # type: ignore[union-attr]  # it is a tensor
+                    addresses |= address
+            if not addresses & 15:
+                passed[0], passed[1], passed[2] = grid
+                passed[3] = self._stream(self._device)
+                run(*passed)
+                return
+        given = self._values | dict(zip(self._names, values, strict=True))
+        self._kernel[grid](*given.values(), **self._options)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Launch:

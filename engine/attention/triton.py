@@ -149,7 +149,7 @@ class TritonAttention:
         """See `Attention.run`."""
         tokens, _, dim = qkv.shape
         query = torch.empty((tokens, self._heads, dim), dtype=qkv.dtype, device=qkv.device)
-        out = torch.empty((tokens, self._heads, dim), dtype=qkv.dtype, device=qkv.device)
+        out = torch.empty_like(query)
         self.write(layer, qkv, rotation, norm, query)
         self.attend(layer, query, out)
         return out.view(tokens, -1)
@@ -164,8 +164,8 @@ class TritonAttention:
             query: [T, H, D].
         """
         slots, known = self._planned().inputs.slots, self._launches[layer]
-        tokens = len(qkv)
-        if known.write is None or known.norm is not norm or len(slots) != tokens:
+        tokens = qkv.shape[0]
+        if known.write is None or known.norm is not norm or slots.shape[0] != tokens:
             made = launch_rope_kv_write(qkv, rotation, slots, self._layers[layer], norm, query)
             if made is not None:
                 known.norm, known.write = norm, made.repeating("qkv", "cos", "sin", "slots", "out")
@@ -196,7 +196,7 @@ class TritonAttention:
             made = self._prefill.launch(query, self._layers[layer], tables, tiles, window, out)
             known.prefill = None if made is None else made.repeating("query", "block_tables", "tiles", "out")
         else:
-            known.prefill((len(tiles) * self._kv_heads, 1, 1), query, tables, tiles, out)
+            known.prefill((tiles.shape[0] * self._kv_heads, 1, 1), query, tables, tiles, out)
 
     def _planned(self) -> PlannedStep:
         if self._step is None:
