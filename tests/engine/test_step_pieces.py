@@ -102,7 +102,8 @@ def test_pieces_equal_the_whole_step_to_the_bit(runner: GpuRunner) -> None:
     assert pieces is not None
     size = pieces.size_for(plan.num_tokens)
     assert size == 16
-    pieces._pieces[size].attended.fill_(torch.nan)
+    with torch.inference_mode():
+        pieces._pieces[size].attended.fill_(torch.nan)
     step = runner.launch(plan)
     assert step.result().graph
     found = pieces._pieces[size].hidden[: plan.num_tokens].clone()
@@ -156,19 +157,19 @@ def serve(runner: Runner, asked: list[tuple[int, SamplingParams]]) -> tuple[list
 
 
 def test_tokens_and_prompt_scores_equal_the_cpus(runner: GpuRunner, folder: Path) -> None:
-    """Steps of both sizes and larger ones, decode rows beside chunks, and rows a step ahead."""
+    """Steps that fit a size and larger ones, decode rows beside chunks, and rows a step ahead."""
     asked = [
         (7, SamplingParams(max_tokens=6, temperature=0.0)),
-        (60, SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=3)),
+        (37, SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=3)),
         (13, SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1)),
-        (19, SamplingParams(max_tokens=3, temperature=0.0)),
+        (14, SamplingParams(max_tokens=3, temperature=0.0)),
     ]
     found, scores, graphs = serve(runner, asked)
     expected, expected_scores, _ = serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
     assert found == expected
     assert len(scores[2]) == 12
     assert scores[2] == pytest.approx(expected_scores[2], abs=1e-4)
-    assert graphs >= 2
+    assert graphs == 2
 
 
 def test_sizes_of_steps_are_few_and_waste_little() -> None:
