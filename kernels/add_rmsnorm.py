@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.launch import Launch, Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 MAX_COLUMNS = 65536
 
@@ -40,7 +41,9 @@ def add_rmsnorm_kernel(
     x_stride,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -139,4 +142,5 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=warps,
+        **overlapping(),
     )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.launch import Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 MAX_ROWS = 16
 GROUPS = (32, 64, 128, 256)
@@ -148,7 +149,9 @@ def quant_gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
@@ -270,6 +273,7 @@ class QuantGemv:
             BLOCK_K=self._step,
             num_warps=4,
             num_stages=4,
+            **overlapping(),
         )
         self._known[x.dtype] = made.repeating("x", "y", "rows")
         return y

@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.launch import Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -51,7 +53,7 @@ class SiluMul:
             grid, like = (rows, -(-inner // BLOCK), 1), (inner, gate_up.dtype)
             known = self._known.get(like)
             if known is None:
-                made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
+                made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **overlapping())
                 self._known[like] = made.repeating("gate_up", "out")
             else:
                 known(grid, gate_up, out)

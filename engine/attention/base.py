@@ -81,10 +81,13 @@ class AttentionInputs:
 
 def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """int64 [T] position and int64 [T] slot of each token, as in `AttentionInputs`."""
-    lengths = plan.lengths.astype(np.int64)
-    first = np.cumsum(lengths) - lengths
-    row_of = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(len(row_of)) + (plan.starts - first)[row_of]
+    row_of = np.arange(plan.num_rows)
+    positions = plan.starts.astype(np.int64)
+    if plan.num_tokens > plan.num_rows:
+        lengths = plan.lengths.astype(np.int64)
+        first = np.cumsum(lengths) - lengths
+        row_of = np.repeat(row_of, lengths)
+        positions = np.arange(len(row_of)) + (positions - first)[row_of]
     blocks = plan.block_tables[row_of, positions // block_size].astype(np.int64)
     return positions, blocks * block_size + positions % block_size
 

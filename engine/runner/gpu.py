@@ -47,7 +47,7 @@ from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.ops import Feeds, Linear
 from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import NONFINITE, Choices, Sampler, Workspace
+from kvrelay.kernels.sample import NONFINITE, Sampler, Workspace
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
@@ -196,7 +196,7 @@ class GpuRunner:
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
-        special = self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled)
+        special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
         return Extras(special, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
@@ -212,12 +212,14 @@ class GpuRunner:
         self._sample_decode(logits, self._sampled[:rows])
 
     def _choose_special(
-        self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, choices: Choices, tokens: Tensor
+        self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, inputs: InputBuffers, tokens: Tensor
     ) -> SpecialRows | None:
-        """See `SpecialRows`; None if the plan has none."""
+        """See `SpecialRows`; None if the plan, which `inputs` have, has none."""
+        if not inputs.scored and plan.shapings is None:
+            return None
         if not any(map(plan.is_special, sampled.tolist())):
             return None
-        return SpecialRows(plan, sampled, logits, choices, tokens)
+        return SpecialRows(plan, sampled, logits, inputs.choices, tokens)
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
@@ -239,7 +241,7 @@ class GpuRunner:
             chosen = torch.empty(count, dtype=torch.int64, device=self.device)
             logits = self.model.logits(hidden.index_select(0, last))
             self._sample_mixed(logits, chosen)
-            special = self._choose_special(plan, sampled, logits, inputs.choices, chosen)
+            special = self._choose_special(plan, sampled, logits, inputs, chosen)
             self._sampled.index_copy_(0, which, chosen)
         return Extras(special, prompts, graph=size is not None)
 
