@@ -69,7 +69,8 @@ class Repeat:
         for name, value in varying.items():
             if not isinstance(value, Tensor) and name not in (launched.kernel.do_not_specialize or ()):
                 raise ValueError(f"{name} is {value!r}, for which code is compiled; tensors vary, and what isn't")
-        self._run = compiled.run
+        # Its code is unloaded when it is let go.
+        self._compiled, self._run = compiled, compiled.run
         code = compiled.function, compiled.packed_metadata, None, None, None
         self._passed = [0, 0, 0, 0, *code, *map(_passed, self._values.values())]
         """What `run` takes: grid and stream, the kernel, and its arguments."""

@@ -80,15 +80,17 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 
 
 def mixed_plan(runner: GpuRunner) -> StepPlan:
-    """One decode row and a chunk of 12 tokens that follows 4 earlier ones; their KV is in the pool."""
+    """One decode row and a chunk of 9 tokens that follows 7 earlier ones; the KV of earlier tokens is in the pool, and
+    the step before had more tokens.
+    """
     sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
     decoding, chunked = sequences.add(prompt(9, 1), extra=3), sequences.add(prompt(16, 2), extra=3)
-    out = runner.launch(make_plan([(decoding, 9, GREEDY), (chunked, 4, GREEDY)])).result()
+    out = runner.launch(make_plan([(decoding, 9, GREEDY), (chunked, 7, GREEDY)])).result()
     assert out.graph
-    decoding.computed, chunked.computed = 9, 4
+    decoding.computed, chunked.computed = 9, 7
     assert out.tokens[0] is not None
     decoding.tokens.append(out.tokens[0])
-    return make_plan([(decoding, 1, GREEDY), (chunked, 12, GREEDY)])
+    return make_plan([(decoding, 1, GREEDY), (chunked, 9, GREEDY)])
 
 
 def names(launches: Launches) -> list[str]:
@@ -106,6 +108,7 @@ def test_pieces_equal_the_whole_step_to_the_bit(runner: GpuRunner) -> None:
         pieces._pieces[size].attended.fill_(torch.nan)
     step = runner.launch(plan)
     assert step.result().graph
+    assert (runner._mixed.slots[plan.num_tokens : size] == -1).all(), "padding tokens write KV"
     found = pieces._pieces[size].hidden[: plan.num_tokens].clone()
     kv = runner.pool.tensor.clone()
     # The inputs of the step are still in their buffers, and its KV is written once more.
