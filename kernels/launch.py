@@ -60,15 +60,19 @@ class Repeat:
         self._names = names
         self._values = {name: None if name in names else value for name, value in launched.values.items()}
         parameters = list(launched.values)
-        self._places = [HEAD + parameters.index(name) for name in names]
-        self._run: Callable[..., None] | None = None
         varying = {name: launched.values[name] for name in names}
+        tensors = [name for name, value in varying.items() if isinstance(value, Tensor)]
+        if tensors != [*names[: len(tensors)]]:
+            raise ValueError(f"{', '.join(names)} vary; allowed: tensors ({', '.join(tensors)}) before numbers")
+        self._places = [HEAD + parameters.index(name) for name in tensors]
+        self._number_places = [HEAD + parameters.index(name) for name in names[len(tensors) :]]
+        self._run: Callable[..., None] | None = None
         compiled = launched.compiled
         if compiled is None or not _takes_all(compiled, tuple(parameters)) or not all(map(_aligned, varying.values())):
             return
-        for name, value in varying.items():
-            if not isinstance(value, Tensor) and name not in (launched.kernel.do_not_specialize or ()):
-                raise ValueError(f"{name} is {value!r}, for which code is compiled; tensors vary, and what isn't")
+        for name in names[len(tensors) :]:
+            if name not in (launched.kernel.do_not_specialize or ()):
+                raise ValueError(f"{name} is {varying[name]!r}, for which code is compiled; allowed: what isn't so")
         # Its code is unloaded when it is let go.
         self._compiled, self._run = compiled, compiled.run
         code = compiled.function, compiled.packed_metadata, None, None, None
@@ -84,17 +88,22 @@ class Repeat:
             values: of the parameters that vary, in their order: tensors of the types, the strides and the device of the
                 first launch, which isn't checked, and integers of 32 bits. A tensor whose address is no multiple of 16
                 is launched by Triton.
+
+        Raises:
+            ValueError: there are more or fewer values.
         """
+        if len(values) != len(self._names):
+            raise ValueError(f"{len(values)} values; allowed: those of {', '.join(self._names)}")
         run, addresses = self._run, 0
         if run is not None:
             passed = self._passed
-            for place, value in zip(self._places, values, strict=True):
-                if value.__class__ is int:
-                    passed[place] = value
-                else:
-                    passed[place] = address = value.data_ptr()  # type: ignore[union-attr]  # it is a tensor
-                    addresses |= address
+            for place, value in zip(self._places, values, strict=False):
+                passed[place] = address = value.data_ptr()  # type: ignore[union-attr]  # tensors come first
+                addresses |= address
             if not addresses & 15:
+                if self._number_places:
+                    for place, value in zip(self._number_places, values[len(self._places) :], strict=True):
+                        passed[place] = value
                 passed[0], passed[1], passed[2] = grid
                 passed[3] = self._stream(self._device)
                 run(*passed)

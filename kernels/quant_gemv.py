@@ -245,7 +245,7 @@ class QuantGemv:
         if known is None or x.shape[1] != inputs or not x.is_contiguous():
             typed = weight.zero if self._bias is None else self._bias
             check_tensor("x", x, (rows, inputs), weight.q, x.dtype if typed is None else typed.dtype)
-        y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        y = x.new_empty((rows, outputs))
         grid = (self._tiles, self.splits, 1)
         if known is not None:
             known(grid, x, y, rows)

@@ -17,7 +17,7 @@ BLOCK_M rows decode the weights again. E4M3 is decoded by arithmetic, which ever
 
 import triton
 import triton.language as tl
-from torch import Tensor, dtype, empty
+from torch import Tensor, dtype
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.codes import CodedWeight, CodeType
@@ -139,7 +139,7 @@ class QuantMatmul:
         known = self._known.get((block_m, x.dtype))
         if known is None or x.shape[1] != inputs or not x.is_contiguous():
             check_tensor("x", x, (rows, inputs), self._q, x.dtype)
-        y = empty((rows, outputs), dtype=x.dtype, device=x.device)
+        y = x.new_empty((rows, outputs))
         if known is not None:
             known(grid, x, y, rows)
             return y

@@ -8,7 +8,6 @@
 Grid: (T, ceil(I / BLOCK)). Limit: memory: 3 T I numbers, gate and up read and their product written.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,21 +42,27 @@ class SiluMul:
         Raises:
             ValueError: the tensor has another shape than it should.
         """
-        if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
-            raise ValueError(
-                f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous"
-            )
-        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-        if rows:
-            grid, like = (rows, -(-inner // BLOCK), 1), (inner, gate_up.dtype)
-            known = self._known.get(like)
-            if known is None:
-                made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **overlapping())
-                self._known[like] = made.repeating("gate_up", "out")
-            else:
-                known(grid, gate_up, out)
+        like = gate_up.shape[1:], gate_up.dtype
+        known = self._known.get(like)
+        if known is None or not gate_up.is_contiguous():
+            _check(gate_up)
+        rows, columns = gate_up.shape
+        inner = columns // 2
+        out = gate_up.new_empty((rows, inner))
+        grid = (rows, -(-inner // BLOCK), 1)
+        if not rows:
+            return out
+        if known is None:
+            made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **overlapping())
+            self._known[like] = made.repeating("gate_up", "out")
+        else:
+            known(grid, gate_up, out)
         return out
+
+
+def _check(gate_up: Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
+        raise ValueError(f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous")
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

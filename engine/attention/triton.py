@@ -148,7 +148,7 @@ class TritonAttention:
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`."""
         tokens, _, dim = qkv.shape
-        query = torch.empty((tokens, self._heads, dim), dtype=qkv.dtype, device=qkv.device)
+        query = qkv.new_empty((tokens, self._heads, dim))
         out = torch.empty_like(query)
         self.write(layer, qkv, rotation, norm, query)
         self.attend(layer, query, out)

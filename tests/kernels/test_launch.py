@@ -152,6 +152,10 @@ def test_only_what_no_code_is_compiled_for_may_vary() -> None:
     launched = launch(kernel, GRIDS[0], torch.zeros(8), (), 32, 16, SIZE=8, num_warps=4)
     with pytest.raises(ValueError, match="columns is 16, for which code is compiled"):
         launched.repeating("columns")
+    with pytest.raises(ValueError, match="rows, x vary; allowed: tensors \\(x\\) before numbers"):
+        launched.repeating("rows", "x")
+    with pytest.raises(ValueError, match="1 values; allowed: those of x, rows"):
+        launched.repeating("x", "rows")(GRIDS[0], torch.zeros(8))
     with pytest.raises(ValueError, match="row can't vary; allowed: x, pair, rows, columns, SIZE"):
         launched.repeating("x", "row")
 
