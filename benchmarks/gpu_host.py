@@ -6,6 +6,7 @@ the host does for a step, but for the driver's own calls and for torch's code ar
 Times are CPU seconds of the thread.
 
     mixed   microseconds of a layer of a step with decode rows and a chunk: the difference of two models' steps
+            by_triton counts launches that weren't repeated: none, if all are prepared
     pieces  the same, launched as graphs with attention between them; a graph's replay does nothing
     decode  microseconds of `Engine.step` with full batches, and their share of the time that an H200 takes for such
             a step of the 8B shape, by `gpu_predict`: reading weights and KV
@@ -26,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 # Triton decides when its kernels are defined whether they are interpreted.
 os.environ["TRITON_INTERPRET"] = "0"
@@ -36,6 +38,7 @@ from gpu_engine import LLAMA_8B, TINY, random_weights
 from gpu_predict import COPY_SHARE, HARDWARE
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig
@@ -172,9 +175,14 @@ def mixed(options: argparse.Namespace, graph_tokens: int, name: str) -> dict[str
         seconds_of(step, 1)
     if profiled(options, name, steps[1]):
         return None
-    few, many = (seconds_of(step, options.repeats) for step in steps)
+    with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as by_triton:
+        few, many = (seconds_of(step, options.repeats) for step in steps)
     a_layer = [(b - a) / (LAYERS[1] - LAYERS[0]) for a, b in zip(few, many, strict=True)]
-    return {"us_a_layer": quartiles(a_layer), "us_a_step": dict(zip(LAYERS, map(quartiles, (few, many)), strict=True))}
+    return {
+        "us_a_layer": quartiles(a_layer),
+        "us_a_step": dict(zip(LAYERS, map(quartiles, (few, many)), strict=True)),
+        "by_triton": by_triton.call_count,
+    }
 
 
 def decode(options: argparse.Namespace, batch: int) -> dict[str, Any] | None:
