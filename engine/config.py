@@ -151,6 +151,12 @@ class EngineConfig:
     64 or 128, and heads of 64 or 128; elsewhere triton is taken, and a warning says why. It was compiled and its
     algorithm tested, but it hasn't run on a GPU yet."""
 
+    graph_tokens: int = 512
+    """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with
+    attention between them: the host then takes a fraction of the time for it. There are graphs for a few sizes, and
+    padding fills a step up to the next. Larger steps keep the GPU busy for longer than the host takes to launch each
+    kernel. 0 captures none, which takes less memory and a shorter start. Decode steps are captured in any case."""
+
     threads: int = 0
     """CPU threads of the forward pass; 0 divides the machine's cores among its workers."""
 
@@ -175,6 +181,7 @@ class EngineConfig:
         choices = ", ".join(get_args(Quantization))
         require(self.quantization in get_args(Quantization), "quantization", self.quantization, choices)
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
+        require(0 <= self.graph_tokens <= 8192, "graph_tokens", self.graph_tokens, "0 to 8192")
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
         self._check_method()
 

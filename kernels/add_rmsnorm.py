@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.launch import Launch, Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 MAX_COLUMNS = 65536
 
@@ -40,7 +41,9 @@ def add_rmsnorm_kernel(
     x_stride,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -78,33 +81,39 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 class Norms:
-    """`rms_norm` and `add_rms_norm`, prepared: a call with tensors like those of the call before repeats its launch."""
+    """`rms_norm` and `add_rms_norm`, prepared: a call with tensors like those of a call before repeats its launch."""
 
     def __init__(self) -> None:
-        self._launches: dict[bool, tuple[object, Launch]] = {}
+        self._known: dict[object, Repeat] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `rms_norm`; checks `weight` of the first call of a shape only."""
+        """See `rms_norm`; checks `weight` of the first call of its kind only."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `add_rms_norm`; checks `residual` and `weight` of the first call of a shape only."""
+        """See `add_rms_norm`; checks types and `weight` of the first call of its kind only."""
         return self._norm(x, residual, weight, eps), residual
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = _out(x)
-        like, known = (x.shape, x.stride(), eps), self._launches.get(residual is None)
-        if known is not None and known[0] == like:
-            known[1].repeat(x=x, residual=residual, weight=weight, out=out)
-        else:
+        shape = x.shape
+        like = shape[1:], x.stride(), x.dtype, eps, residual is None
+        known = self._known.get(like)
+        if known is None or not shape[0] or (residual is not None and residual.shape != shape):
             made = _launch_norm(x, residual, weight, eps, out)
             if made is not None:
-                self._launches[residual is None] = like, made.without("x", "residual", "weight", "out")
+                varying = ("x", "weight", "out") if residual is None else ("x", "residual", "weight", "out")
+                self._known[like] = made.repeating(*varying)
+        elif residual is None:
+            known((shape[0], 1, 1), x, weight, out)
+        else:
+            known((shape[0], 1, 1), x, residual, weight, out)
         return out
 
 
 def _out(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """Contiguous, of the shape of x."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Launch | None:
@@ -133,4 +142,5 @@ def _launch_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=warps,
+        **overlapping(),
     )

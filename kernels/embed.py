@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.launch import launch
+from kvrelay.kernels.launch import Launch, Repeat, launch
 from kvrelay.kernels.ops import Feeds
 
 BLOCK = 2048
@@ -66,45 +66,92 @@ def embed_kernel(
     tl.store(sin + target + half_dim, s, mask=within)
 
 
+class Embed:
+    """`Ops.embed`, prepared: a call with tensors like those of the call before repeats its launch. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Repeat] = {}
+
+    def __call__(
+        self, tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Ops.embed`.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        rows, sampled = (None, None) if feeds is None else feeds
+        like = table.data_ptr(), frequencies.data_ptr(), feeds is None
+        known = self._known.get(like)
+        if known is None or positions.shape != tokens.shape or (rows is not None and rows.shape != tokens.shape):
+            _check(tokens, rows, sampled, positions, table, frequencies)
+        count, columns, half_dim = len(tokens), table.shape[1], len(frequencies)
+        hidden = torch.empty((count, columns), dtype=table.dtype, device=table.device)
+        angles = torch.empty((2, count, 1, 2 * half_dim), dtype=torch.float32, device=table.device)
+        cos, sin = angles
+        if not count:
+            return hidden, cos, sin
+        if known is None:
+            made = _launch(tokens, rows, sampled, positions, table, frequencies, (hidden, cos, sin))
+            fed = () if feeds is None else ("rows", "sampled")
+            self._known[like] = made.repeating("tokens", *fed, "positions", "hidden", "cos", "sin")
+        else:
+            given = () if rows is None or sampled is None else (rows, sampled)
+            known((count, 1, 1), tokens, *given, positions, hidden, cos, sin)
+        return hidden, cos, sin
+
+
 def embed(
     tokens: Tensor, feeds: Feeds | None, positions: Tensor, table: Tensor, frequencies: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Ops.embed`.
+    """See `Embed`, of one call."""
+    return Embed()(tokens, feeds, positions, table, frequencies)
 
-    Raises:
-        ValueError: a tensor has another shape, type or device than it should.
-    """
+
+def _check(
+    tokens: Tensor,
+    rows: Tensor | None,
+    sampled: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    frequencies: Tensor,
+) -> None:
     if tokens.dim() != 1 or table.dim() != 2 or frequencies.dim() != 1:
         shapes = [list(tensor.shape) for tensor in (tokens, table, frequencies)]
         raise ValueError(f"tokens, table and frequencies are {shapes}; allowed: [T], [V, N] and [D / 2]")
-    count, columns, half_dim = len(tokens), table.shape[1], len(frequencies)
+    count = len(tokens)
     check_tensor("tokens", tokens, (count,), table, torch.int64)
     check_tensor("positions", positions, (count,), table, torch.int64)
     check_tensor("table", table, tuple(table.shape), table)
-    check_tensor("frequencies", frequencies, (half_dim,), table, torch.float32)
-    rows, sampled = (None, None) if feeds is None else feeds
+    check_tensor("frequencies", frequencies, (len(frequencies),), table, torch.float32)
     if rows is not None and sampled is not None:
         check_tensor("feeds.rows", rows, (count,), table, torch.int64)
         check_tensor("feeds.sampled", sampled, (sampled.numel(),), table, torch.int64)
-    hidden = torch.empty(count, columns, dtype=table.dtype, device=table.device)
-    cos, sin = (torch.empty(count, 1, 2 * half_dim, dtype=torch.float32, device=table.device) for _ in range(2))
-    if count:
-        launch(
-            embed_kernel,
-            (count,),
-            tokens,
-            rows,
-            sampled,
-            positions,
-            table,
-            frequencies,
-            hidden,
-            cos,
-            sin,
-            columns,
-            half_dim,
-            BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
-            HALF=triton.next_power_of_2(half_dim),
-            num_warps=4,
-        )
-    return hidden, cos, sin
+
+
+def _launch(
+    tokens: Tensor,
+    rows: Tensor | None,
+    sampled: Tensor | None,
+    positions: Tensor,
+    table: Tensor,
+    frequencies: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> Launch:
+    columns, half_dim = table.shape[1], len(frequencies)
+    return launch(
+        embed_kernel,
+        (len(tokens), 1, 1),
+        tokens,
+        rows,
+        sampled,
+        positions,
+        table,
+        frequencies,
+        *out,
+        columns,
+        half_dim,
+        BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
+        HALF=triton.next_power_of_2(half_dim),
+        num_warps=4,
+    )

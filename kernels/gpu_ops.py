@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvrelay.kernels.add_rmsnorm import Norms
-from kvrelay.kernels.embed import embed
+from kvrelay.kernels.embed import Embed
 from kvrelay.kernels.ops import Linear
 from kvrelay.kernels.silu_mul import SiluMul
 
@@ -18,12 +18,12 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 class GpuOps:
-    """Implements `Ops` for one model, whose layers repeat each other's launches. Not thread-safe."""
+    """Implements `Ops` for one model, whose layers and steps repeat each other's launches. Not thread-safe."""
 
     def __init__(self) -> None:
         norms = Norms()
         self.linear = linear
-        self.embed = embed
+        self.embed = Embed()
         self.rms_norm = norms.rms_norm
         self.add_rms_norm = norms.add_rms_norm
         self.silu_mul = SiluMul()

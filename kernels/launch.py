@@ -1,79 +1,115 @@
 """Launches of Triton's kernels that are repeated with other tensors.
 
 `kernel[grid](...)` looks at each argument anew to find the code that was compiled for it, which takes the host longer
-than many kernels take the device. What the layers of a model launch differs by a few pointers only. So the first of
-them goes through Triton, and the others repeat it: they call the compiled kernel, `compiled[grid](...)`.
+than many kernels take the device. What one layer launches in step after step differs in a few pointers and in the grid
+only. So the first launch goes through Triton, and those that repeat it call the launcher of the compiled kernel with a
+list of arguments, in which these pointers are replaced.
 
 Of Triton (3.6, 3.7 and 3.9) this relies on: `kernel[grid](...)` returns the compiled kernel (None if it is
-interpreted); `compiled[grid]` takes all parameters in their order, pointers as tensors or as integers, and launches on
-the current stream; compiled code is for the types of tensors, for whether their addresses are multiples of 16, and for
-whether an integer is 1, a multiple of 16, or wider than 32 bits. Compiled kernels that don't tell that they take all
-parameters, as those of older versions, aren't repeated: Triton launches each time.
+interpreted); `compiled.run` takes the grid, the stream, the function, its metadata, those of the launch, two hooks, and
+all parameters in their order, pointers as tensors or as integers; compiled code is for the types of tensors, for
+whether their addresses are multiples of 16, and for integers but those that aren't specialized. Compiled kernels that
+don't tell that they take all parameters, as those of older versions, aren't repeated: Triton launches each time.
+Profilers that hook Triton's launches don't see repeated ones; those that ask the driver do.
 """
 
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import Tensor
+from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
+HEAD = 9
+"""What `compiled.run` takes before the kernel's arguments."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """A kernel that was launched, and can be again."""
+    """A kernel that was launched."""
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], values: dict[str, Any], options: dict[str, Any]) -> None:
-        """Launches the kernel.
+    kernel: Any
+    values: dict[str, Any]
+    """By parameter, in order."""
+    options: dict[str, Any]
+    """Of the compiler, such as `num_warps`."""
+    compiled: Any
+    """None if the kernel is interpreted."""
+
+    def repeating(self, *names: str) -> "Repeat":
+        """What launches the same with other values of these parameters, which it doesn't keep."""
+        return Repeat(self, names)
+
+
+class Repeat:
+    """A launch that is repeated with another grid, and with other values of some parameters. Not thread-safe."""
+
+    def __init__(self, launched: Launch, names: tuple[str, ...]) -> None:
+        """
+        Raises:
+            ValueError: the kernel hasn't these parameters, or code is compiled for the value of one of them.
+        """
+        unknown = sorted(set(names) - set(launched.values))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} can't vary; allowed: {', '.join(launched.values)}")
+        self._kernel, self._options = launched.kernel, launched.options
+        self._names = names
+        self._values = {name: None if name in names else value for name, value in launched.values.items()}
+        parameters = list(launched.values)
+        varying = {name: launched.values[name] for name in names}
+        tensors = [name for name, value in varying.items() if isinstance(value, Tensor)]
+        if tensors != [*names[: len(tensors)]]:
+            raise ValueError(f"{', '.join(names)} vary; allowed: tensors ({', '.join(tensors)}) before numbers")
+        self._places = [HEAD + parameters.index(name) for name in tensors]
+        self._number_places = [HEAD + parameters.index(name) for name in names[len(tensors) :]]
+        self._run: Callable[..., None] | None = None
+        compiled = launched.compiled
+        if compiled is None or not _takes_all(compiled, tuple(parameters)) or not all(map(_aligned, varying.values())):
+            return
+        for name in names[len(tensors) :]:
+            if name not in (launched.kernel.do_not_specialize or ()):
+                raise ValueError(f"{name} is {varying[name]!r}, for which code is compiled; allowed: what isn't so")
+        # Its code is unloaded when it is let go.
+        self._compiled, self._run = compiled, compiled.run
+        code = compiled.function, compiled.packed_metadata, None, None, None
+        self._passed = [0, 0, 0, 0, *code, *map(_passed, self._values.values())]
+        """What `run` takes: grid and stream, the kernel, and its arguments."""
+        self._stream: Callable[[int], int] = driver.active.get_current_stream
+        self._device: int = driver.active.get_current_device()
+
+    def __call__(self, grid: tuple[int, int, int], *values: Tensor | int) -> None:
+        """Launches on the current stream.
 
         Args:
-            values: by parameter, in order.
-            options: of the compiler, such as `num_warps`.
-        """
-        self._kernel = kernel
-        self._grid = grid
-        self._values = values
-        self._options = options
-        self._places = {name: (place, _trait(value)) for place, (name, value) in enumerate(values.items())}
-        self._passed = [value.data_ptr() if isinstance(value, Tensor) else value for value in values.values()]
-        compiled = kernel[grid](*values.values(), **options)
-        self._run: Callable[..., None] | None = None
-        if compiled is not None and _takes_all(compiled, tuple(values)):
-            self._run = compiled[(*grid, 1, 1)[:3]]
+            values: of the parameters that vary, in their order: tensors of the types, the strides and the device of the
+                first launch, which isn't checked, and integers of 32 bits. A tensor whose address is no multiple of 16
+                is launched by Triton.
 
-    def repeat(self, **changes: Tensor | int | None) -> None:
-        """The same launch with other arguments, by parameter: tensors of the same shapes and strides, and integers.
-
-        Their shapes and devices aren't checked. Those that the kernel doesn't take are left out, so that several
-        kernels can be given the same. With arguments that other code would be compiled for, Triton launches it.
+        Raises:
+            ValueError: there are more or fewer values.
         """
-        passed, places, run = self._passed.copy(), self._places, self._run
-        for name, value in changes.items():
-            if name not in places:
-                continue
-            place, trait = places[name]
-            if value is None or isinstance(value, int):
-                passed[place] = value
-                changed = _trait(value) != trait
-            else:
-                address = passed[place] = value.data_ptr()
-                changed = (value.dtype, address % 16 == 0) != trait
-            if changed:
-                run = None
+        if len(values) != len(self._names):
+            raise ValueError(f"{len(values)} values; allowed: those of {', '.join(self._names)}")
+        run, addresses = self._run, 0
         if run is not None:
-            run(*passed)
-        else:
-            values = {name: changes.get(name, value) for name, value in self._values.items()}
-            self._kernel[self._grid](*values.values(), **self._options)
-
-    def without(self, *names: str) -> "Launch":
-        """This launch, which keeps none of these tensors if it has them: each repetition must give others."""
-        for name in names:
-            if name in self._places:
-                self._values[name] = self._passed[self._places[name][0]] = None
-        return self
+            passed = self._passed
+            for place, value in zip(self._places, values, strict=False):
+                passed[place] = address = value.data_ptr()  # type: ignore[union-attr]  # tensors come first
+                addresses |= address
+            if not addresses & 15:
+                if self._number_places:
+                    for place, value in zip(self._number_places, values[len(self._places) :], strict=True):
+                        passed[place] = value
+                passed[0], passed[1], passed[2] = grid
+                passed[3] = self._stream(self._device)
+                run(*passed)
+                return
+        given = self._values | dict(zip(self._names, values, strict=True))
+        self._kernel[grid](*given.values(), **self._options)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Launch:
@@ -82,24 +118,27 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     values = dict(zip(names, arguments, strict=False))
     for name in names[len(arguments) :]:
         values[name] = options.pop(name)
-    return Launch(kernel, grid, values, options)
+    return Launch(kernel, values, options, kernel[grid](*values.values(), **options))
 
 
-def _trait(value: Any) -> object:
-    """What compiled code depends on."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    if type(value) is int:
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
-    return value
+def _passed(value: Any) -> Any:
+    """The value as a launcher takes it: tensors as addresses, also those in tuples."""
+    if isinstance(value, tuple):
+        return tuple(map(_passed, value))
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _aligned(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.data_ptr() % 16 == 0
 
 
 def _takes_all(compiled: Any, parameters: tuple[str, ...]) -> bool:
-    """Whether `compiled[grid]` takes these, which are all parameters of the kernel: its signature has them, constants
+    """Whether `compiled.run` takes these, which are all parameters of the kernel: its signature has them, constants
     included.
     """
     signature = getattr(getattr(compiled, "src", None), "signature", None)
-    if isinstance(signature, dict) and tuple(signature) == parameters and hasattr(compiled, "__getitem__"):
+    has = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+    if isinstance(signature, dict) and tuple(signature) == parameters and has:
         return True
     _tell_slow()
     return False

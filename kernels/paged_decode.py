@@ -32,6 +32,7 @@ from torch import Tensor
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
 from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
 SUMMED = 8192
@@ -123,7 +124,9 @@ def paged_decode_kernel(
     BLOCK_G: tl.constexpr,
     SUMMED: tl.constexpr,
     ENTRY_FIELDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     head, program = tl.program_id(0), tl.program_id(1)
     head_offset = head * BLOCK_SIZE
     keys += head_offset * DIM
@@ -248,6 +251,7 @@ def paged_decode(
         SUMMED=min(max(1, SUMMED // (block_g * block_d)), triton.next_power_of_2(programs)),
         ENTRY_FIELDS=ENTRY_FIELDS,
         num_warps=4,
+        **overlapping(),
     )
 
 

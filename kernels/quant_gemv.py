@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.launch import Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 MAX_ROWS = 16
 GROUPS = (32, 64, 128, 256)
@@ -127,7 +129,7 @@ def _finish(y, bias, total, row, column, rows, outputs, HAS_BIAS: tl.constexpr):
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quant_gemv_kernel(
     x,
     q,
@@ -147,7 +149,9 @@ def quant_gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     tile, split = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, ROWS)
@@ -196,7 +200,10 @@ def quant_gemv_kernel(
 
 
 class QuantGemv:
-    """A product with one weight, and the workspace of its splits. Launches of one object must not overlap."""
+    """A product with one weight, and the workspace of its splits; but for the first of a type, a call repeats a launch.
+
+    Launches of one object must not overlap.
+    """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, processors: int) -> None:
         """
@@ -222,6 +229,7 @@ class QuantGemv:
         size = tiles * self.splits * BLOCK_N * MAX_ROWS if self.splits > 1 else 0
         self._parts = torch.empty(size, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
+        self._known: dict[torch.dtype, Repeat] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """y [T, N] of x [T, K], 1 to 16 rows.
@@ -232,11 +240,19 @@ class QuantGemv:
         outputs, inputs = self._weight.shape
         if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
             raise ValueError(f"x is {list(x.shape)}; allowed: [1 to {MAX_ROWS}, {inputs}]")
-        weight = self._weight
-        typed = weight.zero if self._bias is None else self._bias
-        check_tensor("x", x, (x.shape[0], inputs), weight.q, x.dtype if typed is None else typed.dtype)
-        y = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-        quant_gemv_kernel[(self._tiles, self.splits)](
+        weight, rows = self._weight, x.shape[0]
+        known = self._known.get(x.dtype)
+        if known is None or x.shape[1] != inputs or not x.is_contiguous():
+            typed = weight.zero if self._bias is None else self._bias
+            check_tensor("x", x, (rows, inputs), weight.q, x.dtype if typed is None else typed.dtype)
+        y = x.new_empty((rows, outputs))
+        grid = (self._tiles, self.splits, 1)
+        if known is not None:
+            known(grid, x, y, rows)
+            return y
+        made = launch(
+            quant_gemv_kernel,
+            grid,
             x,
             weight.q,
             weight.scale,
@@ -245,7 +261,7 @@ class QuantGemv:
             y,
             self._parts,
             self._arrivals,
-            x.shape[0],
+            rows,
             outputs,
             inputs,
             self._span,
@@ -257,7 +273,9 @@ class QuantGemv:
             BLOCK_K=self._step,
             num_warps=4,
             num_stages=4,
+            **overlapping(),
         )
+        self._known[x.dtype] = made.repeating("x", "y", "rows")
         return y
 
 

@@ -32,7 +32,7 @@ def quant_linear(weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype, d
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     few, many = QuantGemv(placed, bias, processors), QuantMatmul(placed, bias)
-    return lambda x: few(x) if len(x) <= MAX_ROWS else many(x)
+    return lambda x: few(x) if x.shape[0] <= MAX_ROWS else many(x)
 
 
 def quantized(weight: CodedWeight, dtype: torch.dtype) -> QuantizedWeight | None:

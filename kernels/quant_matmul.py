@@ -17,10 +17,11 @@ BLOCK_M rows decode the weights again. E4M3 is decoded by arithmetic, which ever
 
 import triton
 import triton.language as tl
-from torch import Tensor, empty
+from torch import Tensor, dtype
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.codes import CodedWeight, CodeType
+from kvrelay.kernels.launch import Repeat, launch
 from kvrelay.kernels.quant_gemv import GROUPS, QuantizedWeight
 
 BLOCK_N = 128
@@ -35,7 +36,7 @@ def _e4m3(codes):
     return tl.where((wide & 0x80) != 0, -magnitude, magnitude)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quant_matmul_kernel(
     x,
     q,
@@ -96,7 +97,7 @@ def quant_matmul_kernel(
 
 
 class QuantMatmul:
-    """A product with one weight."""
+    """A product with one weight, prepared: but for the first of its kind, a call repeats a launch."""
 
     def __init__(self, weight: QuantizedWeight | CodedWeight, bias: Tensor | None) -> None:
         """
@@ -122,6 +123,8 @@ class QuantMatmul:
             self._step = self._group or 64
             if self._group and self._group not in GROUPS:
                 raise ValueError(f"group is {self._group}; allowed: one of {GROUPS}")
+        self._columns = triton.cdiv(self._shape[0], BLOCK_N)
+        self._known: dict[tuple[int, dtype], Repeat] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """y [T, N] of x [T, K].
@@ -131,10 +134,18 @@ class QuantMatmul:
         """
         outputs, inputs = self._shape
         rows = x.shape[0]
-        check_tensor("x", x, (rows, inputs), self._q, x.dtype)
-        y = empty(rows, outputs, dtype=x.dtype, device=x.device)
         block_m = 16 if rows <= 16 else 64
-        quant_matmul_kernel[(triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m))](
+        grid = (self._columns, -(-rows // block_m), 1)
+        known = self._known.get((block_m, x.dtype))
+        if known is None or x.shape[1] != inputs or not x.is_contiguous():
+            check_tensor("x", x, (rows, inputs), self._q, x.dtype)
+        y = x.new_empty((rows, outputs))
+        if known is not None:
+            known(grid, x, y, rows)
+            return y
+        made = launch(
+            quant_matmul_kernel,
+            grid,
             x,
             self._q,
             self._scale,
@@ -154,4 +165,5 @@ class QuantMatmul:
             num_warps=8 if block_m == 64 else 4,
             num_stages=3,
         )
+        self._known[block_m, x.dtype] = made.repeating("x", "y", "rows")
         return y

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.kv_codes import LARGEST
 from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.paged import PagedKV, check_pool
 
 HEADS = 4
@@ -59,7 +60,9 @@ def rope_kv_write_kernel(
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALF)[None, :]
@@ -190,4 +193,5 @@ def launch_rope_kv_write(
         HEADS=HEADS,
         HALF=triton.next_power_of_2(dim // 2),
         num_warps=4,
+        **overlapping(),
     )

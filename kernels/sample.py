@@ -19,7 +19,7 @@
 A row's vocabulary is cut into slices, each for a program of its own, and four kernels follow one another:
 
     1  slices: the largest logit, and its token
-    2  slices: the race for the token (`_race`) in rows without top-k and top-p; in the others the mass (the sum of
+    2  slices: the race for the token (`race`) in rows without top-k and top-p; in the others the mass (the sum of
        exp(s)), and how many tokens are in each bin of s
     3  slices: in rows with top-k or top-p the bins tell which tokens are kept for sure, and which aren't for sure.
        The race of the former, their mass, and a list of the tokens in the bins between
@@ -38,7 +38,7 @@ between programs, and read all of a slice before they use any of it; the last on
 Grid: (slices, R) three times, then (R,). Limit: memory: every logit must be read at least once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,7 +46,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
+from kvrelay.kernels.launch import Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
+from kvrelay.kernels.sample_race import NO_TOKEN, better, race
 
 NONFINITE = -1
 SLICE = 8192
@@ -54,7 +57,6 @@ SLICE = 8192
 LISTED = 4096
 """Listed tokens that the last kernel keeps in registers; of longer lists it reads the rest again at each probe."""
 WARPS = 16
-NO_TOKEN = tl.constexpr(2147483647)
 
 
 class Choices(NamedTuple):
@@ -140,37 +142,6 @@ def slice_of(vocabulary: int) -> int:
 
 
 @triton.jit
-def _exponential(key_0, key_1, token):
-    """-log(1 - u) as `engine.sampling.noise.exponential` has it; uint32 arithmetic wraps."""
-    x = (token.to(tl.uint32) ^ key_0) * 0x7FEB352D
-    x ^= x >> 15
-    x = (x + key_1) * 0x846CA68B
-    x ^= x >> 16
-    x *= 0x2C1B3C6D
-    x ^= x >> 15
-    u = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-    # log1p(-u) from log: the quotient corrects the rounding error of 1 - u (Goldberg 1991, theorem 4).
-    w = 1.0 - u
-    exact = tl.log(tl.maximum(w, 1e-37)) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))
-    return tl.where(w == 1.0, u, -exact)
-
-
-@triton.jit
-def _race(s, ids, bound, key_0, key_1):
-    """The best score, and its token, of those `ids` whose s is `bound` or more; the first of equal ones."""
-    score = tl.where(s >= bound, tl.exp(s) / _exponential(key_0, key_1, ids), -1.0)
-    best = tl.max(score, 0)
-    return best, tl.min(tl.where(score == best, ids, NO_TOKEN), 0)
-
-
-@triton.jit
-def _better(best, token, other, other_token):
-    """The better one of two results of `_race`."""
-    wins = (other > best) | ((other == best) & (other_token < token))
-    return tl.where(wins, other, best), tl.where(wins, other_token, token)
-
-
-@triton.jit
 def _load_slice(logits, row, vocabulary, SLICE: tl.constexpr):
     """The logits of this program's slice, minus infinity past the end of the vocabulary, and their tokens."""
     ids = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
@@ -216,7 +187,9 @@ def largest_kernel(
     BANNED: tl.constexpr,
     BANNED_BLOCK: tl.constexpr,
     SLICE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row, slices = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if BANNED > 0:
         first = tl.program_id(0) * SLICE
@@ -239,8 +212,16 @@ def largest_kernel(
 
 @triton.jit
 def weigh_kernel(
-    logits, choices, workspace, vocabulary, SLICE: tl.constexpr, BLOCK_S: tl.constexpr, SLICES: tl.constexpr
+    logits,
+    choices,
+    workspace,
+    vocabulary,
+    SLICE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(choices.temperature + row)
     if temperature <= 0.0:
@@ -259,15 +240,23 @@ def weigh_kernel(
         tl.atomic_add(workspace.counts + row * BINS + bins, counts, mask=counts > 0, sem="relaxed")
     else:
         key_0, key_1 = _keys(choices, row)
-        score, winner = _race(s, ids, least, key_0, key_1)
+        score, winner = race(s, ids, least, key_0, key_1)
         tl.store(workspace.score + place, score)
         tl.store(workspace.winner + place, winner)
 
 
 @triton.jit
 def list_kernel(
-    logits, choices, workspace, vocabulary, SLICE: tl.constexpr, BLOCK_S: tl.constexpr, SLICES: tl.constexpr
+    logits,
+    choices,
+    workspace,
+    vocabulary,
+    SLICE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     top_k, top_p, least = _filters(choices, row, vocabulary)
     temperature = tl.load(choices.temperature + row)
@@ -289,7 +278,7 @@ def list_kernel(
     tl.store(workspace.sure + place, tl.sum(sure.to(tl.int32), 0))
     tl.store(workspace.sure_mass + place, tl.sum(tl.where(sure, tl.exp(s), 0.0).to(tl.float64), 0))
     key_0, key_1 = _keys(choices, row)
-    score, winner = _race(tl.where(sure, s, float("-inf")), ids, least, key_0, key_1)
+    score, winner = race(tl.where(sure, s, float("-inf")), ids, least, key_0, key_1)
     tl.store(workspace.score + place, score)
     tl.store(workspace.winner + place, winner)
     entry = tl.cumsum(listed.to(tl.int32), 0)
@@ -308,7 +297,9 @@ def choose_kernel(
     SLICES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_S)
     place, present = row * SLICES + index, index < SLICES
@@ -356,17 +347,51 @@ def choose_kernel(
             key_0, key_1 = _keys(choices, row)
             for part in range(parts):
                 s, ids = load_listed(lists, part, SLICE, EACH, BLOCK_S * EACH)
-                other, other_token = _race(s, ids, bound, key_0, key_1)
-                score, token = _better(score, token, other, other_token)
+                other, other_token = race(s, ids, bound, key_0, key_1)
+                score, token = better(score, token, other, other_token)
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
 
 
-def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
-    """Writes a token for each row of `logits` [R, V] into `tokens` [R].
+class Sampler:
+    """Chooses tokens, with choices and a workspace at fixed addresses; but for the first, a call repeats launches."""
 
-    Raises:
-        ValueError: a tensor has another shape, type or device than it should.
-    """
+    def __init__(self, choices: Choices, workspace: Workspace) -> None:
+        """Both for R rows at most, the workspace for V tokens."""
+        self._choices = choices
+        self._workspace = workspace
+        self._most = min(len(choices.temperature), len(workspace.largest))
+        self._known: tuple[Repeat, ...] = ()
+
+    def __call__(self, logits: Tensor, tokens: Tensor) -> None:
+        """Writes a token for each row of `logits` [N, V] into `tokens` [N], N at most R.
+
+        Raises:
+            ValueError: a tensor has another shape, type or device than it should.
+        """
+        rows = len(logits)
+        typed = logits.dtype == torch.float32 and tokens.dtype == torch.int64 and logits.is_contiguous()
+        same = typed and logits.shape[1:] == self._workspace.listed.shape[1:] and tokens.shape == (rows,)
+        if not self._known or not same or rows > self._most:
+            _check(logits, self._choices.first(rows), self._workspace.rows(rows), tokens)
+        if not rows:
+            return
+        if not self._known:
+            self._known = _launch(logits, self._choices, self._workspace, tokens)
+            return
+        largest, weigh, fill, choose = self._known
+        grid = triton.cdiv(logits.shape[1], slice_of(logits.shape[1])), rows, 1
+        largest(grid, logits)
+        weigh(grid, logits)
+        fill(grid, logits)
+        choose((rows, 1, 1), logits, tokens)
+
+
+def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
+    """See `Sampler`, of one call."""
+    Sampler(choices, workspace)(logits, tokens)
+
+
+def _check(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:
         raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}; allowed: contiguous float32 [R, V]")
     rows, vocabulary = logits.shape
@@ -377,12 +402,17 @@ def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tenso
     for name, shape, dtype in Workspace.columns(vocabulary):
         check_tensor(f"workspace.{name}", getattr(workspace, name), (rows, shape), logits, dtype)
     check_tensor("tokens", tokens, (rows,), logits, torch.int64)
-    if not rows:
-        return
+
+
+def _launch(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tensor) -> tuple[Repeat, ...]:
+    rows, vocabulary = logits.shape
     banned, block = choices.banned.shape[1], slice_of(vocabulary)
     slices = triton.cdiv(vocabulary, block)
-    block_s = triton.next_power_of_2(slices)
-    largest_kernel[(slices, rows)](
+    grid, block_s = (slices, rows, 1), triton.next_power_of_2(slices)
+    common: dict[str, Any] = {"num_warps": WARPS, **overlapping()}
+    largest = launch(
+        largest_kernel,
+        grid,
         logits,
         choices.banned,
         workspace,
@@ -390,10 +420,11 @@ def sample(logits: Tensor, choices: Choices, workspace: Workspace, tokens: Tenso
         BANNED=banned,
         BANNED_BLOCK=triton.next_power_of_2(max(banned, 1)),
         SLICE=block,
-        num_warps=WARPS,
+        **common,
     )
-    sizes = {"SLICE": block, "SLICES": slices, "BLOCK_S": block_s}
-    weigh_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
-    list_kernel[(slices, rows)](logits, choices, workspace, vocabulary, **sizes, num_warps=WARPS)
+    sizes = {"SLICE": block, "SLICES": slices, "BLOCK_S": block_s, **common}
+    weigh = launch(weigh_kernel, grid, logits, choices, workspace, vocabulary, **sizes)
+    fill = launch(list_kernel, grid, logits, choices, workspace, vocabulary, **sizes)
     each = max(1, LISTED // block_s)
-    choose_kernel[(rows,)](logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each, num_warps=WARPS)
+    choose = launch(choose_kernel, (rows, 1, 1), logits, choices, workspace, tokens, vocabulary, **sizes, EACH=each)
+    return (*(made.repeating("logits") for made in (largest, weigh, fill)), choose.repeating("logits", "tokens"))

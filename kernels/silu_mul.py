@@ -8,18 +8,19 @@
 Grid: (T, ceil(I / BLOCK)). Limit: memory: 3 T I numbers, gate and up read and their product written.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.launch import Repeat, launch
+from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 
 BLOCK = 1024
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin_after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -30,10 +31,10 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
 
 
 class SiluMul:
-    """The product, prepared: a call with a tensor of the shape of the call before repeats its launch."""
+    """The product, prepared: a call with a tensor like that of a call before repeats its launch."""
 
     def __init__(self) -> None:
-        self._known: tuple[torch.Size, Launch] | None = None
+        self._known: dict[object, Repeat] = {}
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[T, I] of gate_up [T, 2 I].
@@ -41,19 +42,27 @@ class SiluMul:
         Raises:
             ValueError: the tensor has another shape than it should.
         """
-        if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
-            raise ValueError(
-                f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous"
-            )
-        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
-        if self._known is not None and self._known[0] == gate_up.shape:
-            self._known[1].repeat(gate_up=gate_up, out=out)
-        elif rows:
-            grid = (rows, triton.cdiv(inner, BLOCK))
-            made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4)
-            self._known = gate_up.shape, made.without("gate_up", "out")
+        like = gate_up.shape[1:], gate_up.dtype
+        known = self._known.get(like)
+        if known is None or not gate_up.is_contiguous():
+            _check(gate_up)
+        rows, columns = gate_up.shape
+        inner = columns // 2
+        out = gate_up.new_empty((rows, inner))
+        grid = (rows, -(-inner // BLOCK), 1)
+        if not rows:
+            return out
+        if known is None:
+            made = launch(silu_mul_kernel, grid, gate_up, out, inner, BLOCK=BLOCK, num_warps=4, **overlapping())
+            self._known[like] = made.repeating("gate_up", "out")
+        else:
+            known(grid, gate_up, out)
         return out
+
+
+def _check(gate_up: Tensor) -> None:
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.shape[1] or not gate_up.is_contiguous():
+        raise ValueError(f"gate_up is {list(gate_up.shape)}, strides {gate_up.stride()}; allowed: [T, 2 I], contiguous")
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Rotation(NamedTuple):
 class AttentionInputs:
     """Where the tokens of one step lie: R rows, T tokens. Tensors are on the pool's device, arrays on the host.
 
-    A padding row, which fills a batch up to the size of a captured graph, has the start -1 and one token.
+    A padding row, which fills a batch up to the size of a captured graph, has the start -1 and one token. Tokens past
+    those of the rows are padding, too.
     """
 
     positions: Tensor
@@ -67,10 +68,13 @@ class AttentionInputs:
 
 def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """int64 [T] position and int64 [T] slot of each token, as in `AttentionInputs`."""
-    lengths = plan.lengths.astype(np.int64)
-    first = np.cumsum(lengths) - lengths
-    row_of = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(len(row_of)) + (plan.starts - first)[row_of]
+    row_of = np.arange(plan.num_rows)
+    positions = plan.starts.astype(np.int64)
+    if plan.num_tokens > plan.num_rows:
+        lengths = plan.lengths.astype(np.int64)
+        first = np.cumsum(lengths) - lengths
+        row_of = np.repeat(row_of, lengths)
+        positions = np.arange(len(row_of)) + (positions - first)[row_of]
     blocks = plan.block_tables[row_of, positions // block_size].astype(np.int64)
     return positions, blocks * block_size + positions % block_size
 

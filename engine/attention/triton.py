@@ -5,8 +5,8 @@ paged_decode    rows of one token, which come first in a step
 prefill         rows of several tokens, by `flash_prefill` or `flash_prefill_hopper`
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import plan_tiles
-from kvrelay.kernels.launch import Launch
+from kvrelay.kernels.launch import Repeat
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
-from kvrelay.kernels.rope_kv_write import launch_rope_kv_write
+from kvrelay.kernels.rope_kv_write import HEADS, launch_rope_kv_write
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,40 +35,19 @@ class PlannedStep:
     """Rows at the beginning that have one token each."""
     tiles: Mapping[int, Tensor]
     """By window, the work list of the other rows (see `plan_tiles`); empty if there are none."""
-    launches: dict[int, "LayerLaunches"] = field(default_factory=dict)
-    """By window, what the first layer of the window has launched, which the others repeat."""
 
 
 class LayerLaunches:
-    """What one layer has launched, to be repeated for another one. Holds no tensor that is made anew for each layer."""
+    """What a layer has launched in an earlier step, to be repeated."""
 
-    def __init__(self, write: Launch, attend: Sequence[Launch]) -> None:
-        """
-        Args:
-            write: of `launch_rope_kv_write`.
-            attend: of the kernels that follow it.
-        """
-        self._write = write.without("qkv", "weight", "cos", "sin", "out")
-        self._attend = [launch.without("query", "out") for launch in attend]
-
-    def repeat(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: Mapping[str, Tensor | int | None],
-        out: tuple[Tensor, Tensor],
-    ) -> None:
-        """Launches the same for a layer with this KV, as `PagedKV.of_layer` has it, and whose norm has the same eps.
-
-        Args:
-            out: the queries and the result, both [T, H, D].
-        """
-        weight = None if norm is None else norm.weight
-        query, result = out
-        self._write.repeat(qkv=qkv, weight=weight, cos=rotation.cos, sin=rotation.sin, out=query, **kv)
-        for launch in self._attend:
-            launch.repeat(query=query, out=result, **kv)
+    def __init__(self) -> None:
+        self.norm: HeadNorm | None = None
+        """Of `write`."""
+        self.table_stride = 0
+        """Of the block tables of `decode` and `prefill`."""
+        self.write: Repeat | None = None
+        self.decode: Repeat | None = None
+        self.prefill: Repeat | None = None
 
 
 class DecodeSchedule:
@@ -84,7 +63,7 @@ class DecodeSchedule:
             rows: of a batch at most.
             windows: of the layers, each once.
         """
-        programs = count_programs(layout.kv_heads, processors_of(device))
+        self.programs = programs = count_programs(layout.kv_heads, processors_of(device))
         self.parts = DecodeParts.empty(programs, heads, layout.kv_heads, layout.head_dim, device)
         words = (len(windows), sum(DecodeWork.sizes(rows, programs)))
         pinned = device.type == "cuda"
@@ -109,6 +88,9 @@ class DecodeSchedule:
 
 class TritonAttention:
     """Implements `Attention`.
+
+    Each layer repeats what it has launched in an earlier step with other pointers. Arguments of a kind that it has had
+    aren't checked again.
 
     A captured graph repeats `run`, not `plan`: plan a step as for a launch, then replay the graph. All that a plan of
     decode rows changes on the device lies in tensors that the graph reads at fixed addresses.
@@ -139,10 +121,12 @@ class TritonAttention:
         self._pool = pool
         self._windows = windows
         self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
-        self._of_layer = [kv.of_layer() for kv in self._layers]
+        self._launches = [LayerLaunches() for _ in windows]
         layout, device = pool.layout, pool.tensor.device
         self._prefill = choose_prefill(prefill, layout, dtype, heads, architecture_of(device))
         self._tile_tokens = self._prefill.rows // (heads // layout.kv_heads)
+        self._heads, self._kv_heads = heads, layout.kv_heads
+        self._head_grids = -(-(heads + 2 * layout.kv_heads) // HEADS)
         self._step: PlannedStep | None = None
         self._kinds = tuple(sorted(set(windows)))
         self._schedule = DecodeSchedule(layout, heads, rows, self._kinds, device)
@@ -162,29 +146,62 @@ class TritonAttention:
         self._step = PlannedStep(inputs, decodes, tiles)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        """See `Attention.run`. Checks the arguments in the first layer of each window."""
-        step = self._step
-        if step is None:
+        """See `Attention.run`."""
+        tokens, _, dim = qkv.shape
+        query = qkv.new_empty((tokens, self._heads, dim))
+        out = torch.empty_like(query)
+        self.write(layer, qkv, rotation, norm, query)
+        self.attend(layer, query, out)
+        return out.view(tokens, -1)
+
+    def write(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, query: Tensor) -> None:
+        """The first half of `run`: norms, rotates, writes keys and values into the pool and the queries into `query`.
+
+        Checks the arguments of a layer's first call. It depends on nothing of the plan but the address of `slots`.
+
+        Args:
+            qkv: [T, H + 2 Hkv, D].
+            query: [T, H, D].
+        """
+        slots, known = self._planned().inputs.slots, self._launches[layer]
+        tokens = qkv.shape[0]
+        if known.write is None or known.norm is not norm or slots.shape[0] != tokens:
+            made = launch_rope_kv_write(qkv, rotation, slots, self._layers[layer], norm, query)
+            if made is not None:
+                known.norm, known.write = norm, made.repeating("qkv", "cos", "sin", "slots", "out")
+        else:
+            known.write((tokens, self._head_grids, 1), qkv, rotation.cos, rotation.sin, slots, query)
+
+    def attend(self, layer: int, query: Tensor, out: Tensor) -> None:
+        """The second half of `run`: writes the attention of the planned rows' tokens into `out`.
+
+        Args:
+            query, out: [T, H, D], T at least as many as the plan's tokens. Rows of `out` past those aren't touched.
+        """
+        step, known = self._planned(), self._launches[layer]
+        tables, window = step.inputs.block_tables, self._windows[layer]
+        if known.table_stride != tables.stride(0):
+            known.table_stride, known.decode, known.prefill = tables.stride(0), None, None
+        first = step.decodes
+        if first and known.decode is not None:
+            known.decode((self._kv_heads, self._schedule.programs, 1), query, tables, out)
+        elif first:
+            kv, work, parts = self._layers[layer], self._schedule.works[window], self._schedule.parts
+            made = paged_decode(query[:first], kv, tables[:first], work, parts, out[:first])
+            known.decode = None if made is None else made.repeating("query", "block_tables", "out")
+        if not step.tiles:
+            return
+        tiles = step.tiles[window]
+        if known.prefill is None:
+            made = self._prefill.launch(query, self._layers[layer], tables, tiles, window, out)
+            known.prefill = None if made is None else made.repeating("query", "block_tables", "tiles", "out")
+        else:
+            known.prefill((tiles.shape[0] * self._kv_heads, 1, 1), query, tables, tiles, out)
+
+    def _planned(self) -> PlannedStep:
+        if self._step is None:
             raise RuntimeError("attention runs before a step was planned")
-        inputs, kv, window = step.inputs, self._layers[layer], self._windows[layer]
-        shape = len(qkv), qkv.shape[1] - 2 * kv.pool.shape[3], qkv.shape[2]
-        query = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-        known, first = step.launches.get(window), step.decodes
-        if known is not None:
-            known.repeat(qkv, rotation, norm, self._of_layer[layer], (query, out))
-            return out.view(len(out), -1)
-        write = launch_rope_kv_write(qkv, rotation, inputs.slots, kv, norm, query)
-        attend: list[Launch | None] = []
-        if first:
-            work, parts = self._schedule.works[window], self._schedule.parts
-            attend.append(paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first]))
-        if step.tiles:
-            tiles = step.tiles[window]
-            attend.append(self._prefill.launch(query, kv, inputs.block_tables, tiles, window, out))
-        if write is not None:
-            step.launches[window] = LayerLaunches(write, [launch for launch in attend if launch is not None])
-        return out.view(len(out), -1)
+        return self._step
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         tensor = torch.from_numpy(array)

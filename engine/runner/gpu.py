@@ -6,7 +6,8 @@
 
 A step samples its tokens on the device into `sampled`, by row, and the next step reads from there what it computes of
 them. Only a copy goes to the host, and the host waits for it after it has launched the next step. Steps that consist of
-decode rows are captured graphs (`graphs.py`); steps with a chunk of a prompt are launched kernel by kernel.
+decode rows are captured graphs (`graphs.py`). Small steps with a chunk of a prompt are, too, in pieces with attention
+between them (`pieces.py`); those of more tokens are launched kernel by kernel.
 
 On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
 """
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
@@ -38,13 +40,14 @@ from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
+from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
 from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.ops import Feeds, Linear
 from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import NONFINITE, Choices, Workspace, sample
+from kvrelay.kernels.sample import NONFINITE, Sampler, Workspace
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
@@ -124,6 +127,8 @@ class GpuRunner:
             pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, options.prefill_attention
         )
         self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
+        self._sample_decode = Sampler(self._decode.choices, self._scratch)
+        self._sample_mixed = Sampler(self._mixed.choices, self._scratch)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._capture = capture
@@ -131,6 +136,8 @@ class GpuRunner:
         self._decode_logits: dict[int, Tensor] = {}
         """By rows, what a decode step has computed; of a graph, where its replay writes them."""
         self._graphs: DecodeGraphs | None = None
+        self._step_sizes = step_sizes(min(options.graph_tokens, options.max_batch_tokens))
+        self._pieces: StepPieces | None = None
         if self._cuda:
             # The buffers above, the weights and the pool were made on other streams than the runner's own.
             torch.cuda.synchronize(self.device)
@@ -181,24 +188,25 @@ class GpuRunner:
             self._prefill_once()
             if capture is not None:
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
+                self._pieces = self._capture_pieces(capture)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
-        self.attention.plan(self._decode.load(plan, sampled, size or 0))
+        self.attention.plan(self._decode.load(plan, sampled, size or 0, size or 0))
         if self._graphs is None or size is None:
             self._decode_step(plan.num_rows)
             logits = self._decode_logits.pop(plan.num_rows)
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
-        special = self._choose_special(plan, sampled, logits, self._decode.choices, self._sampled)
+        special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
         return Extras(special, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
-        self.attention.plan(self._decode.view(np.full(rows, -1), np.ones(rows, np.int64)))
+        self.attention.plan(self._decode.view(np.full(rows, -1), np.ones(rows, np.int64), rows))
         return partial(self._decode_step, rows)
 
     def _decode_step(self, rows: int) -> None:
@@ -206,20 +214,26 @@ class GpuRunner:
         inputs = self._decode
         given = inputs.tokens[:rows], inputs.positions[:rows], self.attention, Feeds(inputs.feeds[:rows], self._sampled)
         logits = self._decode_logits[rows] = self.model.forward_logits(*given)
-        sample(logits, inputs.choices.first(rows), self._scratch.rows(rows), self._sampled[:rows])
+        self._sample_decode(logits, self._sampled[:rows])
 
     def _choose_special(
-        self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, choices: Choices, tokens: Tensor
+        self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, inputs: InputBuffers, tokens: Tensor
     ) -> SpecialRows | None:
-        """See `SpecialRows`; None if the plan has none."""
+        """See `SpecialRows`; None if the plan, which `inputs` have, has none."""
+        if not inputs.scored and plan.shapings is None:
+            return None
         if not any(map(plan.is_special, sampled.tolist())):
             return None
-        return SpecialRows(plan, sampled, logits, choices, tokens)
+        return SpecialRows(plan, sampled, logits, inputs.choices, tokens)
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
-        inputs = self._mixed
-        self.attention.plan(inputs.load(plan, sampled))
-        hidden = self._forward(inputs, plan.num_tokens)
+        inputs, tokens = self._mixed, plan.num_tokens
+        size = None if self._pieces is None else self._pieces.size_for(tokens)
+        self.attention.plan(inputs.load(plan, sampled, fill_tokens=size or 0))
+        if self._pieces is None or size is None:
+            hidden = self._forward(inputs, tokens, self.attention)
+        else:
+            hidden = self._pieces.replay(size)[:tokens]
         prompts = score_prompts(plan, hidden, self.model.logits)
         count = len(sampled)
         special = None
@@ -231,25 +245,39 @@ class GpuRunner:
             last, which = (index.to(self.device, non_blocking=True) for index in (last, which))
             chosen = torch.empty(count, dtype=torch.int64, device=self.device)
             logits = self.model.logits(hidden.index_select(0, last))
-            sample(logits, inputs.choices.first(count), self._scratch.rows(count), chosen)
-            special = self._choose_special(plan, sampled, logits, inputs.choices, chosen)
+            self._sample_mixed(logits, chosen)
+            special = self._choose_special(plan, sampled, logits, inputs, chosen)
             self._sampled.index_copy_(0, which, chosen)
-        return Extras(special, prompts)
+        return Extras(special, prompts, graph=size is not None)
 
-    def _forward(self, inputs: InputBuffers, tokens: int) -> Tensor:
+    def _forward(self, inputs: InputBuffers, tokens: int, attention: Attention) -> Tensor:
         """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
         feeds = Feeds(inputs.feeds[:tokens], self._sampled)
-        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], self.attention, feeds)
+        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds)
+
+    def _capture_pieces(self, capture: Capture) -> StepPieces | None:
+        """None if no step is to run in pieces."""
+        if not self._step_sizes:
+            return None
+        config, none = self.model.config, np.zeros(0, np.int64)
+        shape = self._step_sizes[-1], config.heads, config.head_dim
+        dtype = TORCH_DTYPES[self.spec.dtype]
+        query, attended = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
+
+        def prepare(tokens: int) -> Forward:
+            self.attention.plan(self._mixed.view(none, none, tokens))
+            return partial(self._forward, self._mixed, tokens)
+
+        return StepPieces(self._step_sizes, prepare, self.attention, (query, attended), capture)
 
     def _prefill_once(self) -> None:
         """Runs a step of the largest size, of tokens whose KV isn't kept."""
         inputs = self._mixed
         tokens = min(len(inputs.tokens), self.spec.max_context, self.pool.num_tokens)
         inputs.contexts[0] = tokens
-        self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens])))
-        hidden = self._forward(inputs, tokens)
-        choices = Choices.empty(1, MAX_BANNED, self.device)
-        sample(self.model.logits(hidden[-1:]), choices, self._scratch.rows(1), self._sampled[:1])
+        self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens]), tokens))
+        hidden = self._forward(inputs, tokens, self.attention)
+        self._sample_mixed(self.model.logits(hidden[-1:]), self._sampled[:1])
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

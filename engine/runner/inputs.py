@@ -72,19 +72,25 @@ class InputBuffers:
         self._bans = False
         self._sampling: tuple[SamplingParams, ...] = ()
         self._columns = _columns(())
+        self._least = np.zeros(0, np.int32)
+        """The `min_tokens` of `_sampling`."""
+        self.scored = False
+        """Whether a row of the plan that was loaded last asks for log-probabilities of the token that it samples."""
 
-    def load(self, plan: StepPlan, sampled: NDArray[np.int64], pad_rows: int = 0) -> AttentionInputs:
+    def load(
+        self, plan: StepPlan, sampled: NDArray[np.int64], fill_rows: int = 0, fill_tokens: int = 0
+    ) -> AttentionInputs:
         """Queues the copy of a plan to the device.
 
         Args:
             sampled: [S] the plan's rows that sample, in the order of `choices`.
-            pad_rows: rows to fill a batch of decode rows up to, each with one token; 0 fills none.
+            fill_rows: number to fill the rows up to, each with one token; a smaller one than the plan's fills none.
+            fill_tokens: number to fill the tokens up to, those of filling rows included.
         """
         host = self._sets[0]
         self._sets.reverse()
         rows, tokens = plan.num_rows, plan.num_tokens
-        padding = max(0, pad_rows - rows)
-        end_rows, end_tokens = rows + padding, tokens + padding
+        end_rows, end_tokens = max(rows, fill_rows), max(tokens, fill_tokens)
         host.tokens[:tokens] = plan.tokens
         host.positions[:tokens], host.slots[:tokens] = token_places(plan, self._block_size)
         host.feeds[:tokens] = -1 if plan.feeds is None else np.repeat(plan.feeds, plan.lengths)
@@ -103,12 +109,13 @@ class InputBuffers:
         self._words.copy_(host.words, non_blocking=True)
         self.tables[:rows, :width].copy_(host.tables[: rows * width].view(rows, width), non_blocking=True)
         self._load_bans(plan, sampled)
-        starts = np.pad(plan.starts.astype(np.int64), (0, padding), constant_values=-1)
-        return self.view(starts, np.pad(plan.lengths.astype(np.int64), (0, padding), constant_values=1))
+        starts, lengths = np.full(end_rows, -1, np.int64), np.ones(end_rows, np.int64)
+        starts[:rows], lengths[:rows] = plan.starts, plan.lengths
+        return self.view(starts, lengths, end_tokens)
 
-    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> AttentionInputs:
-        """The part of the buffers that a step of rows [R] with these starts and lengths uses."""
-        rows, tokens = len(lengths), int(lengths.sum())
+    def view(self, starts: NDArray[np.int64], lengths: NDArray[np.int64], tokens: int) -> AttentionInputs:
+        """The part of the buffers that a step of rows [R] with these starts and lengths uses, and of so many tokens."""
+        rows = len(lengths)
         return AttentionInputs(
             positions=self.positions[:tokens],
             slots=self.slots[:tokens],
@@ -123,6 +130,8 @@ class InputBuffers:
         sampling = plan.sampling if count == plan.num_rows else tuple([plan.sampling[row] for row in sampled])
         if sampling != self._sampling:
             self._sampling, self._columns = sampling, _columns(sampling)
+            self._least = np.array([params.min_tokens for params in sampling], np.int32)
+            self.scored = any(params.logprobs is not None for params in sampling)
         temperature, top_k, top_p, min_p, seeds = self._columns
         host.temperature[:count], host.top_k[:count] = temperature, top_k
         host.top_p[:count], host.min_p[:count] = top_p, min_p
@@ -133,13 +142,11 @@ class InputBuffers:
 
     def _load_bans(self, plan: StepPlan, sampled: NDArray[np.int64]) -> None:
         """Rows that have fewer than their min_tokens must not stop. Special rows are left out (`special.py`)."""
-        short = [
-            (index, plan.sampling[row].stop_token_ids)
-            for index, row in enumerate(sampled.tolist())
-            if plan.generated[row] < plan.sampling[row].min_tokens and not plan.is_special(row)
-        ]
-        if not short and not self._bans:
+        early = np.flatnonzero(plan.generated[sampled] < self._least)
+        if not len(early) and not self._bans:
             return
+        rows = [(index, int(sampled[index])) for index in early.tolist()]
+        short = [(index, plan.sampling[row].stop_token_ids) for index, row in rows if not plan.is_special(row)]
         self._banned.reverse()
         memory = self._banned[0].fill_(-1)
         for index, tokens in short:

@@ -23,7 +23,9 @@ from support.launches import RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
-OPTIONS = EngineConfig(block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, threads=1)
+OPTIONS = EngineConfig(
+    block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=3, graph_tokens=0, threads=1
+)
 
 
 @pytest.fixture(autouse=True)

@@ -241,6 +241,9 @@ def test_compiled(compiler: Compiler, architecture: int, more: bool) -> None:
     for launched in [compiler.start(architecture, *launch) for launch in launches]:
         for kernel in launched.result():
             kernel.check_fits()
+            # Copies of a step's inputs come before the embedding.
+            if kernel.name != "embed_kernel":
+                kernel.check_overlaps()
             assert kernel.registers <= 64
             assert kernel.shared <= 1024
             # 16-byte accesses to 16-bit tensors, wherever a thread has as much in a row.

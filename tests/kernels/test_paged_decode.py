@@ -163,6 +163,7 @@ def launch_blank(launch: Launch) -> None:
 def test_compiled(compiler: Compiler, launch: Launch, architecture: int) -> None:
     (decode,) = compiler.compile(architecture, launch_blank, launch)
     decode.check_fits()
+    decode.check_overlaps()
     assert decode.tensor_cores == "mma"
     assert decode.stages == launch.buffers
     # Two programs, which hide each other's waits, fit on a multiprocessor with heads of up to 128 16-bit numbers.

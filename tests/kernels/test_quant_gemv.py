@@ -132,6 +132,7 @@ def test_compiled(compiler: Compiler, architecture: int, outputs: int) -> None:
     for launched in [compiler.start(architecture, launch, bits, outputs, 4096) for bits in (8, 4)]:
         (kernel,) = launched.result()
         kernel.check_fits()
+        kernel.check_overlaps()
         assert "cp.async" in kernel.ptx
         assert kernel.tensor_cores == {80: "mma", 90: "wgmma", 100: "tcgen05"}[architecture]
         # Enough programs fit on a multiprocessor to use its share of the memory bandwidth.

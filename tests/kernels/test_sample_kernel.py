@@ -212,4 +212,5 @@ def test_compiled(compiler: Compiler, architecture: int, vocabulary: int) -> Non
     assert [kernel.name for kernel in kernels] == ["largest_kernel", "weigh_kernel", "list_kernel", "choose_kernel"]
     for compiled in kernels:
         compiled.check_fits()
+        compiled.check_overlaps()
         assert compiled.registers <= 128

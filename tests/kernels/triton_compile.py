@@ -47,6 +47,15 @@ class Compiled:
         assert self.stack == 0, f"{where}, {self.stack} bytes spilled"
         assert self.shared <= SHARED_LIMITS[self.architecture], f"{where}, {self.shared} bytes of shared memory"
 
+    def check_overlaps(self) -> None:
+        """Fails unless every program waits for the kernel before it ahead of all else; on older architectures, none."""
+        before, wait, after = self.ptx.partition("griddepcontrol.wait")
+        assert bool(wait) == (self.architecture >= 90), self.name
+        if wait:
+            assert "griddepcontrol.launch_dependents" in after, self.name
+            begun = before[before.index(".entry") :]
+            assert not re.search(r"\b(ld|st|atom|red|cp)\S*\.global|\bret\b|\bbra\b", begun), f"{self.name}: {begun}"
+
     @property
     def tensor_cores(self) -> str:
         """The newest matrix instruction that it uses: "tcgen05", "wgmma", "mma", or "" for none."""
