@@ -1,6 +1,6 @@
 """What guessed tokens save: the same prompts with each method in turn, and the acceptance of draws with common noise.
 
-    python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft] [--out FILE]
+    python benchmarks/speculation.py [--minutes 9] [--model pico] [--draft pico-draft ...] [--out FILE]
     python benchmarks/speculation.py --quick        # checks every guess, once; its figures mean nothing
 
 Times are CPU seconds of the thread that steps the engine (one thread computes), so other work on the machine changes
@@ -19,10 +19,12 @@ of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` o
 noise. `accepted` is the share of checked guesses that were kept, `step_tokens` how many tokens of all sequences a step
 with guesses yielded, `saved` the share of the time without guesses that was saved, by the engine's own measurements.
 
-`acceptance`: over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p and the
-draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise` is how
-often both choose the same token with common noise, `floor` the proven least of that, the mean of a / (2 - a) for each
-position's sum a. `greedy` is how often both have the same most likely token.
+The second of several drafts is the method `draft_2`, and so on.
+
+`acceptance`: of each draft, over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p
+and the draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise`
+is how often both choose the same token with common noise, `floor` the proven least of that, the mean of a / (2 - a) for
+each position's sum a. `greedy` is how often both have the same most likely token.
 """
 
 import argparse
@@ -216,26 +218,27 @@ def build(runner: CpuRunner, options: EngineConfig, draft: DraftProposer | None,
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="pico")
-    parser.add_argument("--draft", default="pico-draft")
+    parser.add_argument("--draft", default=["pico-draft"], nargs="+", help="one or more, to compare")
     parser.add_argument("--minutes", type=float, default=9.0, help="of wall time, for all")
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     began = time.monotonic()
-    folder, draft = resolve(args.model), resolve(args.draft)
+    folder = resolve(args.model)
+    drafts = {f"draft_{place}" if place > 1 else "draft": resolve(name) for place, name in enumerate(args.draft, 1)}
     methods = {
         "off": SpeculationConfig(),
         "again": SpeculationConfig(),
         "ngram": SpeculationConfig("ngram"),
         "suffix": SpeculationConfig("suffix"),
-        "draft": SpeculationConfig("draft", str(draft), max_tokens=4),
     }
+    methods |= {name: SpeculationConfig("draft", str(draft), max_tokens=4) for name, draft in drafts.items()}
     options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False).on("cpu")
     runner = build_cpu_runner(folder, "auto", options)
-    small = build_cpu_runner(draft, "auto", options)
+    small = {name: build_cpu_runner(draft, "auto", options) for name, draft in drafts.items()}
     engines = {}
     for name, speculation in methods.items():
-        guesses = DraftProposer(small, options.max_batch_tokens) if name == "draft" else None
+        guesses = DraftProposer(small[name], options.max_batch_tokens) if name in small else None
         engines[name] = build(
             runner, replace(options, speculation=replace(speculation, adaptive=not args.quick)), guesses, args.quick
         )
@@ -243,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = prompts(tokenizer)
     ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]
     result: dict[str, Any] = own_setting("torch") | {"model": args.model, "draft": args.draft, "clock": "cpu"}
-    result["acceptance"] = acceptance(runner, small, ids, 2 if args.quick else SEEDS)
+    seeds = 2 if args.quick else SEEDS
+    result["acceptance"] = {name: acceptance(runner, draft, ids, seeds) for name, draft in small.items()}
     print(json.dumps({"acceptance": result["acceptance"]}), flush=True)
     cells = [
         Cell(name, groups(name, asked, 8 if args.quick else EDIT_TOKENS if name == "edit" else TOKENS), list(engines))

@@ -22,5 +22,5 @@ def test_a_quick_run_has_all_figures(tmp_path: Path) -> None:
     )
     # The draft model is the model itself here.
     assert result["cells"]["continue"]["draft"]["accepted"] > 0.5
-    for rates in (result["acceptance"][name] for name in ("1", "0.8")):
+    for rates in (result["acceptance"]["draft"][name] for name in ("1", "0.8")):
         assert {name: round(rate, 3) for name, rate in rates.items()} == dict.fromkeys(rates, 1.0)

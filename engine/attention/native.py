@@ -3,14 +3,12 @@
 import ctypes
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
 from kvrelay.engine.kv.pool import KVPool
-from kvrelay.kernels.cpu.attention import ATTEND, WRITE, PagedAttention, supports
+from kvrelay.kernels.cpu.attention import ATTEND, WRITE, Indices, PagedAttention, supports
 from kvrelay.kernels.cpu.program import Program, Team
 from kvrelay.kernels.reference import rotations
 
@@ -57,9 +55,7 @@ class NativeAttention:
     def plan(self, inputs: AttentionInputs) -> None:
         self.plan_rows(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
 
-    def plan_rows(
-        self, starts: NDArray[np.integer], lengths: NDArray[np.integer], tables: NDArray[np.integer], more: int = 0
-    ) -> None:
+    def plan_rows(self, starts: Indices, lengths: Indices, tables: Indices, more: int = 0) -> None:
         """Prepares a step of the rows that `StepPlan` describes by these fields.
 
         Args:

@@ -88,6 +88,8 @@ class NativeDecoder:
         self._pass_args.sample = ctypes.addressof(self._sample_args)
         self._sample_space = torch.empty(workspace_floats(team.threads, self._head.outputs))
         self._sample_args.workspace = self._sample_space.data_ptr()
+        self._choosing: Program | None = None
+        """Layers and all that is behind them; None until it is recorded anew, with new buffers."""
         self._record(64)
         self._make_logits(1)
 
@@ -190,7 +192,7 @@ class NativeDecoder:
         self._logits = torch.empty(capacity, self._head.outputs)
         self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         self._head_program = Program(self._team.library, (LINEAR, self._head_args))
-        self._choosing: Program | None = None
+        self._choosing = None
 
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""

@@ -129,7 +129,9 @@ class CpuRunner:
         rows = np.arange(plan.num_rows)
         chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
         finite = np.isfinite(largest).all(1)
-        return chosen[: count if finite.all() else int(finite.argmin())].T.tolist()
+        sound = count if finite.all() else int(finite.argmin())
+        chains: list[list[int]] = chosen[:sound].T.tolist()
+        return chains
 
     def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.

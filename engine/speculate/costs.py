@@ -60,6 +60,14 @@ class Choosing(enum.IntEnum):
         return cls.FILTERED if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else cls.DRAWN
 
 
+def choosing_of(sampling: Sequence[SamplingParams]) -> list[Choosing]:
+    """Of each row; those of one sequence have the same parameters."""
+    kinds: list[Choosing] = []
+    for row, params in enumerate(sampling):
+        kinds.append(kinds[-1] if row and params is sampling[row - 1] else Choosing.of(params))
+    return kinds
+
+
 MEASURED = {
     Choosing.GREEDY: SamplingParams(temperature=0.0),
     Choosing.DRAWN: SamplingParams(temperature=1.0),

@@ -17,7 +17,7 @@ from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.speculate import choice
 from kvrelay.engine.speculate.allowance import Allowance
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Proposer, Want
-from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts
+from kvrelay.engine.speculate.costs import Choosing, Clock, StepCosts, choosing_of
 from kvrelay.engine.speculate.shares import Shares
 from kvrelay.engine.states import StatesLayout
 
@@ -140,7 +140,7 @@ class Speculation:
         self._costs.measure(runner, self.layers)
         if self._proposer.passes:
             one, most = (
-                min([self._timed([WARM_UP._replace(most=count)])[1] for _ in range(REPEATS)])
+                min([self._seconds([WARM_UP._replace(most=count)]) for _ in range(REPEATS)])
                 for count in (1, WARM_UP.most)
             )
             each = max(0.0, most - one) / (WARM_UP.most - 1)
@@ -167,7 +167,8 @@ class Speculation:
         wants = self._wants(sequences, room)
         if not wants:
             return []
-        guesses, seconds = self._timed(wants)
+        guesses = self._proposer.propose(wants)
+        seconds = self._clock() - began
         complete = all(guess.tokens for guess in guesses)
         # While one of the prompts is read, the time says nothing of a pass.
         if self._proposer.passes and complete:
@@ -210,7 +211,7 @@ class Speculation:
             # A rest is to cost nothing; its last step is measured.
             self._allowance.settle(0.0)
             return
-        kinds = [Choosing.of(params) for params in plan.sampling]
+        kinds = choosing_of(plan.sampling)
         starts = plan.starts.tolist()
         context = own_context = float(sum(starts))
         if drafts is not None:
@@ -305,11 +306,11 @@ class Speculation:
         factor = 1 + FOLLOW * (min(seconds / expected, BOUND) - 1) if expected else 1.0
         self._guessing = choice.Guessing(self._guessing.start * factor, self._guessing.each * factor)
 
-    def _timed(self, wants: list[Want]) -> tuple[list[Guess], float]:
-        """The guesses, and the seconds that they took."""
+    def _seconds(self, wants: list[Want]) -> float:
+        """That guesses take."""
         began = self._clock()
-        guesses = self._proposer.propose(wants)
-        return guesses, self._clock() - began
+        self._proposer.propose(wants)
+        return self._clock() - began
 
     def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> None:
         """Hands the hidden states of the tokens that were kept to the proposer."""

@@ -7,6 +7,7 @@ operations are `reference.rms_norm`, `rope` and `paged_attention`, and `kv_codes
 import ctypes
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvrelay.kernels.cpu.program import fields
 
-Indices = NDArray[np.int64]
+Indices = NDArray[np.integer[Any]]
 
 WRITE = "kvrelay_rope_kv_write"
 """Norms and rotates queries and keys in place, and writes keys and values into the pool."""
@@ -104,9 +105,9 @@ class PagedAttention:
             MemoryError: no memory for the work lists.
         """
         # A tensor tells its address sooner than an array does.
-        starts, lengths, tables = (torch.from_numpy(np.array(x, np.int64)) for x in (starts, lengths, block_tables))
-        rows, width = tables.shape
-        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (starts, lengths, tables))
+        copies = [torch.from_numpy(np.array(x, np.int64)) for x in (starts, lengths, block_tables)]
+        rows, width = block_tables.shape
+        addresses = [ctypes.c_void_p(x.data_ptr()) for x in copies]
         if not self._library.kvrelay_attention_plan(
             self._step, ctypes.c_int64(rows), *addresses, ctypes.c_int64(width)
         ):
