@@ -255,9 +255,10 @@ def setup(
     config: TransferConfig,
     transports: Mapping[str, Transport],
     states: StatesLayout | None = None,
+    shape: StatesShape | None = SHAPE,
 ) -> HandoffSetup:
-    """What a worker of the model "fingerprint" hands KV over with; as a receiver it wants these hidden states."""
-    local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=SHAPE)
+    """What a worker of the model "fingerprint" hands KV over with; it wants these hidden states, or can keep some."""
+    local = LocalWorker(worker, pool.layout, "fingerprint", states=states, states_shape=shape)
     return HandoffSetup(local, PoolFrames(pool, config.checksum), peers, config, transports, credentials("worker"))
 
 
@@ -305,6 +306,7 @@ async def pair(
     source: KVPool | None = None,
     target: KVPool | None = None,
     states: StatesLayout | None = None,
+    shape: StatesShape | None = SHAPE,
 ) -> AsyncIterator[Pair]:
     """Starts both sides on loopback, and stops them. By default each offers every transport of this machine."""
     config = config or TransferConfig()
@@ -314,7 +316,7 @@ async def pair(
     here, there = transports or (available_transports(HOST), available_transports(HOST))
     async with serving(receiving, target, receiver_config or config, there, states) as right:
         peers = PeerTable([Peer(RECEIVER, f"{HOST}:{right.port}", tuple(entries(there)), states)])
-        client = HandoffClient(setup(SENDER, source, peers, config, here), sending)
+        client = HandoffClient(setup(SENDER, source, peers, config, here, shape=shape), sending)
         try:
             yield Pair(client, right.service, source, target, ends, sending, receiving, right.server, right.port, peers)
         finally:

@@ -201,6 +201,21 @@ def test_a_worker_that_cannot_keep_them_refuses_by_name(shape: StatesShape | Non
     assert able.objection(there.hello(SENDER, CONFIG), CONFIG) is None
 
 
+def test_such_a_pair_hands_nothing_over() -> None:
+    async def test() -> None:
+        async with pair(CONFIG, states=STATES, shape=None) as world:
+            key = ("r", 1)
+            world.announce(key, prompt(100))
+            world.compute(key, blocks_of(100))
+            await world.settled(key)
+            code, message = world.ends.export_failed[key]
+            assert code is Code.INCOMPATIBLE
+            assert message.startswith("states: ")
+            assert key not in world.ends.imported
+
+    asyncio.run(test())
+
+
 def test_states_that_no_frame_can_carry_are_refused() -> None:
     async def test() -> None:
         async with pair(CONFIG, states=replace(STATES, hidden_size=2**20)) as world:
