@@ -1,4 +1,4 @@
-"""Products of integers are the same numbers on each instruction set that kernels are compiled for."""
+"""Products of integers and drawn tokens are the same on each instruction set that kernels are compiled for."""
 
 import ctypes
 from dataclasses import replace
@@ -8,6 +8,9 @@ import pytest
 import torch
 from test_codes import normal, random_codes
 
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.native import NativeSampler
+from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.kernels.codes import CodeType
 from kvrelay.kernels.cpu.library import INSTRUCTION_SETS, InstructionSet, cpu_features, library, prebuild
 from kvrelay.kernels.cpu.packed import Arena, PackedLinear
@@ -53,3 +56,10 @@ def test_groups(team: Team, kind: CodeType, rows: int) -> None:
     found = PackedLinear.pack(team, Arena(), weight, None)(x)
     expected = x @ weight.dequantize().T
     assert (found - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_tokens(team: Team, own_team: Team) -> None:
+    logits = 3 * normal(4000, 333)
+    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.01}, {"temperature": 0.0}]
+    draws = [Draw(SamplingParams(seed=row, **options[row % 5]), row, 0) for row in range(len(logits))]
+    assert NativeSampler(team)(logits.clone(), draws) == NativeSampler(own_team)(logits.clone(), draws)
