@@ -149,7 +149,7 @@ class EagleProposer:
             waiting = context.end - context.done
             count = min(left, waiting)
             rows.append((context, tokens, count))
-            prompts |= context.done < context.prompt - MOST_WAITING
+            prompts |= context.done + 1 < context.prompt
             left -= count
             if waiting - count <= MOST_WAITING:
                 del self._behind[handle]
