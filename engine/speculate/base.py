@@ -75,12 +75,15 @@ class Proposer(Protocol):
     def warm_up(self) -> None:
         """Runs what would make the first guesses slow."""
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         """A step has ended. Called for every step if it guesses from hidden states, and otherwise never; and when a
         sequence comes whose prompt another worker has computed, with the states that came along.
 
         Args:
             computed: of the sequences that go on; those of one sequence in order of their positions.
+
+        Returns:
+            Whether it has read a part of a prompt, which it would have done without a guess as well.
         """
         ...
 

@@ -97,8 +97,9 @@ class DraftProposer:
     def warm_up(self) -> None:
         self._runner.warm_up()
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         """See `Proposer.observe`."""
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """Sequences whose prompt isn't computed yet get no guess; each call computes a part of it."""

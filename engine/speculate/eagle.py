@@ -43,6 +43,8 @@ class Context:
     """Position of the first token here."""
     done: int
     """The KV of positions before it is in the blocks of `hold`."""
+    prompt: int
+    """The first position behind those whose states came first: of a prompt, or of its first chunk."""
     waiting: list[Tensor] = field(default_factory=list)
     """[n, STATES, hidden] each, of the positions from `done` on."""
 
@@ -94,20 +96,19 @@ class EagleProposer:
         self.observe([Computed(WARM_UP.handle, WARM_UP.tokens, 0, states)])
         self.propose([WARM_UP])
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:
             context = self._contexts.get(handle)
             if context is None or not context.first <= start <= context.end:
                 self.forget(handle)
                 hold = self._pool.share((), f"context of sequence {handle}")
-                context = self._contexts[handle] = Context(hold, start, start)
+                context = self._contexts[handle] = Context(hold, start, start, start + len(states))
             # A preempted sequence computes what is known here once more.
             if len(fresh := states[context.end - start :]):
                 context.waiting.append(fresh.clone())
             if context.end - context.done > MOST_WAITING:
                 self._behind[handle] = tokens
-        if self._behind:
-            self._read()
+        return bool(self._behind) and self._read()
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A sequence has no guess until a step has computed the token before its last one here."""
@@ -129,9 +130,13 @@ class EagleProposer:
         if context is not None:
             context.hold.release()
 
-    def _read(self) -> None:
-        """Computes what waits of the sequences that are behind, in the order in which they came."""
-        left, rows = self._step_tokens, []
+    def _read(self) -> bool:
+        """Computes what waits of the sequences that are behind, in the order in which they came.
+
+        Returns:
+            Whether there were prompts among it.
+        """
+        left, rows, prompts = self._step_tokens, [], False
         for handle, tokens in list(self._behind.items()):
             context = self._contexts[handle]
             if not self._extend(context, 0):
@@ -141,6 +146,7 @@ class EagleProposer:
             waiting = context.end - context.done
             count = min(left, waiting)
             rows.append((context, tokens, count))
+            prompts |= context.done + 1 < context.prompt
             left -= count
             if waiting - count <= MOST_WAITING:
                 del self._behind[handle]
@@ -149,6 +155,7 @@ class EagleProposer:
         if rows:
             with torch.inference_mode():
                 self._catch_up(rows)
+        return prompts
 
     def _extend(self, context: Context, more: int) -> bool:
         """Takes blocks for what waits and `more` tokens behind it; False if there are too few."""

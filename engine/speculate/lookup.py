@@ -35,8 +35,9 @@ class LookupProposer:
     def warm_up(self) -> None:
         """See `Proposer.warm_up`."""
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         """See `Proposer.observe`."""
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         return [self._propose(want) for want in wants]

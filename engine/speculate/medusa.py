@@ -109,9 +109,10 @@ class MedusaProposer:
         self.observe([Computed(WARM_UP.handle, WARM_UP.tokens, 0, torch.ones(1, 1, len(self._norm)))])
         self.propose([WARM_UP])
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, _, start, states in computed:
             self._states[handle] = start + len(states) - 1, states[-1, 0].clone()
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A sequence has no guess until a step has computed the token before its last one here."""

@@ -198,8 +198,9 @@ class Speculation:
         """
         ended = self._clock()
         if states is not None and self.layers:
-            self._observe(plan, kept, sequences, states)
-            self._observed = self._clock() - ended
+            read = self._observe(plan, kept, sequences, states)
+            # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
+            self._observed = 0.0 if read else self._clock() - ended
         seconds, self._began = ended - self._began, ended
         flight = self._flights.popleft()
         drafts = None if plan.drafts is None else plan.drafts.tolist()
@@ -312,8 +313,8 @@ class Speculation:
         self._proposer.propose(wants)
         return self._clock() - began
 
-    def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> None:
-        """Hands the hidden states of the tokens that were kept to the proposer."""
+    def _observe(self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], states: "Tensor") -> bool:
+        """Hands the hidden states of the tokens that were kept to the proposer; whether that has read prompts."""
         computed, end = [], 0
         places = zip(sequences, kept, plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         for sequence, has, start, length in places:
@@ -321,7 +322,7 @@ class Speculation:
             if has and not (sequence.ended or sequence.handoff):
                 states_here = states[end - length : end, : len(self.layers)]
                 computed.append(Computed(sequence.handle, sequence.tokens, start, states_here))
-        self._proposer.observe(computed)
+        return self._proposer.observe(computed)
 
     def _learn(self, drafts: Items[bool], kept: Items[bool], sequences: Items[Sequence], kinds: dict[int, int]) -> None:
         counts = self.counts

@@ -18,7 +18,9 @@ from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.base import StepHandle
 from kvrelay.engine.speculate.base import Computed, Guess, Want
+from kvrelay.engine.speculate.eagle import EagleProposer
 from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses
@@ -247,7 +249,7 @@ class Watching:
     def warm_up(self) -> None:
         pass
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:
             # The state says which token was computed where; a preempted sequence computes tokens again.
             assert states[:, 0, 0].tolist() == list(range(start, start + len(states)))
@@ -255,6 +257,7 @@ class Watching:
             assert start <= self.reach.get(handle, 0)
             self.reach[handle] = start + len(states)
             assert self.reach[handle] < len(tokens)
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         for want in wants:
@@ -391,6 +394,34 @@ def test_a_layer_reads_a_long_prompt_behind_several_steps(eight: Path, eagle3: P
     common = (found.guesses.keys() & expected.guesses.keys()) - set(late)
     assert {place: found.guesses[place] for place in common} == {place: expected.guesses[place] for place in common}
     assert len(common) > 5
+
+
+def test_what_a_prompt_takes_to_be_read_is_not_held_against_guesses(eight: Path, eagle3: Path) -> None:
+    """By a clock that steps and reading alone move: reading takes a thousand times as long here."""
+    speculation = SpeculationConfig("eagle3", str(eagle3), max_tokens=3)
+    engine = build_engine(eight, "auto", dataclasses.replace(OPTIONS, speculation=speculation))[0]
+    guesses, launch = engine.scheduler.speculation, engine.runner.launch
+    assert guesses is not None
+    proposer, seconds = guesses._proposer, 0.0
+    assert isinstance(proposer, EagleProposer)
+    read = proposer._read
+
+    def slow_launch(plan: StepPlan) -> StepHandle:
+        nonlocal seconds
+        seconds += 1.0
+        assert guesses._observed < 1000.0
+        return launch(plan)
+
+    def slow_read() -> bool:
+        nonlocal seconds
+        seconds += 1000.0
+        return read()
+
+    guesses._clock = lambda: seconds
+    engine.runner.launch = slow_launch  # type: ignore[method-assign]  # slower
+    proposer._read = slow_read  # type: ignore[method-assign]  # slower
+    handed_over(engine, [long_request()], wanted_by(engine))
+    assert seconds > 3000
 
 
 def test_a_layer_takes_a_prompt_whose_first_states_are_missing(eight: Path, eagle3: Path) -> None:

@@ -58,8 +58,8 @@ class Truth:
     def warm_up(self) -> None:
         pass
 
-    def observe(self, computed: Sequence[Computed]) -> None:
-        pass
+    def observe(self, computed: Sequence[Computed]) -> bool:
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         return [Guess(self._propose(want)) for want in wants]

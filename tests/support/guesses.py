@@ -28,8 +28,8 @@ class HashGuesses:
     def warm_up(self) -> None:
         pass
 
-    def observe(self, computed: Sequence[Computed]) -> None:
-        pass
+    def observe(self, computed: Sequence[Computed]) -> bool:
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         return [Guess(self._propose(want)) for want in wants]
@@ -66,12 +66,13 @@ class HashHeads(HashGuesses):
         self._known: dict[int, tuple[int, int]] = {}
         """By handle: the tokens whose states came, the first and the end."""
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> bool:
         for handle, tokens, start, states in computed:
             expected = hash_states(tokens[start : start + len(states)], start, self.layers)
             assert torch.equal(states, expected), f"hidden states of tokens from {start} on are others"
             first, end = self._known.get(handle, (start, start))
             self._known[handle] = (first if first <= start <= end else start, start + len(states))
+        return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         return [Guess(self._propose(want)) if self._has(want) else NO_GUESS for want in wants]
