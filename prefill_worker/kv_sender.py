@@ -11,12 +11,14 @@ and the next hand-off opens another. A link that ends is opened again under the 
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.config import BETWEEN_GPUS
@@ -109,6 +111,14 @@ class Sending(Transfer[SendAttempt]):
     offered_at: float
     granted_at: float | None = None
     """When the receiver's first grant came."""
+    steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
+    """Steps whose end isn't known: the tokens whose KV is computed with each, ascending, and its writes."""
+
+    def written(self, tokens: int) -> KVWrites:
+        """When the KV of the first `tokens` tokens is computed."""
+        while self.steps and self.steps[0][1].ended:
+            self.steps.popleft()
+        return next((writes for end, writes in self.steps if end >= tokens), WRITTEN)
 
 
 class KVSender(Endpoint[Sending]):
@@ -185,17 +195,22 @@ class KVSender(Endpoint[Sending]):
         self._transfers[key] = Sending(machine=machine, pair=pair, offered_at=now)
         pair.stream.put(machine.offer)
 
-    def progress(self, key: Key, hold: Hold) -> None:
-        """More of the prompt is computed: `hold` keeps the whole blocks that follow those given before.
+    def progress(self, key: Key, hold: Hold, written: KVWrites = WRITTEN) -> None:
+        """More of the prompt is computed, or is being computed: `hold` keeps the blocks that follow those given before.
 
-        The sender owns the hold from here on, whatever becomes of the hand-off.
+        The sender owns the hold from here on, whatever becomes of the hand-off. Nothing more is written to the blocks
+        but what `written` is of, so the last one may be partial at the prompt's end only.
         """
         transfer = self._transfers.get(key)
         if transfer is None:
             self._host.release(hold)
             return
         transfer.table.extend(hold.blocks)
-        self._feed(transfer, Computed(len(transfer.table) * transfer.machine.manifest.block_size, hold))
+        manifest = transfer.machine.manifest
+        tokens = min(len(transfer.table) * manifest.block_size, manifest.tokens)
+        if not written.ended:
+            transfer.steps.append((tokens, written))
+        self._feed(transfer, Computed(tokens, hold))
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
         """All of the prompt is computed, and `first_token` was sampled: `hold` keeps the whole block table.
@@ -207,6 +222,7 @@ class KVSender(Endpoint[Sending]):
             self._host.release(hold)
             return
         transfer.table = list(hold.blocks)
+        transfer.steps.clear()
         transfer.finished_at = self.runtime.now()
         self._feed(transfer, Finished(first_token, hold))
 
@@ -246,13 +262,19 @@ class KVSender(Endpoint[Sending]):
         job = self._frames.send(
             transfer.key,
             frame,
-            self._claim(transfer, frame),
+            self._claim(transfer, frame, transfer.written(frame.first + frame.tokens)),
             transfer.table,
             pair.hello,
             partial(post, pair.stream.put),
-            partial(post, self._feed, transfer, FrameEnded(frame)),
+            partial(post, self._sent, transfer, frame),
         )
         self.links.submit(pair.incarnation, frame.epoch, job)
+
+    def _sent(self, transfer: Sending, frame: Frame) -> None:
+        """The frame's blocks are no longer needed for it."""
+        if transfer.claims[frame].in_place:
+            self.in_place_bytes += frame.nbytes
+        self._feed(transfer, FrameEnded(frame))
 
     def _stats(self, transfer: Sending) -> TransferStats:
         now = self.runtime.now()

@@ -25,6 +25,7 @@ from kvrelay.engine.runner.base import FinishedStep, StepHandle
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, step_output
 from kvrelay.engine.shaping import Shaping
+from support.late_writes import LateWrites
 
 VOCAB_SIZE = 251
 LOGITS = 4.0
@@ -198,6 +199,7 @@ class HashStep:
         self._plan = plan
         self._before = before
         self.out: StepOutput | None = None
+        self.written = LateWrites()
 
     def result(self) -> StepOutput:
         assert self.out is None, "asked twice"
@@ -216,6 +218,7 @@ class HashStep:
             plan = dataclasses.replace(plan, tokens=tokens)
         self.out = self._runner.run(plan)
         self._before = None
+        self.written.end()
         return self.out
 
 
