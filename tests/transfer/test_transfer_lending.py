@@ -69,7 +69,7 @@ def neighbours(count: int) -> list[int]:
 @pytest.mark.parametrize("table_of", [scattered, neighbours])
 def test_nixl_writes_blocks_from_wherever_they_lie(table_of: Callable[[int], list[int]]) -> None:
     in_place, sent = hand_over(links_of("nixl"), KVPool(LAYOUT, 256), table_of)
-    # What has no whole block goes through the buffer: one token, twice, and three at the end of the last prompt at most.
+    """Hands over prompts of LENGTHS and compares them; bytes of the frames sent in place, and of all frames."""
     assert 0 <= sent - in_place <= 5 * LAYOUT.token_bytes
     assert in_place > 0
 
