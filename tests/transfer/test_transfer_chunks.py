@@ -136,6 +136,55 @@ def test_frames_wait_for_their_step_only_and_keep_the_order_of_their_hand_off(jo
     asyncio.run(test())
 
 
+class Clock:
+    """Steps that end between two looks at them."""
+
+    def __init__(self, ends_at: int) -> None:
+        self.looks = 0
+        self.ends_at = ends_at
+
+
+class Observed:
+    """Writes that have ended from the clock's `ends_at`-th look on, at whichever step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    @property
+    def ended(self) -> bool:
+        self._clock.looks += 1
+        return self._clock.looks >= self._clock.ends_at
+
+    def follow(self) -> None: ...
+
+    def then(self, call: Callable[[], object]) -> None:
+        raise AssertionError("the test wakes the link itself")
+
+
+def end(clock: Clock, wake: Callable[[], None]) -> None:
+    clock.ends_at = 0
+    wake()
+
+
+@pytest.mark.parametrize("ends_at", range(1, 10))
+def test_frames_keep_their_order_if_their_steps_end_while_the_link_looks(ends_at: int) -> None:
+    async def test() -> None:
+        ends, log, received = Ends(), list[tuple[str, int]](), list[int]()
+        clock = Clock(ends_at)
+        for _ in range(2):
+            ends.right.submit("p", 1, Taking(received))
+        link = ends.left._links["p"]
+        with link._changed:
+            # The link's thread sees both at once.
+            link._jobs.extend(Sending(("r", 1), value, Observed(clock), log) for value in (1, 2))
+            threading.Timer(0.05, end, (clock, link._wake)).start()
+        await until(lambda: len(received) == 2)
+        await ends.close()
+        assert received == [1, 2]
+
+    asyncio.run(test())
+
+
 def test_the_finish_of_a_hand_off_does_not_wait_for_another_ones_step() -> None:
     async def test() -> None:
         ends, log, received, told = Ends(), list[tuple[str, int]](), list[int](), list[int]()
