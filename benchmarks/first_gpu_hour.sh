@@ -54,7 +54,7 @@ step links 100 "$test $links"
 step pair 180 "$test tests/e2e/test_gpu_pair.py -m 'gpu or slow'"
 step sanitizer 200 "compute-sanitizer --error-exitcode 9 $test $few -k 'not compiled and not on_a_gpu and not every'"
 step gpu_kernels 280 "$python benchmarks/gpu.py --only elementwise,gemv,sample,decode,prefill,kv --seconds 255 --out $out/gpu_kernels.json"
-step gpu_engine 270 "$python benchmarks/gpu.py --only engine,profile --seconds 245 --out $out/gpu_engine.json"
+step gpu_engine 270 "$python benchmarks/gpu.py --only links,engine,profile --seconds 245 --out $out/gpu_engine.json"
 
 for name in "${wanted[@]}"; do
     [[ -v command[$name] ]] || { echo "step $name is unknown; allowed: ${names[*]}" >&2; exit 2; }

@@ -8,6 +8,7 @@
     decode       paged_decode, 128 to 32k tokens of context
     prefill      flash_prefill, next to SDPA, cuDNN, flex_attention and, where importable, FlashInfer
     kv           kv_gather, kv_scatter, kv_checksum
+    links        frames of KV between two processes: the share of the link's rate, both ways, with prefill beside
     engine       an 8B Llama shape with random weights through scheduler and runner, next to transformers
     profile      kernels of a layer, and the device's idle time within a graph's replay
 
@@ -41,8 +42,8 @@ from typing import Any
 
 import torch
 
-SECTIONS = ("elementwise", "gemv", "sample", "decode", "prefill", "kv", "engine", "profile")
-UNPREDICTED = ("engine", "profile")
+SECTIONS = ("elementwise", "gemv", "sample", "decode", "prefill", "kv", "links", "engine", "profile")
+UNPREDICTED = ("links", "engine", "profile")
 """Sections that are more than kernels."""
 GPUS = ("a100", "h100", "h200", "b200")
 BATCHES = (1, 16, 64, 256)
@@ -219,6 +220,12 @@ def engine_section(machine: Any, rows: list[dict[str, Any]], deadline: float) ->
     return True
 
 
+def links_section(machine: Any, rows: list[dict[str, Any]], deadline: float) -> bool:
+    from gpu_links import measure
+
+    return bool(measure(machine, rows, deadline))
+
+
 def show(machine: Any, row: dict[str, Any]) -> None:
     """Prints a row; in a dry run without times, which mean nothing there."""
     shown = {name: value for name, value in row.items() if not machine.dry or name in ("prompt", "batch", "context")}
@@ -248,6 +255,7 @@ SECTION_RUNS: dict[str, Section] = {
     "decode": kernel_section("gpu_attention", "decode"),
     "prefill": kernel_section("gpu_attention", "prefill"),
     "kv": kernel_section("gpu_attention", "moving"),
+    "links": links_section,
     "engine": engine_section,
     "profile": profile_section,
 }

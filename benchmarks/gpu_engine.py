@@ -69,12 +69,13 @@ WARM_STEPS = 3
 class Bench:
     """A model with random weights, its runner and engine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, kv_bytes: int = KV_BYTES) -> None:
+        """`kv_bytes`: of the pool on a GPU."""
         self.machine = machine
         self.config = self.model(machine)
         options = EngineConfig(
             block_size=16,
-            kv_memory_bytes=2**18 if machine.dry else KV_BYTES,
+            kv_memory_bytes=2**18 if machine.dry else kv_bytes,
             max_batch_tokens=32 if machine.dry else 8192,
             max_sequences=2 if machine.dry else 256,
             max_context=64 if machine.dry else 32768 + 256,
@@ -176,11 +177,11 @@ class Bench:
                 heard.setdefault(report.sequence.request.request_id, []).append(report.token)
         return heard
 
-    def prefill(self, length: int) -> dict[str, Any]:
+    def prefill(self, length: int, repeats: int = 3) -> dict[str, Any]:
         """One prompt, from its arrival to its first token."""
         engine = self.engine()
         seconds = []
-        for attempt in range(1 if self.machine.dry else 3):
+        for attempt in range(1 if self.machine.dry else repeats):
             engine.scheduler.add(self._request(attempt, length, 1))
             self._synchronize()
             began = time.perf_counter()

@@ -78,6 +78,8 @@ LINK_BYTES_PER_SECOND = {"nvlink": 400e9, "infiniband": 50e9}
 FRAME_PATHS = (
     FramePath("copied, then summed", launches=5, passes=3, waits=4),
     FramePath("in one pass", launches=6, passes=2, waits=1),
+    # The trailer is a message of its own on such a link.
+    FramePath("summed where it lies", launches=7, passes=1, waits=1),
 )
 
 

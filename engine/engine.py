@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvrelay.engine.lifetime import now
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.progress import Progress
+from kvrelay.engine.progress import OnLaunch, Progress
 from kvrelay.engine.runner.base import Runner, StepHandle
 from kvrelay.engine.scheduler import Scheduler
 
@@ -37,6 +37,7 @@ class Engine:
         """What they took together, as far as nothing else was done meanwhile."""
         self.on_step: Callable[[StepPlan, StepOutput, float], None] | None = None
         """Called with each step that was committed, and the seconds that `step` took for it."""
+        self.on_launch: OnLaunch | None = None
         self._in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
 
     def warm_up(self) -> None:
@@ -72,7 +73,10 @@ class Engine:
         while True:
             plan = self.scheduler.plan()
             if plan is not None:
-                self._in_flight.append((plan, self.runner.launch(plan)))
+                handle = self.runner.launch(plan)
+                self._in_flight.append((plan, handle))
+                if self.runner.lag and self.on_launch is not None:
+                    self.on_launch(self.scheduler.newest(), handle.written)
                 if len(self._in_flight) <= self.runner.lag:
                     continue
             if not self._in_flight:

@@ -1,15 +1,23 @@
 """What a scheduler reports to the rest of its worker."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvrelay.engine.kv.blocks import Hold
+from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import FinishReason
 from kvrelay.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+OnStart = Callable[[Sequence], None]
+"""Called with each sequence that starts to run, or starts again, before the step that computes it."""
+OnLaunch = Callable[[list[Sequence], KVWrites], None]
+"""Called with each step that runs by itself once it is launched: the sequence of each row, and the step's KV writes,
+which go up to `reach` of the sequences."""
 
 
 class Progress(NamedTuple):

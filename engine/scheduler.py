@@ -23,7 +23,6 @@ left, the youngest sequence gives up its blocks and waits again. So the oldest a
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from functools import partial
 from operator import attrgetter
@@ -38,7 +37,7 @@ from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_output
-from kvrelay.engine.progress import EngineLoad, Progress, Reservation
+from kvrelay.engine.progress import EngineLoad, OnStart, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
@@ -68,16 +67,14 @@ class Scheduler:
             speculation: guesses tokens; None guesses none.
         """
         self.speculation = speculation
-        self.on_start: Callable[[Sequence], None] | None = None
-        """Called with each sequence that starts to run, or starts again, before the step that computes it."""
+        self.on_start: OnStart | None = None
         self.preemptions = 0
         """Sequences that gave up their blocks so far."""
-        self.config = config
+        self.config, self._block_size = config, config.block_size
         self._pool = prefix.pool
         self.prefix = prefix
         """With the block pool; as all of the scheduler, the engine thread's."""
         self._limits = SequenceLimits(config.block_size, self._pool.total, spec.max_context, spec.vocab_size)
-        self._block_size = config.block_size
         self._waiting: deque[Sequence] = deque()
         self._ready: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -88,8 +85,7 @@ class Scheduler:
         self._reserved: list[Hold] = []
         self._starved: Sequence | None = None
         """The sequence that found too few free blocks last."""
-        self._handles = itertools.count()
-        self._steps = itertools.count()
+        self._handles, self._steps = itertools.count(), itertools.count()
         self._lag = lag
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
@@ -230,6 +226,10 @@ class Scheduler:
         plan = build_plan(next(self._steps), rows, block_tables, keep, behind=bool(self._in_flight))
         self._in_flight.append((plan, [row.sequence for row in rows for _ in range(row.rows)]))
         return plan
+
+    def newest(self) -> list[Sequence]:
+        """The sequence of each row of the newest plan, which must be in flight."""
+        return list(self._in_flight[-1][1])
 
     def commit(self, plan: StepPlan, out: StepOutput) -> list[Progress]:
         """Applies the output of `plan`; returns one Progress per row whose sequence is here and whose draft is kept.

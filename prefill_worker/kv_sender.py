@@ -11,12 +11,14 @@ and the next hand-off opens another. A link that ends is opened again under the 
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.transfer.claim import BlockClaim, tokens_digest
 from kvrelay.transfer.config import BETWEEN_GPUS
@@ -124,6 +126,14 @@ class Sending(Transfer[SendAttempt]):
     offered_at: float
     granted_at: float | None = None
     """When the receiver's first grant came."""
+    steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
+    """Steps whose end isn't known: the tokens whose KV is computed with each, ascending, and its writes."""
+
+    def written(self, tokens: int) -> KVWrites:
+        """When the KV of the first `tokens` tokens is computed."""
+        while self.steps and self.steps[0][1].ended:
+            self.steps.popleft()
+        return next((writes for end, writes in self.steps if end >= tokens), WRITTEN)
 
 
 class KVSender(Endpoint[Sending]):
@@ -219,17 +229,22 @@ class KVSender(Endpoint[Sending]):
             transfer.states.add(first, states)
             transfer.machine.states = transfer.states.first, transfer.states.end
 
-    def progress(self, key: Key, hold: Hold) -> None:
-        """More of the prompt is computed: `hold` keeps the whole blocks that follow those given before.
+    def progress(self, key: Key, hold: Hold, written: KVWrites = WRITTEN) -> None:
+        """More of the prompt is computed, or is being computed: `hold` keeps the blocks that follow those given before.
 
-        The sender owns the hold from here on, whatever becomes of the hand-off.
+        The sender owns the hold from here on, whatever becomes of the hand-off. Nothing more is written to the blocks
+        but what `written` is of, so the last one may be partial at the prompt's end only.
         """
         transfer = self._transfers.get(key)
         if transfer is None:
             self._host.release(hold)
             return
         transfer.table.extend(hold.blocks)
-        self._feed(transfer, Computed(len(transfer.table) * transfer.machine.manifest.block_size, hold))
+        manifest = transfer.machine.manifest
+        tokens = min(len(transfer.table) * manifest.block_size, manifest.tokens)
+        if not written.ended:
+            transfer.steps.append((tokens, written))
+        self._feed(transfer, Computed(tokens, hold))
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
         """All of the prompt is computed, and `first_token` was sampled: `hold` keeps the whole block table.
@@ -241,6 +256,7 @@ class KVSender(Endpoint[Sending]):
             self._host.release(hold)
             return
         transfer.table = list(hold.blocks)
+        transfer.steps.clear()
         transfer.finished_at = self.runtime.now()
         self._feed(transfer, Finished(first_token, hold))
 
@@ -278,15 +294,21 @@ class KVSender(Endpoint[Sending]):
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
         transfer.started_at = transfer.started_at or self.runtime.now()
-        claim, announce = self._claim(transfer, frame), partial(post, pair.stream.put)
-        on_read = partial(post, self._feed, transfer, FrameEnded(frame))
+        announce, on_read = partial(post, pair.stream.put), partial(post, self._sent, transfer, frame)
         if frame.states:
             transfer.state_nbytes += frame.nbytes
-            states = transfer.states.slices(frame.first, frame.tokens)
+            claim, states = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
             job = self._frames.send_states(transfer.key, frame, claim, states, pair.hello, announce, on_read)
         else:
+            claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
             job = self._frames.send(transfer.key, frame, claim, transfer.table, pair.hello, announce, on_read)
         self.links.submit(pair.incarnation, frame.epoch, job)
+
+    def _sent(self, transfer: Sending, frame: Frame) -> None:
+        """The frame's blocks are no longer needed for it."""
+        if transfer.claims[frame].in_place:
+            self.in_place_bytes += frame.nbytes
+        self._feed(transfer, FrameEnded(frame))
 
     def _stats(self, transfer: Sending) -> TransferStats:
         now = self.runtime.now()

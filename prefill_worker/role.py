@@ -6,7 +6,8 @@
         |        queue: the scheduler's waiting list        producer Submit, consumer the engine's steps
     OFFERED      the prompt has its blocks here and its first step runs; the decode worker is asked for blocks
         |
-    COMPUTING    chunk by chunk; each finished chunk is sent while the next one computes
+    COMPUTING    chunk by chunk; each finished chunk is sent while the next one computes. Of a step that runs by itself
+        |        (on a GPU), a chunk is given to the sender when the step is launched, with its `KVWrites`
         |        queue: the link's frames                   producer the engine's steps, consumer the link's thread
     FIRST TOKEN  goes to the router at once, and to the decode worker behind the last frame
         |
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 
 from kvrelay.engine.kv.blocks import Hold
 from kvrelay.engine.kv.pool import TORCH_DTYPES
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.sequence import Sequence as EngineSequence
@@ -54,7 +56,7 @@ class PrefillRole(HandoffRole):
         """Blocks of each computing sequence that the sender has already."""
         self._client = HandoffClient(self.setup, self)
         self._sender = self._client.sender
-        worker.on_sequence_start(self._on_start)
+        worker.watch_engine(self._on_start, self._on_launch)
 
     @property
     def endpoint(self) -> Endpoint[Sending]:
@@ -100,6 +102,23 @@ class PrefillRole(HandoffRole):
         if sequence.handoff:
             self.worker.post_to_loop(self._offer, sequence.request)
 
+    def _on_launch(self, sequences: Sequence[EngineSequence], written: KVWrites) -> None:
+        for sequence in sequences:
+            if sequence.handoff:
+                self._give(sequence, sequence.reach, written)
+
+    def _give(self, sequence: EngineSequence, computed: int, written: KVWrites) -> None:
+        """Gives the sender the blocks of the first `computed` tokens that it doesn't have. A partial last one is given
+        at the prompt's end only, where nothing more is written to it.
+        """
+        worker, key = self.worker, sequence.request.key
+        done, size = self._shipped.get(key, 0), worker.layout.block_size
+        end = computed // size if computed < sequence.num_tokens else worker.layout.blocks_for(computed)
+        # A preempted sequence computes the same blocks again; those shipped before have the same content.
+        if end > done:
+            self._shipped[key] = end
+            worker.post_to_loop(self._sender.progress, key, worker.share(sequence, done, end), written)
+
     def on_step(self, progress: Sequence[Progress]) -> None:
         for step in progress:
             if step.sequence.handoff:
@@ -114,12 +133,7 @@ class PrefillRole(HandoffRole):
         if step.token is None and step.error is None:
             chunk = (step.computed - 1) // worker.step_tokens
             failpoint("prefill.after_chunk", key, chunk=chunk)
-            done = self._shipped.get(key, 0)
-            whole = step.computed // worker.layout.block_size
-            # A preempted sequence computes the same blocks again; those shipped before have the same content.
-            if whole > done:
-                self._shipped[key] = whole
-                worker.post_to_loop(self._sender.progress, key, worker.share(step.sequence, done, whole))
+            self._give(step.sequence, step.computed, WRITTEN)
             return
         self._shipped.pop(key, None)
         if step.hold is not None and step.token is not None:

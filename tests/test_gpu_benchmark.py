@@ -1,5 +1,6 @@
 """`benchmarks/gpu.py` runs where there is no GPU: every kernel's case at a tiny size, and the engine."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ KERNELS = {
     "kv_frame_read",
     "kv_frame_sum",
 }
-FRAMES = {"frame, in one pass", "frame, copied, then summed"}
+FRAMES = {"frame, in one pass", "frame, copied, then summed", "frame, summed where it lies"}
 """What is predicted of a frame's whole way, beside its kernels."""
 
 
@@ -45,6 +46,11 @@ def test_a_dry_run_checks_every_kernel_and_the_engine(tmp_path: Path) -> None:
     rows = [row for section in sections.values() for row in section["rows"]]
     assert {row["case"] for row in rows if "case" in row} == KERNELS
     assert all(row["sound"] for row in rows if "sound" in row)
+    links = sections["links"]["rows"]
+    assert {(row["kind"], row["both_ways"], row["prefill_beside"]) for row in links} == set(
+        itertools.product(("bare", "scattered", "neighbours"), (False, True), (False, True))
+    )
+    assert all(row["sound"] and row["bytes"] > 0 for row in links)
     assert sum("batch" in row for row in sections["engine"]["rows"]) == 4
     assert [name for name, section in sections.items() if not section["complete"]] == ["profile"]
     # Nothing is timed, so nothing is claimed.

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 
 import xxhash
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
+
 
 class BlockClaim:
     """Lets one thread touch the blocks of one frame, once, unless the claim was closed before."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: KVWrites = WRITTEN) -> None:
+        """`written`: when the frame's KV is in the blocks, if they are to be read."""
+        self.written = written
+        self.in_place = False
+        """Whether the frame is sent from where it lies in a pool on a GPU, or in registered memory."""
         self._lock = threading.Lock()
         self._entered = self._closed = False
 

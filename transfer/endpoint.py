@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Cancel, Frame, FrameEnded, Outcome, PeerLost, Renewed, Timeouts
@@ -119,6 +120,8 @@ class Endpoint(ABC, Generic[TransferT]):
         """Frames that failed their checksum, so far."""
         self.expired = 0
         """Attempts that ended at one of their deadlines, so far."""
+        self.in_place_bytes = 0
+        """KV bytes that this end sent from where they lay in its pool, without a copy to a link's buffer."""
         self.links_ended = 0
         """Links that broke, could not be made, or were closed, so far."""
         self.failures: Counter[str] = Counter()
@@ -230,8 +233,8 @@ class Endpoint(ABC, Generic[TransferT]):
     def _of(self, pair: Pair) -> list[TransferT]:
         return [transfer for transfer in self._transfers.values() if transfer.pair is pair]
 
-    def _claim(self, transfer: TransferT, frame: Frame) -> BlockClaim:
-        claim = transfer.claims[frame] = BlockClaim()
+    def _claim(self, transfer: TransferT, frame: Frame, written: KVWrites = WRITTEN) -> BlockClaim:
+        claim = transfer.claims[frame] = BlockClaim(written)
         return claim
 
     def _stop(self, transfer: TransferT, frames: Iterable[Frame]) -> None:

@@ -10,28 +10,32 @@ On the link a frame is its bytes (`kvrelay.engine.kv.pool` has their order), fol
     layouts, or a GPU's      buffer (or converts them to 8 bits),   then copies (or converts) into the blocks
                              hashes, sends
     a GPU's memory           one kernel copies and sums; its        receives into the link's buffer; one kernel copies
-                             stream is waited for once              into the reserved blocks and sums, which is compared
+                             stream is waited for once. It may be   into the reserved blocks and sums, which is compared
+                             queued behind the step that computes
+                             the blocks (`prepare`)
+    a pool (link.lender)     only sums, if the blocks lie in few    as before: both ways arrive as the same bytes
+                             runs, and sends them where they lie
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck, trailer_bytes
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
 from kvrelay.transfer.failpoints import failpoint
+from kvrelay.transfer.frame_places import ConvertedFrame, FrameBuffer, NarrowedFrame, PoolFrame
 from kvrelay.transfer.messages import Hello, Key, Push
-from kvrelay.transfer.relayout import convert, narrow
 from kvrelay.transfer.states_frame import StatesFrame
 from kvrelay.transfer.transports.base import ByteStream, Link, Pending
+from kvrelay.transfer.transports.gpu_stream import beside
 
 PIECE_BYTES = 2**19
 """Bytes that are hashed at once: they are still in the core's cache when they are sent, or were just received."""
@@ -59,137 +63,6 @@ def announce(key: Key, frame: Frame) -> Push:
     return Push(*key, frame.epoch, frame.index, frame.first, frame.tokens, frame.nbytes, *frame.part, frame.states)
 
 
-class FrameBuffer(Protocol):
-    """Where a frame's bytes lie at one end: in the layout of this pool (`PoolFrame`), or another, which the receiver
-    converts from (`ConvertedFrame`) or the sender to (`NarrowedFrame`); or beside the pool (`StatesFrame`)."""
-
-    def runs(self) -> list[memoryview] | None:
-        """The whole blocks in place, for links that carry memory; None if the frame can't be accessed like that."""
-
-    def tail(self) -> "FrameBuffer | None":
-        """The part that `runs` leaves out: a partial last block."""
-
-    def nbytes(self) -> int: ...
-
-    def read(self, out: Tensor) -> None:
-        """Copies the frame into the beginning of `out` (uint8)."""
-
-    def write(self, data: Tensor) -> None:
-        """Copies the frame from the beginning of `data` (uint8) into the blocks."""
-
-    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
-        """Copies the frame and its trailer into `data`, in one pass. False if this can't be; nothing is done then."""
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
-        """Copies a frame into the blocks, and verifies the trailer that follows it in `data`, in one pass.
-
-        Returns whether it is intact, if not, its bytes are in the blocks all the same. None if this can't be; nothing
-        is done then.
-        """
-
-
-class PoolFrame:
-    """A frame in the blocks of a pool that has the sender's layout."""
-
-    def __init__(self, pool: KVPool, table: Sequence[int], frame: Frame) -> None:
-        """`table` is the sequence's block table, from its first token on."""
-        self._pool = pool
-        self._table = table
-        self._frame = frame
-
-    def nbytes(self) -> int:
-        return self._frame.nbytes
-
-    def runs(self) -> list[memoryview] | None:
-        if self._pool.tensor.device.type != "cpu":
-            return None
-        return self._pool.runs(self._table, self._frame.first, self._frame.tokens, self._frame.part)
-
-    def tail(self) -> FrameBuffer | None:
-        frame, layout = self._frame, self._pool.layout
-        over = frame.tokens % layout.block_size
-        if not over:
-            return None
-        first = frame.first + frame.tokens - over
-        rest = replace(frame, first=first, tokens=over, nbytes=layout.nbytes(over, frame.part))
-        return PoolFrame(self._pool, self._table, rest)
-
-    def read(self, out: Tensor) -> None:
-        self._pool.read(self._table, self._frame.first, self._frame.tokens, out, self._frame.part)
-
-    def write(self, data: Tensor) -> None:
-        self._pool.write(self._table, self._frame.first, self._frame.tokens, data, self._frame.part)
-
-    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
-        if not (check.on_gpu and self._pool.sums(data)):
-            return False
-        frame = self._frame
-        total = self._pool.read_summed(self._table, frame.first, frame.tokens, data[: frame.nbytes], frame.part)
-        data[frame.nbytes :] = check.of_sum(total)
-        self._pool.settle()
-        return True
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
-        if not (check.on_gpu and self._pool.sums(data)):
-            return None
-        frame = self._frame
-        total = self._pool.write_summed(self._table, frame.first, frame.tokens, data[: frame.nbytes], frame.part)
-        intact = torch.equal(check.of_sum(total), data[frame.nbytes :])
-        self._pool.settle()
-        return intact
-
-
-class OtherFrame:
-    """Common part of frames whose layout on the link isn't that of this pool: they go through a buffer."""
-
-    def __init__(self, pool: KVPool, wire: KVLayout, table: Sequence[int], frame: Frame) -> None:
-        """`wire` is the layout on the link."""
-        self._pool = pool
-        self._wire = wire
-        self._table = table
-        self._frame = frame
-
-    def nbytes(self) -> int:
-        return self._frame.nbytes
-
-    def runs(self) -> list[memoryview] | None:
-        return None
-
-    def tail(self) -> FrameBuffer | None:
-        return None
-
-    def read(self, out: Tensor) -> None:
-        raise RuntimeError("a received frame can only be written")
-
-    def write(self, data: Tensor) -> None:
-        raise RuntimeError("a frame to send can only be read")
-
-    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
-        return False
-
-    def write_checked(self, data: Tensor, check: FrameCheck) -> bool | None:
-        return None
-
-
-class ConvertedFrame(OtherFrame):
-    """A received frame of another layout: it is converted when it is written."""
-
-    def __init__(self, pool: KVPool, wire: KVLayout, table: Sequence[int], frame: Frame, keep: int) -> None:
-        """The first `keep` tokens have their KV here already, in blocks that others may share: they stay untouched."""
-        super().__init__(pool, wire, table, frame)
-        self._keep = keep
-
-    def write(self, data: Tensor) -> None:
-        convert(self._pool, self._table, self._wire, self._frame, data, self._keep)
-
-
-class NarrowedFrame(OtherFrame):
-    """A frame for a receiver that keeps KV in 8 bits: it is converted when it is read."""
-
-    def read(self, out: Tensor) -> None:
-        narrow(self._pool, self._table, self._wire, self._frame, out)
-
-
 class FrameJob(ABC):
     """Common part of sending and receiving: the end of a frame is reported exactly once."""
 
@@ -201,6 +74,11 @@ class FrameJob(ABC):
         self._place = place
         self._kind = kind
         self._open = False
+
+    @property
+    def written(self) -> KVWrites:
+        """See `kvrelay.transfer.links.Job`."""
+        return self._claim.written
 
     def _check(self, link: Link) -> FrameCheck:
         return FrameCheck(self._kind, link.mac_key, self.key, self._frame)
@@ -242,12 +120,33 @@ class SendJob(FrameJob):
         super().__init__(key, frame, claim, place, kind)
         self._announce = announce
         self._on_read = on_read
+        self._prepared = False
+        """Whether what `_ready` does is queued on the thread's second stream."""
+        self._lent: list[Tensor] | None = None
+        """What is sent in the buffer's place."""
 
     def _ended(self, outcome: Outcome) -> None:
         self._on_read()
 
+    def prepare(self, link: Link, buffer: Tensor) -> None:
+        if link.stream is not None or not self._claim.enter():
+            return
+        self._open = True
+        if self._place.queues(buffer, self._check(link)):
+            with beside():
+                self.written.follow()
+                self._ready(link, buffer)
+            self._prepared = True
+
+    def fail(self, message: str) -> None:
+        # The copy needs its blocks and its buffer until it has ended. If the device has failed, the engine reports it.
+        if self._prepared:
+            with suppress(RuntimeError):
+                self._settle()
+        super().fail(message)
+
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
-        if not self._claim.enter():
+        if not self._open and not self._claim.enter():
             return None
         self._open = True
         frame, stream, check = self._frame, link.stream, self._check(link)
@@ -255,10 +154,15 @@ class SendJob(FrameJob):
         runs = self._place.runs() if stream is not None else None
         data = buffer[: frame.nbytes + check.nbytes]
         if runs is None:
-            self._fill(data, check)
-            self._close(Outcome.VERIFIED)
+            if not self._prepared:
+                self._ready(link, buffer)
+            self._settle()
+            if self._lent is None:
+                self._close(Outcome.VERIFIED)
         failpoint("transfer.frame", self.key, index=frame.index)
         self._announce(announce(self.key, frame))
+        if link.lender is not None and self._lent is not None:
+            return link.lender.send_runs(self._lent)
         if stream is None:
             return link.send(data)
 
@@ -274,14 +178,27 @@ class SendJob(FrameJob):
     def done(self, buffer: Tensor) -> None:
         self._close(Outcome.VERIFIED)
 
-    def _fill(self, data: Tensor, check: FrameCheck) -> None:
-        """Writes the frame to `data` as it is on the link."""
-        if self._place.read_checked(data, check):
+    def _ready(self, link: Link, buffer: Tensor) -> None:
+        """Copies the frame to the buffer as it is on the link, or makes ready to send it from where it lies."""
+        check = self._check(link)
+        data, nbytes = buffer[: self._frame.nbytes + check.nbytes], self._frame.nbytes
+        if link.lender is not None:
+            self._lent = self._place.lend(link.lender, data, check)
+            self._claim.in_place = self._lent is not None
+        if self._lent is not None:
             return
-        nbytes = self._frame.nbytes
+        if self._place.queues(data, check):
+            self._place.begin_read(data, check)
+            return
         self._place.read(data[:nbytes])
         if check.nbytes:
             data[nbytes:] = torch.frombuffer(bytearray(check.of(data[:nbytes])), dtype=torch.uint8)
+
+    def _settle(self) -> None:
+        """Waits for what `_ready` has queued."""
+        with beside() if self._prepared else nullcontext():
+            self._place.settle()
+        self._prepared = False
 
     def _stream(self, stream: ByteStream, runs: Sequence[memoryview], check: FrameCheck, deadline: float) -> None:
         tail = self._place.tail()
@@ -319,6 +236,9 @@ class ReceiveJob(FrameJob):
 
     def _ended(self, outcome: Outcome) -> None:
         self._on_end(outcome)
+
+    def prepare(self, link: Link, buffer: Tensor) -> None:
+        """Never called, because it reads no blocks."""
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:
         # Even if the request has ended meanwhile: the other end sends what it has announced.
@@ -382,6 +302,7 @@ class DrainJob:
     """Receives and discards an announced frame that no attempt takes, so that the frames behind it can arrive."""
 
     key: Key | None = None
+    written: KVWrites = WRITTEN
 
     def __init__(self, nbytes: int, kind: ChecksumKind) -> None:
         self._nbytes = nbytes
@@ -392,6 +313,9 @@ class DrainJob:
         if stream is None:
             return link.recv(into)
         return Pending.in_wait(lambda deadline: stream.read([memoryview(into.numpy().data)], deadline))
+
+    def prepare(self, link: Link, buffer: Tensor) -> None:
+        """Never called."""
 
     def done(self, buffer: Tensor) -> None:
         """The bytes are discarded."""

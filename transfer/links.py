@@ -7,6 +7,10 @@
 A thread has two buffers, so that one frame is on the wire while the bytes of the next (sending) or the previous one
 (receiving) are copied and hashed. A receive starts only for a frame that the other end has announced, because a receive
 that waits for nothing would time out and end the link.
+
+A frame may be queued while the step that computes it runs on a GPU. It begins when its KV is there; jobs of other
+hand-offs pass it meanwhile. If none can, its copy to the buffer is queued on the GPU behind the step (`prepare`), so
+that only its announcement is left when the step ends.
 """
 
 import asyncio
@@ -21,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer.checks import MAX_TRAILER_BYTES
 from kvrelay.transfer.config import BETWEEN_GPUS, LINK_BUFFERS
 from kvrelay.transfer.messages import Key
@@ -68,6 +73,15 @@ class Job(Protocol):
     def key(self) -> Key | None:
         """The hand-off that the frame belongs to; None if it belongs to none."""
 
+    @property
+    def written(self) -> KVWrites:
+        """When the blocks that are read have their KV. `begin` is called after that."""
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None:
+        """Called at most once, before that: queues what can be queued now. `begin` gets the same buffer. Waits for
+        nothing.
+        """
+
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         """Begins the transfer, using `buffer`; None if there is nothing left to transfer."""
 
@@ -79,9 +93,10 @@ class Job(Protocol):
 
 
 class AfterFrames:
-    """A job that transfers nothing: it makes a call once every frame queued before it is announced."""
+    """A job that transfers nothing: it makes a call once its hand-off's frames, queued before it, are announced."""
 
     key: Key | None = None
+    written: KVWrites = WRITTEN
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -89,6 +104,9 @@ class AfterFrames:
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         self._call()
         return None
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None:
+        """Never called, because it waits for no KV."""
 
     def done(self, buffer: torch.Tensor) -> None:
         """Never called, because `begin` starts no transfer."""
@@ -118,6 +136,8 @@ class LinkThread:
         self._runtime = runtime
         self._on_end = on_end
         self._jobs: deque[Job] = deque()
+        self._ahead: tuple[Job, torch.Tensor] | None = None
+        """A job that is prepared, and its buffer."""
         self._window: deque[tuple[Job, Pending, torch.Tensor]] = deque()
         self._changed = threading.Condition()
         self._reason: str | None = None
@@ -131,12 +151,18 @@ class LinkThread:
     def submit(self, job: Job) -> None:
         """Queues a job; fails it at once if the link has ended."""
         with self._changed:
-            if self._reason is None:
+            reason = self._reason
+            if reason is None:
                 self._jobs.append(job)
                 self._changed.notify()
-                return
-            reason = self._reason
-        job.fail(reason)
+        if reason is not None:
+            job.fail(reason)
+        elif not job.written.ended:
+            job.written.then(self._wake)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def close(self, reason: str) -> None:
         """Ends the link, and fails queued jobs and those in progress. Never blocks; any thread."""
@@ -170,13 +196,15 @@ class LinkThread:
     def _end(self) -> None:
         self.close("closed")
         reason = self._reason or ""
-        failed = [job for job, _, _ in self._window] + list(self._jobs)
+        ahead = [] if self._ahead is None else [self._ahead[0]]
+        failed = [job for job, _, _ in self._window] + ahead + list(self._jobs)
         # The other end may have begun to wait a little earlier. Its timeout then ends the wait of this end, too.
         late = self._closed_at - self._waiting_since > LATE_SHARE * self._timeout
         stuck = self._window[0][0].key if late and self._window else None
         end = LinkEnd(self.spec.epoch, reason, self._up, stuck)
         self._window.clear()
         self._jobs.clear()
+        self._ahead = None
         for job in failed:
             job.fail(reason)
         self._runtime.post(self._on_end, self, end)
@@ -212,35 +240,65 @@ class LinkThread:
 
     def _serve(self, link: Link) -> None:
         buffers = [link.buffer(self.spec.frame_bytes + MAX_TRAILER_BYTES) for _ in range(LINK_BUFFERS)]
-        while self._begin_jobs(link, buffers, wait=not self._window):
+        while self._begin_jobs(link, buffers):
             job, pending, buffer = self._window[0]
             self._waiting_since = time.monotonic()
             pending.wait(self._timeout)
             self._waiting_since = math.inf
-            self._begin_jobs(link, buffers, wait=False)
+            self._begin_jobs(link, buffers)
             job.done(buffer)
             self._window.popleft()
             buffers.append(buffer)
 
-    def _begin_jobs(self, link: Link, buffers: list[torch.Tensor], wait: bool) -> bool:
-        """Begins queued jobs while there are buffers; with `wait`, at least one. False if the link must end."""
-        while buffers:
-            with self._changed:
-                if wait and not self._window:
-                    self._changed.wait_for(lambda: self._jobs or self._reason is not None)
-                if self._reason is not None:
-                    return False
-                if not self._jobs:
-                    return True
-                job = self._jobs.popleft()
+    def _begin_jobs(self, link: Link, buffers: list[torch.Tensor]) -> bool:
+        """Begins queued jobs while there are buffers; waits if none is in progress. False if the link must end."""
+        while buffers or self._ahead is not None:
+            taken = self._next(buffers)
+            if taken is None:
+                return self._reason is None
+            job, buffer = taken
             try:
-                pending = job.begin(link, buffers[-1])
+                if not job.written.ended:
+                    job.prepare(link, buffer)
+                    self._ahead = job, buffer
+                    continue
+                pending = job.begin(link, buffer)
             except BaseException as error:
                 job.fail(str(error))
                 raise
-            if pending is not None:
-                self._window.append((job, pending, buffers.pop()))
+            if pending is None:
+                buffers.append(buffer)
+            else:
+                self._window.append((job, pending, buffer))
         return True
+
+    def _next(self, buffers: list[torch.Tensor]) -> tuple[Job, torch.Tensor] | None:
+        """A job that can begin, and its buffer; if there is none, one to prepare. None if there is neither while a job
+        is in progress, or if the link must end.
+        """
+        with self._changed:
+            while self._reason is None:
+                if self._ahead is not None and self._ahead[0].written.ended:
+                    taken, self._ahead = self._ahead, None
+                    return taken
+                if buffers and (job := self._first_ready()) is not None:
+                    return job, buffers.pop()
+                if buffers and self._jobs and self._ahead is None:
+                    return self._jobs.popleft(), buffers.pop()
+                if self._window:
+                    return None
+                self._changed.wait()
+        return None
+
+    def _first_ready(self) -> Job | None:
+        """Takes the first queued job whose KV is there. The frames of a hand-off keep their order."""
+        waiting = set() if self._ahead is None else {self._ahead[0].key}
+        for index, job in enumerate(self._jobs):
+            if job.key not in waiting and job.written.ended:
+                del self._jobs[index]
+                return job
+            waiting.add(job.key)
+        return None
 
 
 class LinkManager:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from kvrelay.transfer.checks import FrameCheck
+from kvrelay.transfer.transports.base import Lender
 
 
 class StatesFrame:
-    """One frame; implements `kvrelay.transfer.frames.FrameBuffer`."""
+    """One frame; implements `kvrelay.transfer.frame_places.FrameBuffer`."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         """`parts` are the frame's bytes in order: contiguous tensors."""
@@ -33,8 +34,17 @@ class StatesFrame:
             part.copy_(data[first : first + len(part)])
             first += len(part)
 
-    def read_checked(self, data: Tensor, check: FrameCheck) -> bool:
+    def queues(self, data: Tensor, check: FrameCheck) -> bool:
         return False
+
+    def begin_read(self, data: Tensor, check: FrameCheck) -> None:
+        raise RuntimeError("no GPU copies what lies in host memory")
+
+    def lend(self, lender: Lender, data: Tensor, check: FrameCheck) -> None:
+        """It doesn't lie in the pool that is lent."""
+
+    def settle(self) -> None:
+        """Nothing was queued."""
 
     def write_checked(self, data: Tensor, check: FrameCheck) -> None:
         """It can't be."""

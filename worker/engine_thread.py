@@ -144,8 +144,8 @@ class EngineThread:
     def _step(self) -> Sequence[Progress]:
         began = self._step_began = time.monotonic()
         progress = self._engine.step()
-        if progress:
-            self._on_step(progress)
+        # Also without progress: a step whose sequences have all been cancelled has freed their blocks.
+        self._on_step(progress)
         self._step_began = None
         slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
         _, second, slowest = sorted((slowest, second, time.monotonic() - began))

@@ -97,6 +97,7 @@ class WorkerMetrics:
                 (families.CHECKSUM_FAILURES, (), lambda: endpoint.corrupt),
                 (families.FENCED_MESSAGES, (), lambda: endpoint.dropped),
                 (families.LEASES_EXPIRED, (), lambda: endpoint.expired),
+                (families.IN_PLACE_BYTES, (), lambda: endpoint.in_place_bytes),
                 (families.LINKS_ENDED, (), lambda: endpoint.links_ended),
             ]
             counts += [

@@ -16,7 +16,7 @@ from kvrelay.engine.constrain.compiler import ConstraintCompiler
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.progress import Progress, Reservation
+from kvrelay.engine.progress import OnLaunch, OnStart, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.sequence import Sequence as EngineSequence
@@ -136,10 +136,9 @@ class Worker:
             if self._loop.time() > deadline:
                 raise RuntimeError(f"{self.role.active} hand-offs of the {self.config.role} role don't end")
             await asyncio.sleep(SETTLE_POLL_SECONDS)
-        scheduler = self._engine.scheduler
-        await self._thread.call(partial(scheduler.check_integrity, idle=True))
+        await self._thread.call(partial(self._engine.scheduler.check_integrity, idle=True))
         self.id, self.config = identity, config
-        scheduler.on_start = None
+        self.watch_engine(None, None)
         self.role = role(self)
         self.metrics.take_role(config.role, self._engine, self.role.endpoint)
         self._draining = False
@@ -246,9 +245,9 @@ class Worker:
         """Another hold on the blocks [first, end) of a sequence. On the engine thread."""
         return self._engine.scheduler.share(sequence, first, end)
 
-    def on_sequence_start(self, call: Callable[[EngineSequence], None]) -> None:
-        """Has `call` run on the engine thread when a sequence gets its first blocks."""
-        self._engine.scheduler.on_start = call
+    def watch_engine(self, on_start: OnStart | None, on_launch: OnLaunch | None) -> None:
+        """Has these called on the engine thread, in place of those before."""
+        self._engine.scheduler.on_start, self._engine.on_launch = on_start, on_launch
 
     def send(self, event: RequestEvent, *, last: bool = False) -> None:
         """Sends an event of a live request to its router; with `last` the request is over here."""

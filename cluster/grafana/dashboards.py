@@ -281,6 +281,7 @@ def _handoff(make: Panels) -> Dashboard:
                 "Transfers",
                 [
                     make.rate(table.SENT_BYTES, "Sent", "worker", stacked=True),
+                    make.rate(table.IN_PLACE_BYTES, "Sent without a copy", "worker", stacked=True),
                     make.rate(table.RECEIVED_BYTES, "Received", "worker", stacked=True),
                     make.rate(table.SENT_STATES, "Hidden states sent", "worker", stacked=True),
                     make.rate(table.RECEIVED_STATES, "Hidden states received", "worker", stacked=True),

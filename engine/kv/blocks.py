@@ -207,6 +207,9 @@ class BlockPool:
         if count > self.available:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        # Neighbours in their order are one run of memory, which some links send without a copy. Eviction yields a
+        # former sequence's blocks from its end.
+        taken.sort()
         for block in taken:
             self._refs[block] = 1
         return taken

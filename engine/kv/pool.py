@@ -86,6 +86,20 @@ class KVPool:
         memory = memoryview(self.bytes.view(-1).numpy().data)
         return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
 
+    def regions(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart = ALL_LAYERS
+    ) -> list[Tensor]:
+        """As `runs`, as tensors, uint8, of memory of any kind.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        self._check_range(blocks, first_token, num_tokens)
+        start = first_token // self.layout.block_size
+        used = blocks[start : start + num_tokens // self.layout.block_size]
+        memory = self.bytes.view(-1)
+        return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
+
     def read(
         self,
         blocks: Sequence[int],
@@ -163,6 +177,13 @@ class KVPool:
             self.bytes[blocks[end // self.layout.block_size], layers.start : layers.stop].zero_()
         return self._move_summed("write", blocks, first_token, num_tokens, data, part)
 
+    def sum_in_place(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, out: Tensor, part: LayerPart = ALL_LAYERS
+    ) -> Tensor:
+        """As `read_summed`, but whole blocks are summed where they lie: only a partial last one is copied to its place
+        in `out`."""
+        return self._move_summed("sum", blocks, first_token, num_tokens, out, part)
+
     def sums(self, frame: Tensor) -> bool:
         """Whether the kernel that copies between the pool and this tensor can add up the frame's checksum."""
         return self._by_kernel and frame.device == self.bytes.device and self.layout.plane_bytes % 8 == 0
@@ -179,12 +200,12 @@ class KVPool:
         done = 0
         if whole:
             used = self._used(blocks, first_token, whole)
-            done = kv_frame(way, self.bytes, used, frame, total, self._range(part))
+            done = kv_frame(way, self.bytes, used, None if way == "sum" else frame, total, self._range(part))
         for pooled, framed in self._pieces(blocks, first_token, num_tokens, frame, part, whole):
-            if way == "read":
-                framed[...] = pooled
-            else:
+            if way == "write":
                 pooled[...] = framed
+            else:
+                framed[...] = pooled
         if done < size:
             add_words(total, frame[done:size], done // 8)
         return total
@@ -233,13 +254,14 @@ class KVPool:
             gpu_checksum(frame)
             if self.sums(frame):
                 self.read_summed([0], 0, self.layout.block_size, frame)
+                self.sum_in_place([0], 0, self.layout.block_size, frame)
                 self.write_summed([0], 0, self.layout.block_size, frame)
             self.write([0], 0, self.layout.block_size, frame)
 
     def settle(self) -> None:
         """Waits for this thread's copies on a GPU: the next user may be another thread, or another stream."""
         if self.bytes.is_cuda:
-            torch.cuda.current_stream(self.bytes.device).synchronize()
+            wait_for_stream(self.bytes.device)
 
     def _check_range(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> None:
         size, end = self.layout.block_size, first_token + num_tokens
@@ -340,6 +362,16 @@ def _empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
     with contextlib.suppress(OSError):  # the kernel has none
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Returns when a GPU has done what the calling thread has queued on its current stream.
+
+    Sleeps, where CUDA's own wait for a stream takes a core.
+    """
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
 
 
 def gpu_checksum(data: Tensor) -> int:

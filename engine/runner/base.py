@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.states import StatesShape
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 class StepHandle(Protocol):
     """A step that was launched."""
 
+    @property
+    def written(self) -> KVWrites:
+        """When its KV is in the pool, which may be before its result is there."""
+        ...
+
     def result(self) -> StepOutput:
         """Waits until the step has ended. Called once per step, in the order of the launches."""
         ...
@@ -27,6 +33,10 @@ class FinishedStep:
     """The handle of a step that `launch` computed to its end."""
 
     output: StepOutput
+
+    @property
+    def written(self) -> KVWrites:
+        return WRITTEN
 
     def result(self) -> StepOutput:
         return self.output

@@ -29,6 +29,7 @@ from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
+from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.decoder import Decoder
@@ -65,10 +66,33 @@ class Extras:
     """Whether a captured graph was launched."""
 
 
+class StreamWrites:
+    """Implements `KVWrites`: what a stream was given until now."""
+
+    def __init__(self, stream: torch.cuda.Stream, waiter: EventWaiter) -> None:
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record(stream)
+        self._waiter = waiter
+
+    @property
+    def ended(self) -> bool:
+        ended: bool = self._event.query()
+        return ended
+
+    def follow(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def then(self, call: Callable[[], object]) -> None:
+        self._waiter.then(self._event, call)
+
+
 class GpuStep:
     """Implements `StepHandle`."""
 
-    def __init__(self, plan: StepPlan, tokens: Tensor, extras: Extras, done: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, plan: StepPlan, tokens: Tensor, extras: Extras, written: KVWrites, done: torch.cuda.Event | None
+    ) -> None:
+        self.written = written
         self._plan = plan
         self._tokens = tokens
         self._extras = extras
@@ -116,6 +140,9 @@ class GpuRunner:
         )
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
+        self._waiter = EventWaiter("kv writes")
+        self._written: KVWrites = WRITTEN
+        """Of the step that is being launched."""
         rows = min(options.max_sequences, options.max_batch_tokens)
         width = min(self.layout.blocks_for(spec.max_context), pool.num_blocks)
         size = self.layout.block_size
@@ -171,7 +198,7 @@ class GpuRunner:
             if self._stream is not None:
                 done = torch.cuda.Event()
                 done.record(self._stream)
-            return GpuStep(plan, tokens, extras, done)
+            return GpuStep(plan, tokens, extras, self._written, done)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -201,6 +228,7 @@ class GpuRunner:
         else:
             self._graphs.replay(size)
             logits = self._decode_logits[size]
+        self._written = self._mark()
         special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
         return Extras(special, graph=size is not None)
 
@@ -234,6 +262,8 @@ class GpuRunner:
             hidden = self._forward(inputs, tokens, self.attention)
         else:
             hidden = self._pieces.replay(size)[:tokens]
+        # Logits and sampling need not end before a chunk's KV is sent.
+        self._written = self._mark()
         prompts = score_prompts(plan, hidden, self.model.logits)
         count = len(sampled)
         special = None
@@ -278,6 +308,10 @@ class GpuRunner:
         self.attention.plan(inputs.view(np.zeros(1, np.int64), np.array([tokens]), tokens))
         hidden = self._forward(inputs, tokens, self.attention)
         self._sample_mixed(self.model.logits(hidden[-1:]), self._sampled[:1])
+
+    def _mark(self) -> KVWrites:
+        """The KV writes of all that was launched so far."""
+        return WRITTEN if self._stream is None else StreamWrites(self._stream, self._waiter)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

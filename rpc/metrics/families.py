@@ -354,6 +354,13 @@ LEASES_EXPIRED = _family(
     "attempts",
     "Hand-offs that were ended because a lease or another deadline of theirs had passed.",
 )
+IN_PLACE_BYTES = _family(
+    "worker",
+    "transfer_in_place_bytes_total",
+    "counter",
+    "bytes",
+    "KV sent over cuda_ipc or nixl from where it lay in the pool, without a copy to a link's buffer before.",
+)
 LINKS_ENDED = _family(
     "worker",
     "transfer_links_ended_total",

@@ -16,10 +16,12 @@ from kvrelay.engine.constrain.grammar import Constraint
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
 from kvrelay.engine.kv.prefix import PrefixIndex
+from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.sequence import Sequence as EngineSequence
 from support.hash_runner import GREEDY, LAYOUT, HashRunner, expected_tokens, hash_spec, kv_bytes
 
 CONFIG = EngineConfig(block_size=LAYOUT.block_size, max_batch_tokens=32, max_sequences=8)
@@ -106,6 +108,31 @@ def test_every_request_gets_its_tokens(batch: list[Asked], prefix_cache: bool, a
         worker.scheduler.add(request(str(number), *asked))
     heard = worker.run()
     assert heard == {str(number): expected_of(*asked) for number, asked in enumerate(batch)}
+    worker.check_idle()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_runs_by_itself_is_reported_before_its_kv_is_there(ahead: bool) -> None:
+    """Up to where each sequence reaches, once; and the KV is there when the step's tokens are."""
+    worker = Worker(64, ahead=ahead)
+    reached: dict[str, list[int]] = {"0": [], "1": []}
+    steps: list[KVWrites] = []
+
+    def on_launch(sequences: list[EngineSequence], written: KVWrites) -> None:
+        assert not written.ended
+        steps.append(written)
+        for sequence in sequences:
+            reached[sequence.request.request_id].append(sequence.reach)
+
+    worker.engine.on_launch = on_launch
+    for name, length in (("0", 75), ("1", 9)):
+        worker.scheduler.add(request(name, tuple(range(length)), 3), handoff=name == "0")
+    while worker.engine.has_work:
+        for report in worker.engine.step():
+            if report.hold is not None:
+                report.hold.release()
+    assert reached == ({"0": [32, 64, 75], "1": [9, 10, 11]} if ahead else {"0": [], "1": []})
+    assert all(step.ended for step in steps)
     worker.check_idle()
 
 

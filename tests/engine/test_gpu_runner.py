@@ -11,6 +11,7 @@ import torch
 
 from kvrelay.engine.build import device_of, engine_on
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import Runner
@@ -19,7 +20,7 @@ from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
 from kvrelay.kernels import sample as sample_kernel
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
-from support.launches import RecordedGraphs
+from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
@@ -162,6 +163,49 @@ def test_decode_runs_on_the_smallest_graph_and_padding_harms_nothing(llama: Path
     assert [score.logprob for score in likely[1]] == pytest.approx(
         [score.logprob for score in true_likely[1]], abs=1e-4
     )
+
+
+class MarkedRunner(GpuRunner):
+    """Notes how many operations were recorded when it marks a step's KV writes."""
+
+    launches: Launches
+    marks: list[int]
+
+    def _mark(self) -> KVWrites:
+        self.marks.append(len(self.launches.all))
+        return super()._mark()
+
+
+@interpreted
+@pytest.mark.parametrize(("length", "last"), [(7, True), (60, False), (1, True)])
+def test_the_mark_of_a_step_comes_behind_all_that_writes_kv_and_before_the_sampling(
+    llama: Path, length: int, last: bool
+) -> None:
+    """So a chunk's KV may be sent before logits and tokens are computed; not of a decode step, which is one graph."""
+    plain = gpu_runner(llama)
+    runner = MarkedRunner(plain.spec, plain.model, plain.pool, OPTIONS)
+    engine = engine_on(runner, OPTIONS)
+    engine.scheduler.add(Request("r", 1, prompt(length), length, SamplingParams(max_tokens=1, temperature=0.0)))
+    with Launches() as launches:
+        runner.launches, runner.marks = launches, []
+        assert engine.runner.launch(engine.scheduler.plan()).written.ended  # type: ignore[arg-type]  # there is a plan
+    (mark,) = runner.marks
+    storage = runner.pool.bytes.untyped_storage().data_ptr()
+    into = [
+        index
+        for index, launch in enumerate(launches.all)
+        if launch.specialization and "write" in launch.name and storage in map(_storage, launch.given)
+    ]
+    assert len(into) == plain.model.config.layers
+    assert max(into) < mark
+    sampled = [index for index, launch in enumerate(launches.all) if launch.name == "choose_kernel"]
+    assert bool(sampled) == last
+    if length > 1:
+        assert all(mark < index for index in sampled)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @interpreted

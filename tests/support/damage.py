@@ -140,9 +140,13 @@ class DamagedJob:
 
     def __init__(self, job: Any, rule: Rule, nbytes: int) -> None:
         self.key = job.key
+        self.written = job.written
         self._job = job
         self._rule = rule
         self._nbytes = nbytes
+
+    def prepare(self, link: Any, buffer: Tensor) -> None:
+        """The frame is read in `begin`."""
 
     def begin(self, link: Any, buffer: Tensor) -> Any:
         if self._rule.action == "skip":
@@ -165,6 +169,8 @@ class DamagedLink:
         self._rule = rule
         self._nbytes = nbytes
         self.mac_key = link.mac_key
+        self.lender = None
+        """A frame is damaged in its buffer, not in the pool."""
         self.stream = None if link.stream is None else DamagedStream(link.stream, rule, nbytes)
 
     def send(self, data: Tensor) -> Any:

@@ -96,6 +96,7 @@ class FakeLink:
     """One end of a link."""
 
     stream = None
+    lender = None
     mac_key = None
 
     def __init__(self, transport: FakeTransport, wire: _Wire, rank: int) -> None:

@@ -26,6 +26,7 @@ from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, sample, step_output
 from kvrelay.engine.shaping import Shaping
 from kvrelay.engine.states import StatesShape
+from support.late_writes import LateWrites
 
 VOCAB_SIZE = 251
 LOGITS = 4.0
@@ -222,6 +223,7 @@ class HashStep:
         self._plan = plan
         self._before = before
         self.out: StepOutput | None = None
+        self.written = LateWrites()
 
     def result(self) -> StepOutput:
         assert self.out is None, "asked twice"
@@ -240,6 +242,7 @@ class HashStep:
             plan = dataclasses.replace(plan, tokens=tokens)
         self.out = self._runner.run(plan)
         self._before = None
+        self.written.end()
         return self.out
 
 

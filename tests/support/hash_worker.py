@@ -1,7 +1,9 @@
 """A worker on the hash model, of either role, which it can change: `python -m support.hash_worker --config FILE`.
 
 Environment variables: HASH_STEP_SECONDS is the least duration of an engine step, so that a fault can hit during a step.
-HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between two heartbeats.
+HASH_LAG is the runner's lag: with 1, a step's KV is there only when its result is asked for, and is given to the
+hand-off before. HASH_NEWS_SECONDS delays every membership change for this worker. HASH_BEAT_SECONDS is the time between
+two heartbeats.
 CHAOS_DESK routes links through proxies (`support.detours`), and FRAME_DAMAGE damages frames (`support.damage`).
 
 With `speculation` on, whatever the method, half of its guesses are right (`support.guesses`). With HASH_STATES=1 it
@@ -44,6 +46,7 @@ from support.hash_runner import HashRunner, hash_spec
 
 MODULE = "support.hash_worker"
 STEP_SECONDS = "HASH_STEP_SECONDS"
+LAG = "HASH_LAG"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
@@ -72,7 +75,7 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     config = config.on("cpu")
     layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
-    runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT))
+    runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT), lag=int(os.environ.get(LAG, "0")))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     loaded(1.0)
     proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses

@@ -60,6 +60,7 @@ class Memory:
     """Both ends of a link. With `streams` it carries memory."""
 
     mac_key: bytes | None = None
+    lender = None
 
     def __init__(self, streams: bool) -> None:
         self.sent: list[bytes] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.states import StatesLayout
 from kvrelay.transfer.claim import BlockClaim
 from kvrelay.transfer.events import Frame, Outcome
@@ -148,6 +149,10 @@ class Job:
         self.done: Callable[[Outcome], None] | None = None
         self.call: Callable[[], object] | None = None
 
+    @property
+    def written(self) -> KVWrites:
+        return WRITTEN if self.claim is None else self.claim.written
+
     def blocks(self) -> list[int]:
         frame = self.frame
         assert frame is not None
@@ -276,6 +281,8 @@ class Link:
         elif process is self.left:
             self.jobs.append(job)
             self._read_next()
+            if not job.written.ended:
+                job.written.then(self._read_next)
         else:
             self.receives.append(job)
             self._watch()
@@ -283,8 +290,7 @@ class Link:
 
     def _read_next(self) -> None:
         world = self.world
-        while self.jobs and self.up and not self.reading and not self.broken:
-            job = self.jobs.popleft()
+        while self.up and not self.reading and not self.broken and (job := self._next_job()) is not None:
             if job.call is not None:
                 self.left.post(job.call)
             elif job.claim is not None and job.claim.enter():
@@ -292,6 +298,16 @@ class Link:
                 self.reading = True
                 slow = world.slow_frame()
                 world.post(world.random() * (2.5 if slow else 0.02), self.left, self._was_read, job)
+
+    def _next_job(self) -> Job | None:
+        """The first whose blocks are written. The frames of a hand-off keep their order."""
+        waiting: set[Key | None] = set()
+        for job in self.jobs:
+            if job.key not in waiting and job.written.ended:
+                self.jobs.remove(job)
+                return job
+            waiting.add(job.key)
+        return None
 
     def _was_read(self, job: Job) -> None:
         frame, blocks = job.frame, job.blocks()

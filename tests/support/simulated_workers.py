@@ -13,6 +13,7 @@ from kvrelay.transfer.endpoint import Endpoint, EndpointContext, TransferStats
 from kvrelay.transfer.handshake import LocalWorker
 from kvrelay.transfer.messages import Code, Key
 from kvrelay.transfer.peers import NEWS_SECONDS, Peer, PeerTable
+from support.late_writes import LateWrites
 from support.simulated_blocks import BLOCK, LAYERS, STATES, Blocks, Hold, Violation
 from support.simulated_links import SimulatedFrames, SimulatedLinks, SimulatedStates, Stream
 
@@ -169,16 +170,28 @@ class PrefillProcess(Process):
         if key in self.cancelled | self.reported and random() < 0.7:
             self.blocks.release(hold)
             return
-        left = len(hold.blocks) - done
-        chunk = 1 + int(random() * left)
-        if chunk < left:
-            self._fill(key, hold, done, done + chunk)
-            self._keep(key, tokens, done * BLOCK, (done + chunk) * BLOCK)
-            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done : done + chunk]))
-            world.post(random() * 0.2, self, self._compute, key, hold, tokens, done + chunk)
+        end = done + 1 + int(random() * (len(hold.blocks) - done))
+        self._keep(key, tokens, done * BLOCK, min(tokens, end * BLOCK))
+        if random() < 0.4:
+            # As a step on a GPU: its blocks are given to the sender before they are written.
+            written = LateWrites()
+            self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end]), written)
+            world.post(random() * 0.2, self, self._computed, key, hold, tokens, done, end, written)
         else:
-            self._fill(key, hold, done, done + left)
-            self._keep(key, tokens, done * BLOCK, tokens)
+            self._computed(key, hold, tokens, done, end, None)
+
+    def _computed(self, key: Key, hold: Hold, tokens: int, done: int, end: int, written: LateWrites | None) -> None:
+        world = self.world
+        if self.engine_ended:
+            return
+        self._fill(key, hold, done, end)
+        if written is not None:
+            written.end()
+        if end < len(hold.blocks):
+            if written is None:
+                self.sender.progress(key, self.blocks.hold(key, hold.blocks[done:end]))
+            world.post(world.random() * 0.2, self, self._compute, key, hold, tokens, end)
+        else:
             self.sender.finished(key, FIRST_TOKEN, self.blocks.hold(key, hold.blocks))
             self.blocks.release(hold)
 

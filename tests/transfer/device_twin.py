@@ -19,6 +19,8 @@ class DriverTwin:
         self._exported: dict[bytes, int] = {}
         self._mapped: dict[int, int] = {}
         self.synchronized = 0
+        self.lent: list[torch.Tensor] = []
+        """Memory that others have allocated."""
         self.freed_while_mapped = 0
         """What CUDA doesn't define."""
 
@@ -43,6 +45,14 @@ class DriverTwin:
         with self._lock:
             self._exported[handle] = address
         return handle
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Of memory that `lent` names."""
+        for tensor in self.lent:
+            base = tensor.untyped_storage().data_ptr()
+            if base <= address < base + tensor.untyped_storage().nbytes():
+                return base, tensor.untyped_storage().nbytes()
+        raise LinkError("cuda_ipc: no allocation that has a handle")
 
     def open(self, handle: bytes) -> int:
         with self._lock:

@@ -121,6 +121,7 @@ class NoLink:
     """A link that records what is sent, and receives `data`; threes by default."""
 
     stream = None
+    lender = None
 
     def __init__(self, mac_key: bytes | None = None, data: torch.Tensor | None = None) -> None:
         self.mac_key = mac_key
@@ -155,8 +156,14 @@ class Threes:
     def write(self, data: torch.Tensor) -> None:
         self._calls.append(data.tolist())
 
-    def read_checked(self, data: torch.Tensor, check: FrameCheck) -> bool:
+    def queues(self, data: torch.Tensor, check: FrameCheck) -> bool:
         return False
+
+    def begin_read(self, data: torch.Tensor, check: FrameCheck) -> None: ...
+
+    def lend(self, lender: object, data: torch.Tensor, check: FrameCheck) -> None: ...
+
+    def settle(self) -> None: ...
 
     def write_checked(self, data: torch.Tensor, check: FrameCheck) -> bool | None:
         return None

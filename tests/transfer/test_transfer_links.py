@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.transfer import links
 from kvrelay.transfer.links import LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
@@ -33,6 +34,10 @@ class Sending:
     reports: list[str]
     key: Key | None = None
 
+    written: KVWrites = WRITTEN
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None: ...
+
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         buffer[:1].fill_(self.value)
         return link.send(buffer[:1])
@@ -50,6 +55,10 @@ class Receiving:
 
     reports: list[str]
     key: Key | None = None
+
+    written: KVWrites = WRITTEN
+
+    def prepare(self, link: Link, buffer: torch.Tensor) -> None: ...
 
     def begin(self, link: Link, buffer: torch.Tensor) -> Pending | None:
         return link.recv(buffer[:1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.kv.writes import Event
 from kvrelay.transfer.ports import RECEIVER, SENDER
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import (
@@ -53,13 +54,16 @@ def test_communicators_are_non_blocking_and_capped() -> None:
 
 
 class GroupTwin:
-    """A process group whose operations end once they are in `ended`; `abort` ends all, and may block."""
+    """A process group whose operations end once they are in `ended`; `abort` ends all, and may block. `failed` makes
+    them completed without an event, as an error of NCCL does."""
 
     def __init__(self, call_seconds: float = 0.0, abort_blocks: bool = False) -> None:
         self.aborted = threading.Event()
         self.aborts = 0
         self.let_go = threading.Event()
         self.ended: set[str] = set()
+        self.failed = False
+        self.looks = 0
         self._call_seconds = call_seconds
         self._abort_blocks = abort_blocks
 
@@ -67,9 +71,23 @@ class GroupTwin:
         # The first operation makes the communicator, which waits for the other rank until it is aborted.
         if self._call_seconds and self.aborted.wait(self._call_seconds):
             raise RuntimeError("the communicator was aborted")
-        return SimpleNamespace(
-            is_completed=lambda: what in self.ended or self.aborted.is_set(), wait=lambda: None, what=what
-        )
+        return SimpleNamespace(is_completed=lambda: self._looked_at(what), wait=lambda: None, what=what)
+
+    def _looked_at(self, what: str) -> bool:
+        self.looks += 1
+        return self._over(what) or self.failed
+
+    def _over(self, what: str) -> bool:
+        return what in self.ended or self.aborted.is_set()
+
+    def end_of(self, work: Any) -> Event:
+        """The event behind an operation."""
+
+        def synchronize() -> None:
+            while not self._over(work.what) and not self.let_go.is_set():
+                time.sleep(0.002)
+
+        return SimpleNamespace(synchronize=synchronize)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         assert peer == RECEIVER
@@ -86,7 +104,7 @@ class GroupTwin:
 
 
 def link_on(group: GroupTwin, timeout: float = 0.2) -> NcclLink:
-    return NcclLink(group, SENDER, torch.device("cpu"), Watchdog(), timeout)
+    return NcclLink(group, SENDER, torch.device("cpu"), Watchdog(), timeout, group.end_of)
 
 
 def test_an_operation_that_ends_is_waited_for() -> None:
@@ -96,6 +114,31 @@ def test_an_operation_that_ends_is_waited_for() -> None:
     threading.Timer(0.05, group.ended.add, ("send",)).start()
     pending.wait(WAIT)
     assert not group.aborted.is_set()
+
+
+def test_a_wait_takes_no_processor_and_ends_with_its_operation() -> None:
+    group = GroupTwin()
+    link = link_on(group)
+    pending, later = link.send(link.buffer(8)), link.recv(link.buffer(8))
+    threading.Timer(0.5, group.ended.add, ("send",)).start()
+    began, used = time.monotonic(), time.thread_time()
+    pending.wait(WAIT)
+    assert time.monotonic() - began >= 0.4
+    assert time.thread_time() - used < 0.02
+    assert group.looks <= 6, "a look each 0.1 s is for errors only"
+    with pytest.raises(LinkError, match="no end within"):
+        later.wait(0.05)
+
+
+def test_an_error_of_nccl_ends_a_wait_without_an_event() -> None:
+    group = GroupTwin()
+    link = link_on(group)
+    pending = link.send(link.buffer(8))
+    group.failed = True
+    began = time.monotonic()
+    pending.wait(WAIT)
+    assert time.monotonic() - began < 1
+    link.close()
 
 
 def test_an_operation_that_does_not_end_is_aborted_at_its_timeout() -> None:
@@ -134,7 +177,7 @@ def test_abort_never_blocks_and_ends_a_wait_as_an_error() -> None:
 def test_an_abort_that_blocks_delays_no_other_link() -> None:
     watchdog = Watchdog()
     stuck, other = GroupTwin(call_seconds=WAIT, abort_blocks=True), GroupTwin(call_seconds=WAIT)
-    links = [NcclLink(group, SENDER, torch.device("cpu"), watchdog, 0.1) for group in (stuck, other)]
+    links = [NcclLink(group, SENDER, torch.device("cpu"), watchdog, 0.1, group.end_of) for group in (stuck, other)]
     for link in links:
         with pytest.raises(LinkError):
             link.send(torch.zeros(8, dtype=torch.uint8))

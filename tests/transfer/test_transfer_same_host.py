@@ -66,10 +66,10 @@ def test_a_buffer_that_could_shrink_under_its_reader_is_refused() -> None:
     [
         (("frame", 1, 0, 0, 64), "outside the buffers"),
         (("taken", 1), "0 were sent"),
-        (("frame", 1, 0, 0), "allowed: buffer, frame, taken"),
+        (("frame", 1, 0, 0), "allowed: buffer, frame, split, taken"),
         (("frame", -1, 0, 0, 64), "allowed: an integer from 1"),
         (("buffer", 0, 2**40, b""), "allowed: an integer from 1 to"),
-        (("anything",), "allowed: buffer, frame, taken"),
+        (("anything",), "allowed: buffer, frame, split, taken"),
     ],
 )
 def test_an_invalid_message_is_an_error_with_the_reason(values: tuple[object, ...], reason: str) -> None:

@@ -44,6 +44,7 @@ class BufferLink:
     """A link that has received a frame, or records one."""
 
     stream = None
+    lender = None
     mac_key = None
 
     def __init__(self, data: torch.Tensor | None = None) -> None:
@@ -124,7 +125,7 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
         pools[0].warm_up()
     assert torch.equal(pools[0].tensor, before)
     compiled = {launch.specialization for launch in warm.kernels}
-    assert len(compiled) == 5, "gather, checksum, scatter, and both copies with their sums"
+    assert len(compiled) == 6, "gather, checksum, scatter, both copies with their sums, and a sum in place"
     for tokens in (1, 8, 21, 24):
         frame = Frame(1, 0, 0, tokens, LAYOUT.nbytes(tokens))
         buffer = torch.empty(frame.nbytes, dtype=torch.uint8)
@@ -135,6 +136,7 @@ def test_no_frame_needs_a_kernel_that_the_warm_up_has_not_compiled() -> None:
                 pool.write(TABLE, 0, tokens, buffer[:size], part)
                 pool.read_summed(TABLE, 0, tokens, buffer, part)
                 pool.write_summed(TABLE, 0, tokens, buffer[:size], part)
+                pool.sum_in_place(TABLE, 0, tokens, buffer, part)
             gpu_checksum(buffer)
         assert {launch.specialization for launch in launches.kernels} <= compiled
 

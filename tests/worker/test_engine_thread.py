@@ -56,6 +56,17 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
     assert {thread.name for thread in reported} == {"engine"}
 
 
+def test_a_step_without_progress_is_reported_too(started: Started) -> None:
+    """All of its sequences were cancelled: their blocks are free now, which the worker's load must show."""
+
+    def give_work() -> None:
+        started.engine.step = list  # type: ignore[method-assign]
+        started.engine.work = 1
+
+    started.thread.post(give_work)
+    assert started.steps.get(timeout=5) == []
+
+
 def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("kvrelay.worker.engine_thread.time.monotonic", lambda: now)

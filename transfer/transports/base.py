@@ -89,12 +89,36 @@ class ByteStream(Protocol):
         """
 
 
+class Lender(Protocol):
+    """For links that send out of memory which isn't one of their buffers, such as a KV pool. Only the link's thread
+    calls it.
+    """
+
+    most_runs: int
+    """Runs of lent memory that one send may consist of, beside one part of a buffer behind them."""
+
+    def lend(self, memory: torch.Tensor) -> bool:
+        """Whether parts of `memory` (uint8) can be sent from now on, until the link is closed. It must live as long.
+
+        The other end may still read what was sent after an error has ended the link.
+        """
+
+    def send_runs(self, parts: Sequence[torch.Tensor]) -> Pending:
+        """As `Link.send`: of up to `most_runs` parts of lent memory and one of a buffer, which arrive one behind the
+        other in one receive.
+        """
+
+
 class Link(Protocol):
     """One end of a link. Sends arrive in the order in which they were begun, each in one receive of the same size."""
 
     @property
     def stream(self) -> ByteStream | None:
         """Moves frames directly out of and into a KV pool in host memory; None if the link carries only `buffer`s."""
+
+    @property
+    def lender(self) -> Lender | None:
+        """Sends KV from where it lies in a pool; None if the link sends out of its `buffer`s only."""
 
     @property
     def mac_key(self) -> bytes | None:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from kvrelay.engine.kv.pool import wait_for_stream
 from kvrelay.transfer.transports.base import LinkError, link_errors
-from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
+from kvrelay.transfer.transports.same_host import Lent, SameHostTransport, machine_id
 from kvrelay.transfer.transports.shm import shm_missing
 
 HANDLE_BYTES = 64
@@ -112,6 +113,12 @@ class CudaDriver:
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), packed, _LAZY_PEER_ACCESS)
         return address.value
 
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Address and bytes of the allocation that `address` is in."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+
     def close(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
@@ -123,7 +130,7 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         """Returns when the device has done what this thread has enqueued."""
-        torch.cuda.current_stream(self._device).synchronize()
+        wait_for_stream(self._device)
 
     def _call(self, name: str, *arguments: Any) -> None:
         # A new thread has no current context.
@@ -173,6 +180,16 @@ class CudaMemory:
         except LinkError:
             os.close(unmapped)
             raise
+
+    def lend(self, tensor: torch.Tensor) -> Lent:
+        # A handle opens the whole allocation, of which torch's allocator may have made several tensors. Virtual memory
+        # (expandable segments) has no handle.
+        address, nbytes = self._driver.allocation(tensor.data_ptr())
+        handle = self._driver.export(address)
+        with link_errors("cuda_ipc: a pipe", OSError):
+            opened, unmapped = os.pipe()
+        os.close(opened)  # the memory is freed with the process, so nobody waits for the other end to unmap it
+        return Lent(tensor, address, nbytes, handle, unmapped)
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
         if len(handle) != HANDLE_BYTES:

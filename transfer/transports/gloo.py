@@ -58,6 +58,7 @@ class GlooLink:
     """One end of a gloo link."""
 
     stream = None
+    lender = None
 
     def __init__(self, group: ProcessGroupGloo, peer: int, mac_key: bytes | None, pinned: bool = False) -> None:
         """`peer` is the rank of the other end."""

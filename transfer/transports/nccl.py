@@ -3,6 +3,8 @@
 - Communicators are non-blocking, so that a rank that never comes can't hang the opening of a link.
 - The group's own error handling is off, because it would end the process. A watchdog thread aborts overdue operations.
 - A group is aborted and never destroyed, because destroying waits for the other end.
+- Who waits for an operation sleeps until an event behind it, which a thread of the link waits for in CUDA; the thread
+  that waits can end that by the link's timeout or an abort. An error of NCCL causes no event, so it is looked for.
 - Channels are capped, because each costs memory at both ends (about 52 MB a pair at 8).
 - Two ranks on one GPU need NCCL 2.30 and an environment variable; `cuda_ipc` is the better link there. A worker's scope
   names its GPU, followed by + if two ranks may share it.
@@ -11,7 +13,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,14 +21,16 @@ from typing import Any
 
 import torch
 
-from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors, poll
+from kvrelay.engine.kv.writes import Event, EventWaiter
+from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors
 
 MAX_CHANNELS = 8
 OLDEST = (2, 26, 2)
 """The oldest NCCL with a reliable abort of non-blocking communicators."""
 OLDEST_SHARED_GPU = (2, 30)
 """The oldest NCCL that lets two ranks share a GPU."""
-POLL_SECONDS = 0.0001
+ERROR_SECONDS = 0.1
+"""Between two looks for an error of NCCL, while an operation is waited for."""
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -137,17 +141,43 @@ class NcclTransport:
         configure(options, timeout)
         with link_errors("nccl", RuntimeError):
             group = ProcessGroupNCCL(rendezvous, rank, 2, options)
-        return NcclLink(group, rank, self._device, self._watchdog, timeout)
+        return NcclLink(group, rank, self._device, self._watchdog, timeout, StreamEnds(self._device))
+
+
+Ends = Callable[[Any], Event]
+"""Makes an event behind a process group's operation (`Work`). Waits for nothing."""
+
+
+class StreamEnds:
+    """Events on a stream of their own: the thread's stream must not wait for an operation before its end is known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, work: Any) -> Event:
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+        return event
 
 
 class NcclLink:
     """One end of an NCCL link."""
 
     stream = None
+    lender = None
     mac_key = None
 
-    def __init__(self, group: Any, rank: int, device: torch.device, watchdog: Watchdog, timeout: float) -> None:
+    def __init__(
+        self, group: Any, rank: int, device: torch.device, watchdog: Watchdog, timeout: float, ends: Ends
+    ) -> None:
         self._group = group
+        self._ends = ends
+        self._waiter = EventWaiter("nccl operations")
+        self._changed = threading.Condition()
+        self._begun = self._ended = 0
+        """Operations. They end in the order in which they were begun."""
         self._peer = 1 - rank
         self._device = device
         self._watchdog = watchdog
@@ -168,29 +198,51 @@ class NcclLink:
         self._check_open()
         with link_errors(f"nccl {operation}", RuntimeError), self._watchdog.watching(self, self._timeout):
             work = getattr(self._group, operation)([tensor], self._peer, 0)
-        return Pending(partial(self._wait, work))
+            self._waiter.then(self._ends(work), self._one_ended)
+        self._begun += 1
+        return Pending(partial(self._wait, work, self._begun))
 
-    def _wait(self, work: Any, timeout: float) -> None:
-        # Polls, because a wait inside CUDA could not be ended. An aborted operation counts as completed, too.
+    def _one_ended(self) -> None:
+        with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
+
+    def _wait(self, work: Any, number: int, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         with link_errors("nccl", RuntimeError):
-            if not poll(lambda: work.is_completed() or self._aborted.is_set(), timeout, POLL_SECONDS):
-                self.abort()
-                raise LinkError(f"nccl: no end within {timeout} s")
+            while not self._over(number, min(ERROR_SECONDS, max(0.0, deadline - time.monotonic()))):
+                # An operation that NCCL has given up counts as completed.
+                if work.is_completed():
+                    break
+                if time.monotonic() >= deadline:
+                    self.abort()
+                    raise LinkError(f"nccl: no end within {timeout} s")
             self._check_open()
             # Later work of this thread on the GPU waits for the operation.
             work.wait()
+
+    def _over(self, number: int, seconds: float) -> bool:
+        """Whether the operation has ended, or the link is aborted, within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended >= number or self._aborted.is_set(), seconds)
 
     def _check_open(self) -> None:
         if self._aborted.is_set():
             raise LinkError("nccl: the link is closed")
 
     def abort(self) -> None:
+        self._end_waits()
         # The abort of the communicators may block, even for ever, and must not run on a thread that is inside NCCL.
-        self._aborted.set()
         threading.Thread(target=self.close, name="nccl abort", daemon=True).start()
 
+    def _end_waits(self) -> None:
+        with self._changed:
+            self._aborted.set()
+            self._changed.notify_all()
+
     def close(self) -> None:
-        self._aborted.set()
+        self._end_waits()
+        self._waiter.close()
         # Never released, because a second abort of the same communicators isn't defined.
         if self._abort_once.acquire(blocking=False):
             self._group.abort()

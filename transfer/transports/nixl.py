@@ -19,16 +19,17 @@ import logging
 import os
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from kvrelay.engine.kv.pool import wait_for_stream
 from kvrelay.transfer.config import Encrypt
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, pack, unpack_named
-from kvrelay.transfer.transports.base import Link, LinkError, Pending, Rendezvous, link_errors, poll
+from kvrelay.transfer.transports.base import Lender, Link, LinkError, Pending, Rendezvous, link_errors, poll
 from kvrelay.transfer.transports.link_key import LinkKey
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class NixlSend:
 
     number: int
     """Of the frame."""
-    data: torch.Tensor
+    parts: Sequence[torch.Tensor]
     handle: Any = None
     """Of the write, which begins when the receiver has named the frame's target."""
     done: bool = False
@@ -123,6 +124,8 @@ class NixlLink:
     """One end of a NIXL link. One thread makes all calls but `abort`, as the agent requires."""
 
     stream = None
+    most_runs = 1024
+    """A run of 64 KiB or more is a write of its own on the network anyway."""
 
     def __init__(self, agent: Any, peer: str, device: torch.device, mac_key: bytes | None) -> None:
         self.mac_key = mac_key
@@ -140,6 +143,8 @@ class NixlLink:
         self._came: set[int] = set()
         """Frames that have arrived. The notifications of two writes may overtake each other."""
         self._sent = self._received = 0
+        self._lendable: bool | None = None
+        """Whether the lent memory is registered; None before it was tried."""
         self._greeted = self._closed = self._other_closed = False
 
     def greet(self, timeout: float) -> None:
@@ -152,14 +157,33 @@ class NixlLink:
         self._registered[tensor.data_ptr()] = tensor, self._call("register_memory", tensor)
         return tensor
 
+    @property
+    def lender(self) -> Lender | None:
+        return self
+
+    def lend(self, memory: torch.Tensor) -> bool:
+        """See `Lender.lend`; one tensor for a link."""
+        if self._lendable is None:
+            try:
+                self._registered[memory.data_ptr()] = memory, self._call("register_memory", memory)
+                self._lendable = True
+            except LinkError as error:
+                logger.warning("frames are copied before they are sent", extra={"reason": str(error)})
+                self._lendable = False
+        return self._lendable
+
     def send(self, data: torch.Tensor) -> Pending:
-        if data.untyped_storage().data_ptr() not in self._registered:
-            raise LinkError("nixl: only a buffer of this link can be sent from")
+        return self.send_runs([data])
+
+    def send_runs(self, parts: Sequence[torch.Tensor]) -> Pending:
+        """See `Lender.send_runs`."""
+        if any(part.untyped_storage().data_ptr() not in self._registered for part in parts):
+            raise LinkError("nixl: only a buffer of this link, or lent memory, can be sent from")
         if self._device.type == "cuda":
             # The network card reads GPU memory without regard to the work that this thread has enqueued.
-            torch.cuda.current_stream(self._device).synchronize()
+            wait_for_stream(self._device)
         self._sent += 1
-        send = NixlSend(self._sent, data)
+        send = NixlSend(self._sent, parts)
         self._sending.append(send)
         self._progress()
         return Pending(partial(self._wait, lambda: send.done))
@@ -244,11 +268,16 @@ class NixlLink:
 
     def _write(self, send: NixlSend, address: int, nbytes: int, device: int) -> None:
         """Begins to write a frame to its target."""
-        if nbytes != send.data.numel():
-            raise LinkError(f"nixl: frame {send.number} has {send.data.numel()} bytes; {nbytes} were expected")
+        size = sum(part.numel() for part in send.parts)
+        if nbytes != size:
+            raise LinkError(f"nixl: frame {send.number} has {size} bytes; {nbytes} were expected")
         kind = "DRAM" if self._device.type == "cpu" else "VRAM"
-        here = self._call("get_xfer_descs", [(send.data.data_ptr(), nbytes, max(0, send.data.get_device()))], kind)
-        there = self._call("get_xfer_descs", [(address, nbytes, device)], kind)
+        sources, targets = [], []
+        for part in send.parts:
+            sources.append((part.data_ptr(), part.numel(), max(0, part.get_device())))
+            targets.append((address, part.numel(), device))
+            address += part.numel()
+        here, there = (self._call("get_xfer_descs", places, kind) for places in (sources, targets))
         notification = pack(["came", send.number])
         send.handle = self._call("initialize_xfer", "WRITE", here, there, self._peer, notification, [_BACKEND])
         self._checked(self._call("transfer", send.handle))

@@ -2,6 +2,7 @@
 
     sender    [buffer, shared]  --- buffer (once, with what opens it), frame --->  receiver copies it out
                                 <-------------------- taken ---------------------
+              [pool, lent]      --- the same; of a frame, a run in the pool and what follows it in a buffer (split)
 
 The receiver copies the bytes before it verifies them, so a sender that changes its buffer later can't change what was
 verified. The socket is in the abstract namespace and the memory has no name: both vanish with the processes. A killed
@@ -11,6 +12,7 @@ peer closes its socket, which is seen at once; a frozen peer is noticed when a w
 """
 
 import hashlib
+import logging
 import os
 import socket
 import struct
@@ -18,7 +20,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,11 +31,24 @@ import torch
 
 from kvrelay.transfer.packing import Number, Raw, Rule, WireError, clip, pack, unpack_named
 from kvrelay.transfer.ports import RECEIVER, SENDER
-from kvrelay.transfer.transports.base import ByteStream, Link, LinkError, Pending, Rendezvous, link_errors, seconds_left
+from kvrelay.transfer.transports.base import (
+    ByteStream,
+    Lender,
+    Link,
+    LinkError,
+    Pending,
+    Rendezvous,
+    link_errors,
+    seconds_left,
+)
 from kvrelay.transfer.transports.link_key import BACKLOG, LinkKey
+
+logger = logging.getLogger(__name__)
 
 MAX_BUFFER_BYTES = 257 * 2**20
 """Size limit of a buffer that the other end may ask this one to map."""
+MAX_LENT_BYTES = 2**39
+"""The same for lent memory, which is a GPU's."""
 MAX_BUFFERS = 64
 """Buffers that the other end may announce on one link."""
 RING_SLOTS = 8
@@ -40,13 +57,28 @@ SLOT_BYTES = 2**19
 _MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 
+_PART: tuple[Rule, ...] = (Number(0, MAX_BUFFERS - 1), Number(0, MAX_LENT_BYTES), Number(1, MAX_BUFFER_BYTES))
 _MESSAGES: dict[str, tuple[Rule, ...]] = {
-    "buffer": (Number(0, MAX_BUFFERS - 1), Number(1, MAX_BUFFER_BYTES), Raw(0, 256)),
-    "frame": (Number(1, 2**48), Number(0, MAX_BUFFERS - 1), Number(0, MAX_BUFFER_BYTES), Number(1, MAX_BUFFER_BYTES)),
+    "buffer": (Number(0, MAX_BUFFERS - 1), Number(1, MAX_LENT_BYTES), Raw(0, 256)),
+    "frame": (Number(1, 2**48), *_PART),
+    "split": (Number(1, 2**48), *_PART, *_PART),
     "taken": (Number(1, 2**48),),
 }
 """Messages on the socket: name and the rules of their values. buffer: its number, bytes, handle; frame: its number, the
-buffer's number, offset, bytes; taken: the frame's number."""
+buffer's number, offset, bytes; split: the same for a frame in two parts; taken: the frame's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Memory that the other end opens."""
+
+    tensor: torch.Tensor
+    """Keeps it alive."""
+    address: int
+    """Where the memory that the handle opens begins."""
+    nbytes: int
+    handle: bytes
+    descriptor: int | None
 
 
 class Memory(Protocol):
@@ -62,6 +94,15 @@ class Memory(Protocol):
 
         Raises:
             LinkError: there is no memory left.
+        """
+
+    def lend(self, tensor: torch.Tensor) -> Lent:
+        """What opens the memory of a tensor that `allocate` has not made. It must live until the process ends.
+
+        The caller closes the descriptor.
+
+        Raises:
+            LinkError: it can't be opened by others.
         """
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
@@ -150,14 +191,16 @@ class SameHostLink:
         self._connection = connection
         self._memory = memory
         self._timeout = timeout
-        self._unannounced: dict[int, tuple[torch.Tensor, bytes, int | None]] = {}
-        """By the address of its storage: a buffer as allocated, not announced yet."""
-        self._announced: dict[int, tuple[int, torch.Tensor]] = {}
-        """By the address of its storage: the number of an announced buffer, and the buffer."""
+        self._unannounced: dict[int, Lent] = {}
+        """By the address of its storage: a buffer, or lent memory, not announced yet."""
+        self._announced: dict[int, tuple[int, Lent]] = {}
+        """By the address of its storage: the number under which it is announced."""
+        self._lendable: bool | None = None
+        """Whether the lent memory can be sent from; None before it was tried."""
         self._opened: dict[int, torch.Tensor] = {}
         """The other end's buffers, by number."""
-        self._frames: deque[tuple[int, torch.Tensor]] = deque()
-        """Frames of the other end that are not taken yet: number, bytes."""
+        self._frames: deque[tuple[int, list[torch.Tensor]]] = deque()
+        """Frames of the other end that are not taken yet: number, parts; in host memory one part."""
         self._consumed = 0
         """Bytes of the first of `_frames` that have been read."""
         self._sent = self._received = self._taken = 0
@@ -173,6 +216,32 @@ class SameHostLink:
     @property
     def stream(self) -> ByteStream | None:
         return self if self._memory.on_host else None
+
+    most_runs = 1
+    """A further message and a further copy take longer than the copy of a run into a buffer."""
+
+    @property
+    def lender(self) -> Lender | None:
+        return None if self._memory.on_host else self
+
+    def lend(self, memory: torch.Tensor) -> bool:
+        """See `Lender.lend`; one tensor for a link."""
+        if self._lendable is None:
+            try:
+                self._unannounced[_address(memory)] = self._memory.lend(memory)
+                self._lendable = True
+            except LinkError as error:
+                logger.warning("frames are copied before they are sent", extra={"reason": str(error)})
+                self._lendable = False
+        return self._lendable
+
+    def send_runs(self, parts: Sequence[torch.Tensor]) -> Pending:
+        """See `Lender.send_runs`."""
+        places = [(*self._announce(part), part.numel()) for part in parts]
+        self._memory.synchronize()
+        self._sent += 1
+        self._tell("frame" if len(places) == 1 else "split", self._sent, *chain.from_iterable(places))
+        return Pending.in_wait(partial(self._wait_taken, self._sent))
 
     def write(self, runs: Sequence[memoryview], deadline: float) -> None:
         """Copies to the next slots of the ring; waits until the other end has taken the frame that lies in a slot."""
@@ -200,7 +269,7 @@ class SameHostLink:
         """Copies out of the other end's buffers, and returns each frame that has been read to its end."""
         for run in runs:
             while len(run):
-                number, data = self._next_frame(deadline)
+                number, (data,) = self._next_frame(deadline)
                 part = data.numpy()[self._consumed : self._consumed + len(run)]
                 np.frombuffer(run, np.uint8)[: len(part)] = part
                 run = run[len(part) :]
@@ -209,16 +278,12 @@ class SameHostLink:
                     self._return_frame(number)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        allocated = self._memory.allocate(nbytes)
-        self._unannounced[_address(allocated[0])] = allocated
-        return allocated[0]
+        tensor, handle, descriptor = self._memory.allocate(nbytes)
+        self._unannounced[_address(tensor)] = Lent(tensor, tensor.data_ptr(), nbytes, handle, descriptor)
+        return tensor
 
     def send(self, data: torch.Tensor) -> Pending:
-        number, offset = self._announce(data)
-        self._memory.synchronize()
-        self._sent += 1
-        self._tell("frame", self._sent, number, offset, data.numel())
-        return Pending.in_wait(partial(self._wait_taken, self._sent))
+        return self.send_runs([data])
 
     def recv(self, into: torch.Tensor) -> Pending:
         if self._memory.on_host:
@@ -234,9 +299,9 @@ class SameHostLink:
     def close(self) -> None:
         self.abort()
         self._connection.close()
-        for _, _, descriptor in self._unannounced.values():
-            if descriptor is not None:
-                os.close(descriptor)
+        for lent in self._unannounced.values():
+            if lent.descriptor is not None:
+                os.close(lent.descriptor)
         # The other end's memory first: it may wait for that.
         for known in (self._frames, self._opened, self._announced, self._unannounced):
             known.clear()
@@ -247,15 +312,18 @@ class SameHostLink:
 
     def _receive(self, expected: int, into: torch.Tensor, deadline: float) -> None:
         """Copies one whole frame."""
-        number, data = self._next_frame(deadline)
-        if number != expected or data.numel() != into.numel():
+        number, parts = self._next_frame(deadline)
+        size = sum(part.numel() for part in parts)
+        if number != expected or size != into.numel():
             wanted = f"frame {expected} of {into.numel()} bytes"
-            raise LinkError(f"{self._name}: frame {number} of {data.numel()} bytes came; expected was {wanted}")
-        into.copy_(data)
+            raise LinkError(f"{self._name}: frame {number} of {size} bytes came; expected was {wanted}")
+        for part in parts:
+            into[: part.numel()].copy_(part)
+            into = into[part.numel() :]
         self._memory.synchronize()
         self._return_frame(number)
 
-    def _next_frame(self, deadline: float) -> tuple[int, torch.Tensor]:
+    def _next_frame(self, deadline: float) -> tuple[int, list[torch.Tensor]]:
         while not self._frames:
             self._hear(deadline)
         return self._frames[0]
@@ -271,15 +339,16 @@ class SameHostLink:
         if address not in self._announced:
             if address not in self._unannounced:
                 raise LinkError(f"{self._name}: only a buffer of this link can be sent from")
-            tensor, handle, descriptor = self._unannounced.pop(address)
+            lent = self._unannounced.pop(address)
             number = len(self._announced)
-            self._announced[address] = number, tensor
+            self._announced[address] = number, lent
             try:
-                self._tell("buffer", number, tensor.numel(), handle, descriptor=descriptor)
+                self._tell("buffer", number, lent.nbytes, lent.handle, descriptor=lent.descriptor)
             finally:
-                if descriptor is not None:
-                    os.close(descriptor)
-        return self._announced[address][0], data.data_ptr() - address
+                if lent.descriptor is not None:
+                    os.close(lent.descriptor)
+        number, lent = self._announced[address]
+        return number, data.data_ptr() - lent.address
 
     def _tell(self, name: str, *values: object, descriptor: int | None = None) -> None:
         """Sends one message."""
@@ -304,17 +373,25 @@ class SameHostLink:
                 if not self._taken < number <= self._sent:
                     raise WireError(f"frame {number} can't have been taken; {self._sent} were sent")
                 self._taken = number
-            case "frame", (number, buffer, offset, nbytes):
-                opened = self._opened.get(buffer)
-                if opened is None or offset + nbytes > opened.numel():
-                    raise WireError(f"frame {number} lies outside the buffers that were announced")
-                self._frames.append((number, opened[offset : offset + nbytes]))
+            case "frame", (number, *place):
+                self._frames.append((number, [self._part(number, *place)]))
+            case "split", (number, *places) if not self._memory.on_host:
+                self._frames.append((number, [self._part(number, *place) for place in (places[:3], places[3:])]))
             case "buffer", (number, nbytes, handle):
                 if number in self._opened:
                     raise WireError(f"buffer {number} was announced twice")
+                if self._memory.on_host and nbytes > MAX_BUFFER_BYTES:
+                    raise WireError(f"buffer {number} has {nbytes} bytes; allowed: up to {MAX_BUFFER_BYTES}")
                 self._opened[number] = self._memory.open(nbytes, handle, descriptor)
             case _:
                 raise WireError(f"a message {name} is not allowed on an open link")
+
+    def _part(self, number: int, buffer: int, offset: int, nbytes: int) -> torch.Tensor:
+        """A part of a frame in a buffer of the other end."""
+        opened = self._opened.get(buffer)
+        if opened is None or offset + nbytes > opened.numel():
+            raise WireError(f"frame {number} lies outside the buffers that were announced")
+        return opened[offset : offset + nbytes]
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from kvrelay.transfer.transports.base import LinkError, link_errors
 from kvrelay.transfer.transports.host_memory import PinnedMap
-from kvrelay.transfer.transports.same_host import SameHostTransport, machine_id
+from kvrelay.transfer.transports.same_host import Lent, SameHostTransport, machine_id
 
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
@@ -34,6 +34,10 @@ class SharedMemory:
             except BaseException:
                 os.close(descriptor)
                 raise
+
+    def lend(self, tensor: torch.Tensor) -> Lent:
+        """Never called: links in host memory send a pool as a stream."""
+        raise LinkError("shm: only its own memory has a file")
 
     def open(self, nbytes: int, handle: bytes, descriptor: int | None) -> torch.Tensor:
         if descriptor is None or handle:

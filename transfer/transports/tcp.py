@@ -121,6 +121,8 @@ class TcpLink:
         self._pinned = pinned
         self.mac_key = mac_key
 
+    lender = None
+
     @property
     def stream(self) -> ByteStream:
         return self
