@@ -42,9 +42,9 @@ class Timed:
         self._function = function
         self.seconds = 0.0
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
         start = time.thread_time()
-        result = self._function(*args)
+        result = self._function(*args, **options)
         self.seconds += time.thread_time() - start
         return result
 

@@ -17,16 +17,18 @@ from kvrelay.client import Client
 from support.checkpoints import make_checkpoint
 from support.processes import ProcessCluster, free_port, process_cluster, wait_until
 
-ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 4 * 2**20, "threads": 1, "block_size": 16}
+ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 16 * 2**20, "threads": 1, "block_size": 16}
 PROMPT = [7, 11, 300, 5, 42, 8, 9, 120] * 5
 OUT = 24
+ENDLESS = 12_000
+"""Tokens: seconds of work on a fast machine, too. A worker reports what it has every half a second."""
 CLOSE = 1e-4
 GREEDY = {"prompt": PROMPT, "max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama")
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", max_position_embeddings=2**14)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def test_a_closed_connection_frees_both_workers_within_half_a_second(
 ) -> None:
     cluster, port = served
     cluster.wait_idle()
-    body = json.dumps({**GREEDY, "max_tokens": 900, "stream": stream})
+    body = json.dumps({**GREEDY, "max_tokens": ENDLESS, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(f"{head}\r\n\r\n{body}".encode())

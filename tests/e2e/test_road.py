@@ -18,6 +18,8 @@ from support.processes import ProcessCluster, process_cluster, wait_until
 BLOCK = 16
 CHUNK = 64
 OUT = 20
+ENDLESS = 12_000
+"""Tokens: seconds of work on a fast machine, too. A worker reports what it has every half a second."""
 # One below, at and above the borders of blocks and of chunks, and several chunks long.
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 215)
 
@@ -50,12 +52,12 @@ class Road:
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def road(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_checkpoint(folder / "model", request.param)
+    checkpoint = make_checkpoint(folder / "model", request.param, max_position_embeddings=2**14)
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     oracle.generation_config.eos_token_id = None  # a None that `generate` is given means this one
     config = oracle.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 8 * 2**20, "threads": 1}
+    engine = {"block_size": BLOCK, "max_batch_tokens": CHUNK, "kv_memory_bytes": 24 * 2**20, "threads": 1}
     with process_cluster(folder / "cluster", checkpoint, worker={"engine": engine}) as cluster:
         yield Road(
             cluster,
@@ -124,12 +126,12 @@ def test_the_kv_crosses_the_link_and_decode_never_computes_the_prompt(road: Road
         assert computed("prefill-0") == length
 
 
-ENDLESS = """
+READER = f"""
 import sys
 from kvrelay.client import Client
 
 with Client(sys.argv[1]) as client:
-    for number, chunk in enumerate(client.generate([5] * 100, max_tokens=900, temperature=0, ignore_eos=True)):
+    for number, chunk in enumerate(client.generate([5] * 100, max_tokens={ENDLESS}, temperature=0, ignore_eos=True)):
         if number == 3:
             print("streaming", flush=True)
 """
@@ -137,7 +139,9 @@ with Client(sys.argv[1]) as client:
 
 def test_a_client_that_stops_reading_the_stream_frees_its_blocks(road: Road) -> None:
     with Client(road.cluster.router) as client:
-        stream = client.generate(road.prompt(100, seed=7), max_tokens=900, temperature=0, ignore_eos=True, timeout=60)
+        stream = client.generate(
+            road.prompt(100, seed=7), max_tokens=ENDLESS, temperature=0, ignore_eos=True, timeout=60
+        )
         for _ in range(3):
             next(stream)
         stream.close()
@@ -145,7 +149,7 @@ def test_a_client_that_stops_reading_the_stream_frees_its_blocks(road: Road) -> 
 
 
 def test_a_killed_client_frees_its_blocks(road: Road) -> None:
-    client = subprocess.Popen([sys.executable, "-c", ENDLESS, road.cluster.router], stdout=subprocess.PIPE, text=True)
+    client = subprocess.Popen([sys.executable, "-c", READER, road.cluster.router], stdout=subprocess.PIPE, text=True)
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "streaming\n"

@@ -3,7 +3,10 @@
 import dataclasses
 import logging
 import os
+import resource
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from kvrelay.engine.models.native import NativeDecoder
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.kernels.cpu.packed import PackedLinear
 from support.checkpoints import make_checkpoint
+from support.forks import quick_start
 
 OPTIONS = EngineConfig(device="cpu", kv_memory_bytes=2**20, threads=1, quantization="int8", packed_cache_bytes=2**30)
 
@@ -119,6 +123,54 @@ def test_a_model_starts_where_nothing_can_be_written(
     with caplog.at_level(logging.WARNING):
         weights_of(models["qwen3"], OPTIONS)
     assert "the packed weights can't be written" in caplog.text
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 20,000 bytes: writing more fails, as on a full disk."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_model_starts_where_the_disk_is_full(
+    models: dict[str, Path], cache: Path, small_disk: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        weights_of(models["qwen3"], OPTIONS)
+    assert "the packed weights can't be written" in caplog.text
+    assert not list(cache.iterdir()), "what was written is removed"
+
+
+def killed_while_it_writes(folder: Path, cache: Path) -> None:
+    """A worker's load of a model that ends before the bytes are on disk."""
+    packed_cache.user_cache = lambda: cache
+    packed_cache.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+    build_cpu_runner(folder, "bfloat16", OPTIONS)
+
+
+def test_what_a_killed_worker_was_writing_is_not_read(models: dict[str, Path], cache: Path) -> None:
+    worker = quick_start().Process(target=killed_while_it_writes, args=(models["qwen3"], cache.parent))
+    worker.start()
+    worker.join(60)
+    if worker.exitcode == 0:
+        pytest.skip("the native kernels can't be built here")
+    assert worker.exitcode == -signal.SIGKILL
+    (unfinished,) = cache.iterdir()
+    assert unfinished.stat().st_size > 20_000, "it was writing"
+    plain, _ = weights_of(models["qwen3"], dataclasses.replace(OPTIONS, packed_cache_bytes=0))
+    assert weights_of(models["qwen3"], OPTIONS)[0] == plain
+    (written,) = set(cache.iterdir()) - {unfinished}
+    assert weights_of(models["qwen3"], OPTIONS)[0] == plain
+    # Nobody has written to it for a while: the next one who writes removes it.
+    os.utime(unfinished, (1, 1))
+    written.unlink()
+    weights_of(models["qwen3"], OPTIONS)
+    assert list(cache.iterdir()) == [written]
 
 
 def test_what_is_not_quantized_at_load_is_not_cached(models: dict[str, Path], cache: Path) -> None:

@@ -47,7 +47,10 @@ def test_new_requests_go_elsewhere_while_a_worker_drains(tmp_path: Path) -> None
 def test_a_hand_off_with_a_drained_worker_moves(tmp_path: Path) -> None:
     """Its peer reports it too, and may be first: as a migration, by the worker that drains."""
     options = {"worker": {"drain_seconds": 0.0}}
-    with scene(tmp_path, losses=True, variables={STEP_SECONDS: 0.05}, **options) as it:
+    # Last frames take so long that each pair of workers has a hand-off under way at any time.
+    with scene(
+        tmp_path, ["transfer.frame,index=3:sleep(0.25)"], losses=True, variables={STEP_SECONDS: 0.05}, **options
+    ) as it:
         for leaving, peers in (("decode-0", it.prefills), ("prefill-0", ["decode-1"])):
             running = [it.begin(f"stream {number} over {leaving}", count=4) for number in range(STREAMS)]
             wait_until(lambda leaving=leaving: it.held(leaving), "hand-offs are under way", 20)
