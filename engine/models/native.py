@@ -41,7 +41,7 @@ from kvrelay.kernels.cpu.packed import (
     PackedLinear,
 )
 from kvrelay.kernels.cpu.passes import FOLLOW, GATHER, PassArgs
-from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.program import Buffer, Program, Team
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, workspace_floats
 from kvrelay.kernels.ops import Linear
 
@@ -76,6 +76,8 @@ class NativeDecoder:
         self._tokens = ctypes.c_void_p()
         self._cuts: tuple[int, ...] = ()
         """Layers, in ascending order, in front of which a program of its own begins."""
+        self._numbers, self._largest = Buffer(np.int64), Buffer(np.float32)
+        """Of a step that chooses: its tokens, the last one of each row, the chosen ones; and their logits."""
         self._passes = ctypes.c_int64()
         self._pass_args = PassArgs(
             rows=ctypes.addressof(self._rows),
@@ -159,17 +161,18 @@ class NativeDecoder:
         """
         self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, count - 1)
         self._make_room(plan.num_tokens, len(rows))
-        tokens, packed = torch.from_numpy(plan.tokens.astype(np.int64)), pack_draws(draws)
-        last = torch.from_numpy(plan.lengths.cumsum(dtype=np.int64)[rows] - 1)
-        chosen, largest = torch.empty(count, len(rows), dtype=torch.int64), torch.empty(count, len(rows))
-        self._rows.value, self._passes.value = len(tokens), count
-        self._tokens.value = tokens.data_ptr()
+        packed, tokens, chosen = pack_draws(draws), plan.num_tokens, count * len(rows)
+        numbers, largest = self._numbers.take(tokens + len(rows) + chosen), self._largest.take(chosen)
+        numbers[:tokens] = plan.tokens
+        numbers[tokens : tokens + len(rows)] = plan.lengths.cumsum()[rows] - 1
+        self._rows.value, self._passes.value = tokens, count
+        self._tokens.value = self._numbers.address
         args, sample, head = self._pass_args, self._sample_args, self._head_args
         args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
-        args.last, args.chosen = last.data_ptr(), len(rows)
+        args.last, args.chosen = self._numbers.address + 8 * tokens, len(rows)
         args.draws = sample.draws = ctypes.addressof(packed)
         sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
-        sample.tokens, sample.largest = chosen.data_ptr(), largest.data_ptr()
+        sample.tokens, sample.largest = args.last + 8 * len(rows), self._largest.address
         head.input, head.input_stride = self._residual.data_ptr(), self._residual.stride(0)
         head.workspace = self._workspace.data_ptr()
         if self._choosing is None:
@@ -178,7 +181,8 @@ class NativeDecoder:
         self._team.run(self._choosing, self._passes)
         if self._passes.value < 0:
             raise MemoryError
-        return chosen.numpy(), largest.numpy()
+        shape = count, len(rows)
+        return numbers[tokens + len(rows) :].reshape(shape).copy(), largest.reshape(shape).copy()
 
     def _make_room(self, tokens: int, logits: int = 0) -> None:
         """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""

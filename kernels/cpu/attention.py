@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.kernels.cpu.program import fields
+from kvrelay.kernels.cpu.program import Buffer, fields
 
 Indices = NDArray[np.integer[Any]]
 
@@ -70,6 +70,7 @@ class PagedAttention:
         self._windows = tuple(windows)
         self._distinct = sorted(set(windows))
         self._rotation: tuple[Tensor, Tensor] | None = None
+        self._copies = Buffer(np.int64)
         _, _, _, block_size, kv_heads, head_dim = pool.shape
         shape = _Shape(
             heads,
@@ -104,10 +105,11 @@ class PagedAttention:
         Raises:
             MemoryError: no memory for the work lists.
         """
-        # A tensor tells its address sooner than an array does.
-        copies = [torch.from_numpy(np.array(x, np.int64)) for x in (starts, lengths, block_tables)]
         rows, width = block_tables.shape
-        addresses = [ctypes.c_void_p(x.data_ptr()) for x in copies]
+        copies, address = self._copies.take(rows * (2 + width)), self._copies.address
+        copies[:rows], copies[rows : 2 * rows] = starts, lengths
+        copies[2 * rows :].reshape(rows, width)[:] = block_tables
+        addresses = [ctypes.c_void_p(address + 8 * rows * place) for place in range(3)]
         if not self._library.kvrelay_attention_plan(
             self._step, ctypes.c_int64(rows), *addresses, ctypes.c_int64(width)
         ):

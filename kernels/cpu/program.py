@@ -6,12 +6,33 @@ one from Python would double that. While a program runs, nothing is allocated an
 
 import ctypes
 import weakref
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 def fields(ctype: Any, names: str) -> tuple[tuple[str, Any], ...]:
     """Fields of one type for a `ctypes.Structure`; `names` are separated by spaces."""
     return tuple((name, ctype) for name in names.split())
+
+
+class Buffer(Generic[Number]):
+    """A kept array that kernels read and write: asking a new one for its address takes longer than filling this one."""
+
+    def __init__(self, dtype: type[Number]) -> None:
+        self._array: NDArray[Number] = np.empty(0, dtype)
+        self.address = 0
+        """Of what `take` returned last."""
+
+    def take(self, count: int) -> NDArray[Number]:
+        """[count] numbers of any value, valid until the next call."""
+        if count > len(self._array):
+            self._array = np.empty(2 * count, self._array.dtype)
+            self.address = self._array.ctypes.data
+        return self._array[:count]
 
 
 class Team:
