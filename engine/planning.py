@@ -35,11 +35,6 @@ class Row(NamedTuple):
         """Of the plan."""
         return 1 + len(self.chain.drafts)
 
-    @property
-    def end(self) -> int:
-        """Tokens of the sequence with these, drafts included."""
-        return self.sequence.reach + self.length + len(self.chain.drafts)
-
 
 def continues_unseen(sequence: Sequence, length: int, speculation: Speculation | None) -> bool:
     """Whether the token that makes a sequence `length` tokens long can be computed while that one isn't known yet. Not
@@ -71,9 +66,12 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
 
 def tables_of(rows: list[Row], tables: BlockTables, limits: SequenceLimits) -> NDArray[np.int32]:
     """[R, W] the block tables of the plan's rows, with the blocks of all tokens that they compute."""
-    for row in rows:
-        tables.grow(row.sequence.slot, row.sequence.hold.blocks, limits.blocks_for(row.end))
-    return tables.gather([row.sequence.slot for row in rows for _ in range(row.rows)])
+    slots: list[int] = []
+    for sequence, length, chain in rows:
+        slot, count = sequence.slot, len(chain.drafts)
+        tables.grow(slot, sequence.hold.blocks, limits.blocks_for(sequence.reach + length + count))
+        slots += [slot] * (1 + count) if count else (slot,)
+    return tables.gather(slots)
 
 
 def build_plan(
@@ -115,12 +113,15 @@ def build_plan(
             parts += _prompt_part(row, sequence, start, end)
         if sequence.states is not None:
             keep += tuple([layer for layer in sequence.states.layers_of(end == expected) if layer not in keep])
-        count = len(chain.drafts)
-        handles += [sequence.handle] * (1 + count)
-        sampling += [sequence.request.sampling] * (1 + count)
-        drafts += (False, *[True] * count)
+        handles.append(sequence.handle)
+        sampling.append(sequence.request.sampling)
+        drafts.append(False)
         shapings.append(sequence.shaping)
-        if count:
+        if chain.drafts:
+            count = len(chain.drafts)
+            handles += [sequence.handle] * count
+            sampling += [sequence.request.sampling] * count
+            drafts += [True] * count
             tokens += chain.drafts
             feeds += [-1] * count
             starts += range(end, end + count)

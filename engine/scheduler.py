@@ -273,7 +273,7 @@ class Scheduler:
         A sequence that has its KV needs a row only, so it passes those that lack blocks or budget.
         """
         waiting, ready = self._waiting, self._ready
-        demand = sum([sequence.expected - sequence.reach for sequence in self._running])
+        demand = sum([sequence.expected - sequence.reach for sequence in self._running]) if waiting else 0
         blocked = False
         while self._tables.vacant:
             blocked = blocked or demand >= self.config.max_batch_tokens
@@ -321,7 +321,7 @@ class Scheduler:
 
         A chunk that isn't the last ends at a block's border if it reaches one, so that whole blocks can be sent.
         """
-        for sequence in self._running:
+        for sequence in self._running if len(rows) < len(self._running) else ():
             if not budget:
                 break
             start, end = sequence.reach, sequence.expected

@@ -38,7 +38,7 @@ class Launch:
             return True
         known = {tensor.untyped_storage().data_ptr() for tensor in self.given}
         made = any(result.untyped_storage().data_ptr() not in known for result in self.results)
-        return made and not self.name.startswith("aten.empty")
+        return made and not self.name.startswith(("aten.empty", "aten.new_empty"))
 
     def replay(self) -> None:
         """The operation on the same tensors; what it allocates anew goes to where its first result is."""
