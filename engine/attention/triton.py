@@ -2,7 +2,7 @@
 
 rope_kv_write   norm, rotation and KV write of all tokens
 paged_decode    rows of one token, which come first in a step
-prefill         rows of several tokens, by `flash_prefill` or `flash_prefill_hopper`
+prefill         rows of several tokens, by one of `choice.py`
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
-from kvrelay.engine.attention.prefill import choose_prefill
+from kvrelay.engine.attention.choice import choose_prefill
+from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes
 from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.launch import Launch
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
@@ -33,8 +33,8 @@ class PlannedStep:
     inputs: AttentionInputs
     decodes: int
     """Rows at the beginning that have one token each."""
-    tiles: Mapping[int, Tensor]
-    """By window, the work list of the other rows (see `plan_tiles`); empty if there are none."""
+    prompts: PlannedPrefill | None
+    """Attends for the other rows; None if there are none."""
     launches: dict[int, "LayerLaunches"] = field(default_factory=dict)
     """By window, what the first layer of the window has launched, which the others repeat."""
 
@@ -42,12 +42,14 @@ class PlannedStep:
 class LayerLaunches:
     """What one layer has launched, to be repeated for another one. Holds no tensor that is made anew for each layer."""
 
-    def __init__(self, write: Launch, attend: Sequence[Launch]) -> None:
+    def __init__(self, write: Launch, attend: Sequence[Launch], rest: PlannedPrefill | None) -> None:
         """
         Args:
             write: of `launch_rope_kv_write`.
             attend: of the kernels that follow it.
+            rest: what can't be repeated, but must be launched for each layer.
         """
+        self.rest = rest
         self._write = write.without("qkv", "weight", "cos", "sin", "out")
         self._attend = [launch.without("query", "out") for launch in attend]
 
@@ -129,10 +131,10 @@ class TritonAttention:
             windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
-            prefill: the kernel for rows of several tokens; see `choose_prefill`.
+            prefill: what attends for rows of several tokens; see `choose_prefill`.
 
         Raises:
-            ValueError: the pool's order isn't HND.
+            ValueError: the pool's order isn't HND, or `prefill` can't be had.
         """
         if pool.layout.order != "HND":
             raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on GPU takes HND")
@@ -141,25 +143,25 @@ class TritonAttention:
         self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
         self._of_layer = [kv.of_layer() for kv in self._layers]
         layout, device = pool.layout, pool.tensor.device
-        self._prefill = choose_prefill(prefill, layout, dtype, heads, architecture_of(device))
-        self._tile_tokens = self._prefill.rows // (heads // layout.kv_heads)
+        kinds = tuple(sorted(set(windows)))
+        shapes = Shapes(layout, dtype, heads, kinds, architecture_of(device), device)
+        self.candidates = choose_prefill(prefill, shapes)
+        """What may attend for rows of several tokens; the first is used until `prefill` is set to another one."""
+        self.prefill: Prefill = self.candidates[0]
         self._step: PlannedStep | None = None
-        self._kinds = tuple(sorted(set(windows)))
-        self._schedule = DecodeSchedule(layout, heads, rows, self._kinds, device)
+        self._schedule = DecodeSchedule(layout, heads, rows, kinds, device)
 
     def plan(self, inputs: AttentionInputs) -> None:
         """See `Attention.plan`. Rows of one token are taken as decode rows up to the first longer row."""
         longer = np.flatnonzero(inputs.lengths > 1)
         rows = len(inputs.lengths)
         decodes = int(longer[0]) if len(longer) else rows
-        tiles = {}
+        prompts = None
         if decodes:
             self._schedule.load(inputs.starts[:decodes] + 1)
         if decodes < rows:
-            for window in self._kinds:
-                work = plan_tiles(inputs.starts, inputs.lengths, self._tile_tokens, window, range(decodes, rows))
-                tiles[window] = self._to_device(work)
-        self._step = PlannedStep(inputs, decodes, tiles)
+            prompts = self.prefill.plan(inputs, decodes)
+        self._step = PlannedStep(inputs, decodes, prompts)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`. Checks the arguments in the first layer of each window."""
@@ -173,24 +175,22 @@ class TritonAttention:
         known, first = step.launches.get(window), step.decodes
         if known is not None:
             known.repeat(qkv, rotation, norm, self._of_layer[layer], (query, out))
+            if known.rest is not None:
+                known.rest.launch(query, kv, window, out)
             return out.view(len(out), -1)
         write = launch_rope_kv_write(qkv, rotation, inputs.slots, kv, norm, query)
         attend: list[Launch | None] = []
         if first:
             work, parts = self._schedule.works[window], self._schedule.parts
             attend.append(paged_decode(query[:first], kv, inputs.block_tables[:first], work, parts, out[:first]))
-        if step.tiles:
-            tiles = step.tiles[window]
-            attend.append(self._prefill.launch(query, kv, inputs.block_tables, tiles, window, out))
+        rest = None
+        if step.prompts is not None:
+            launch = step.prompts.launch(query, kv, window, out)
+            attend.append(launch)
+            rest = step.prompts if launch is None else None
         if write is not None:
-            step.launches[window] = LayerLaunches(write, [launch for launch in attend if launch is not None])
+            step.launches[window] = LayerLaunches(write, [launch for launch in attend if launch is not None], rest)
         return out.view(len(out), -1)
-
-    def _to_device(self, array: NDArray[np.integer]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._pool.tensor.is_cuda:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._pool.tensor.device, non_blocking=True)
 
 
 def architecture_of(device: torch.device) -> int:

@@ -11,6 +11,7 @@ decode rows are captured graphs (`graphs.py`); steps with a chunk of a prompt ar
 On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrelay.engine.attention.choice import fastest
+from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
@@ -139,6 +142,11 @@ class GpuRunner:
     def layout(self) -> KVLayout:
         return self.pool.layout
 
+    @property
+    def prefill_attention(self) -> str:
+        """See `Runner.prefill_attention`."""
+        return self.attention.prefill.name
+
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
         return chain_of_steps(self, plan, count)
@@ -174,6 +182,8 @@ class GpuRunner:
             capture = cuda_capture(self._stream)
         with asking(self._purpose, memory_of(self.device)), self._on_stream():
             self._prefill_once()
+            if len(self.attention.candidates) > 1:
+                self.attention.prefill = fastest(self.attention.candidates, self._time_prefill)
             if capture is not None:
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
         if self._stream is not None:
@@ -245,6 +255,18 @@ class GpuRunner:
         hidden = self._forward(inputs, tokens)
         choices = Choices.empty(1, MAX_BANNED, self.device)
         sample(self.model.logits(hidden[-1:]), choices, self._scratch.rows(1), self._sampled[:1])
+
+    def _time_prefill(self, prefill: Prefill) -> float:
+        """Seconds of a step of the largest size, the best of three after one that compiles."""
+        self.attention.prefill = prefill
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            self._prefill_once()
+            if self._stream is not None:
+                self._stream.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times[1:])
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

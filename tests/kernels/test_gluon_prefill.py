@@ -1,4 +1,4 @@
-"""The prefill kernels in Gluon equal the definition in any order of their partitions, which takes all of their waits."""
+"""The prefill kernels in Gluon equal the definition in any order of their partitions, and need each of their waits."""
 
 import importlib.util
 import re
