@@ -36,11 +36,15 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     fence_async_shared,
     mbarrier,
     tcgen05_mma,
+    tensor_memory_descriptor,
 )
 
 from kvrelay.kernels.gluon_prefill import GluonPrefill, async_load
 from kvrelay.kernels.launch import Launch
 from kvrelay.kernels.paged import PagedKV
+
+NEEDED = tensor_memory_descriptor.get_reg_layout
+"""Versions of Triton that lack it fail here, when they import the kernel, and not when they compile it."""
 
 ROWS = 256
 """Query rows of a tile, of both halves."""
