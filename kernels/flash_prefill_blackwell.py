@@ -85,14 +85,13 @@ def _load(
     table_stride,
     tiles,
     window,
-    buffers,
-    full,
-    empty,
+    ring,
     HEADS_KV: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """Loads the keys and values of all steps, in their order."""
+    buffers, full, empty = ring
     tile, head = _tile_of(tiles, HEADS_KV)
     table = block_tables + gl.load(tile).to(gl.int64) * table_stride
     key_plane = key_row // BLOCK_SIZE + head
@@ -135,21 +134,17 @@ def _weights_of(scores, dtype: gl.constexpr):
 def _multiply(
     tiles,
     window,
-    queries,
-    buffers,
-    scores,
-    totals,
-    full,
-    empty,
-    queries_full,
-    scores_full,
-    weights_full,
-    totals_full,
+    ring,
+    memory,
+    signals,
     HEADS_KV: gl.constexpr,
     WINDOWED: gl.constexpr,
     BOX: gl.constexpr,
 ):
     """Issues the products of both halves."""
+    buffers, full, empty = ring
+    queries, scores, totals = memory
+    queries_full, scores_full, weights_full, totals_full = signals
     RING: gl.constexpr = buffers.shape[0]
     tile, _ = _tile_of(tiles, HEADS_KV)
     _, count, _ = _bounds(tile, window, WINDOWED, BOX, buffers.shape[1])
@@ -206,13 +201,8 @@ def _weigh(
     tiles,
     scale,
     window,
-    queries,
-    scores,
-    totals,
-    queries_full,
-    scores_full,
-    weights_full,
-    totals_full,
+    memory,
+    signals,
     HALF: gl.constexpr,
     HEADS_KV: gl.constexpr,
     GROUP: gl.constexpr,
@@ -220,6 +210,8 @@ def _weigh(
     BOX: gl.constexpr,
 ):
     """Computes the softmax of one half of the tile's rows, and writes their result."""
+    queries, scores, totals = memory
+    queries_full, scores_full, weights_full, totals_full = signals
     ROWS: gl.constexpr = queries.shape[1]
     DIM: gl.constexpr = queries.shape[2]
     KEYS: gl.constexpr = scores.shape[2]
@@ -229,9 +221,9 @@ def _weigh(
     lowest, count, end = _bounds(tile, window, WINDOWED, BOX, KEYS)
 
     # A thread has a row: nothing is exchanged, and little is kept of where the row is.
-    memory: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
-    place, inside = _rows_of(tile, head, gl.SliceLayout(1, memory), HALF, ROWS, HEADS_KV, GROUP)
-    d = gl.arange(0, DIM, layout=gl.SliceLayout(0, memory))
+    runs: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    place, inside = _rows_of(tile, head, gl.SliceLayout(1, runs), HALF, ROWS, HEADS_KV, GROUP)
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(0, runs))
     q = gl.load(query + place[:, None] * DIM + d[None, :], mask=inside[:, None], other=0.0)
     queries.index(HALF).store(q)
     fence_async_shared()
@@ -354,72 +346,20 @@ def flash_prefill_blackwell_kernel(
         mbarrier.init(weights_full.index(i), count=1)
         mbarrier.init(totals_full.index(i), count=1)
     fence_async_shared()
+    ring = (buffers, full, empty)
+    memory = (queries, scores, totals)
+    signals = (queries_full, scores_full, weights_full, totals_full)
     gl.warp_specialize(
         [
             (
                 _weigh,
-                (
-                    query,
-                    out,
-                    tiles,
-                    scale,
-                    window,
-                    queries,
-                    scores,
-                    totals,
-                    queries_full,
-                    scores_full,
-                    weights_full,
-                    totals_full,
-                    0,
-                    HEADS_KV,
-                    GROUP,
-                    WINDOWED,
-                    BOX,
-                ),
+                (query, out, tiles, scale, window, memory, signals, 0, HEADS_KV, GROUP, WINDOWED, BOX),
             ),
             (
                 _weigh,
-                (
-                    query,
-                    out,
-                    tiles,
-                    scale,
-                    window,
-                    queries,
-                    scores,
-                    totals,
-                    queries_full,
-                    scores_full,
-                    weights_full,
-                    totals_full,
-                    1,
-                    HEADS_KV,
-                    GROUP,
-                    WINDOWED,
-                    BOX,
-                ),
+                (query, out, tiles, scale, window, memory, signals, 1, HEADS_KV, GROUP, WINDOWED, BOX),
             ),
-            (
-                _multiply,
-                (
-                    tiles,
-                    window,
-                    queries,
-                    buffers,
-                    scores,
-                    totals,
-                    full,
-                    empty,
-                    queries_full,
-                    scores_full,
-                    weights_full,
-                    totals_full,
-                    HEADS_KV,
-                    WINDOWED,
-                    BOX,
-                ),
-            ),
+            (_multiply, (tiles, window, ring, memory, signals, HEADS_KV, WINDOWED, BOX)),
             (
                 _load,
                 (
@@ -430,9 +370,7 @@ def flash_prefill_blackwell_kernel(
                     table_stride,
                     tiles,
                     window,
-                    buffers,
-                    full,
-                    empty,
+                    ring,
                     HEADS_KV,
                     BLOCK_SIZE,
                     WINDOWED,
@@ -444,7 +382,7 @@ def flash_prefill_blackwell_kernel(
     )
 
 
-def ring(dim: int) -> int:
+def buffers_of(dim: int) -> int:
     """Buffers of keys or values of a step: 128 KiB."""
     return 4 * 128 // dim
 
@@ -463,7 +401,7 @@ def flash_prefill_blackwell(
     return PREFILL.launch(
         (query, kv, block_tables, tiles, window, out),
         KEYS=KEYS,
-        RING=ring(query.shape[-1]),
+        RING=buffers_of(query.shape[-1]),
         WEIGH_REGISTERS=WEIGH_REGISTERS,
         MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
         LOAD_REGISTERS=LOAD_REGISTERS,
