@@ -6,7 +6,7 @@
     gemv         products with weights of 8 and 4 bits, 1 to 16 rows, next to cuBLAS on 16 bits
     sample       every way to choose a token
     decode       paged_decode, 128 to 32k tokens of context
-    prefill      flash_prefill, next to SDPA, cuDNN, flex_attention and, where importable, FlashInfer
+    prefill      flash_prefill, next to SDPA, cuDNN, flex_attention and what else `engine.prefill_attention` may be
     kv           kv_gather, kv_scatter, kv_checksum
     links        frames of KV between two processes: the share of the link's rate, both ways, with prefill beside
     engine       an 8B Llama shape with random weights through scheduler and runner, next to transformers

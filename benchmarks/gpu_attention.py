@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_measure import Case, Machine
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvrelay.engine.attention.base import AttentionInputs
+from kvrelay.engine.attention.choice import choose_prefill
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.config import GPU_DEFAULTS
+from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.kernels import kv_checksum, kv_frame, kv_gather, reference
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, flops, plan_tiles
@@ -176,7 +181,7 @@ def _prefill(
         q = query.view(rows, length, heads, dim).transpose(1, 2).contiguous()
         rivals |= _dense_rivals(q, keys, values)
     if timed:
-        rivals |= _flashinfer(query, paged, length)
+        rivals |= _other_prefills(query, paged, starts, lengths)
     return Case(
         "flash_prefill",
         {
@@ -272,7 +277,7 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
     rivals: dict[str, Callable[[], Tensor]] = {}
     if not machine.dry and kind == machine.dtype:
         rivals["SDPA"] = lambda: scaled_dot_product_attention(grouped, keys, values)
-        rivals |= _flashinfer(query, paged)
+        rivals |= _flashinfer_decode(query, paged)
     return Case(
         "paged_decode",
         {
@@ -291,8 +296,32 @@ def _decode(machine: Machine, rows: int, context: int, sizes: tuple[int, int, in
     )
 
 
-def _flashinfer(query: Tensor, paged: Paged, length: int | None = None) -> dict[str, Callable[[], Tensor]]:
-    """FlashInfer, where it can be imported: prefill of the last `length` tokens of each row, or decode if None."""
+def _other_prefills(
+    query: Tensor, paged: Paged, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> dict[str, Callable[[], Tensor]]:
+    """What else `engine.prefill_attention` may be here, as the engine runs it."""
+    _, _, _, kv_heads, block, dim = paged.pool.shape
+    kind: Any = str(query.dtype)[6:]
+    layout = KVLayout(1, kv_heads, dim, block, kind, "HND")
+    device = query.device
+    shapes = Shapes(layout, query.dtype, query.shape[1], (0,), architecture_of(device), device)
+    contexts = torch.from_numpy((starts + lengths).astype(np.int32)).to(device)
+    nothing = torch.empty(0, device=device)
+    inputs = AttentionInputs(nothing, nothing, paged.tables, contexts, starts, lengths)
+    rivals: dict[str, Callable[[], Tensor]] = {}
+    for prefill in choose_prefill("auto", shapes)[1:]:
+        out, step = torch.empty_like(query), prefill.plan(inputs, 0)
+
+        def run(step: PlannedPrefill = step, out: Tensor = out) -> Tensor:
+            step.launch(query, paged.kv, 0, out)
+            return out
+
+        rivals[prefill.name] = run
+    return rivals
+
+
+def _flashinfer_decode(query: Tensor, paged: Paged) -> dict[str, Callable[[], Tensor]]:
+    """FlashInfer, where it can be imported."""
     if importlib.util.find_spec("flashinfer") is None:
         return {}
     import flashinfer
@@ -303,11 +332,8 @@ def _flashinfer(query: Tensor, paged: Paged, length: int | None = None) -> dict[
     workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     last = torch.full((rows,), (paged.context - 1) % block + 1, dtype=torch.int32, device=device)
     counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    shared = (counts * width, paged.tables.flatten(), last, query.shape[1], kv_heads, dim, block)
-    if length is None:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        wrapper.plan(*shared, q_data_type=query.dtype)
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(counts * length, *shared, causal=True, q_data_type=query.dtype)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    wrapper.plan(
+        counts * width, paged.tables.flatten(), last, query.shape[1], kv_heads, dim, block, q_data_type=query.dtype
+    )
     return {"FlashInfer": lambda: wrapper.run(query, paged.pool[:, 0])}

@@ -150,6 +150,7 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
     for column in ("pid", "free", "cached", "held", "blocks", "waiting", "running", "heard"):
         table.add_column(column, justify="right")
     table.add_column("weights / KV")
+    table.add_column("prompts by")
     table.add_column("context", no_wrap=True)
     table.add_column("incarnation", no_wrap=True)
     for entry in status.members:
@@ -163,6 +164,7 @@ def as_table(status: GetStatusResponse, dashboard: str) -> Table:
             *map(str, counts),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
             f"{member.weights} / {member.kv_dtype}" if member.kv_dtype else "-",
+            member.prefill_attention or "-",
             f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
             member.incarnation[:8],
         )
@@ -230,6 +232,7 @@ def _worker_entry(entry: MemberStatus) -> dict[str, Any]:
         "compatibility": entry.member.compatibility,
         "weights": entry.member.weights or None,
         "kv_dtype": entry.member.kv_dtype or None,
+        "prefill_attention": entry.member.prefill_attention or None,
         "blocks": {"total": blocks.total, "free": blocks.free, "cached": blocks.cached, "held": blocks.held},
         "requests": {"waiting": requests.waiting, "running": requests.running},
         "context": {

@@ -14,7 +14,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int8", "int4", "fp8", "w8a8"]
 SpeculationMethod = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle3"]
 CacheDtype = Literal["auto", "int8", "fp8"]
-PrefillAttention = Literal["triton", "gluon"]
+PrefillKernel = Literal["triton", "gluon", "flash_attn", "flashinfer"]
+PrefillAttention = Literal["auto", "triton", "gluon", "flash_attn", "flashinfer"]
 
 MODEL_METHODS: tuple[SpeculationMethod, ...] = ("draft", "medusa", "eagle3")
 """Methods with a checkpoint of their own."""
@@ -147,9 +148,12 @@ class EngineConfig:
     """Where the model runs and the KV pool is; auto takes a GPU if the worker has one."""
 
     prefill_attention: PrefillAttention = "triton"
-    """Kernel that attends for prompts on a GPU. gluon: for Hopper (compute capability 9.0), KV of 16 bits in blocks of
-    64 or 128, and heads of 64 or 128; elsewhere triton is taken, and a warning says why. It was compiled and its
-    algorithm tested, but it hasn't run on a GPU yet."""
+    """What attends for prompts on a GPU. triton: kvrelay's kernel for all GPUs, whose results don't depend on where a
+    prompt is cut into chunks; those of the others may, in their last bits. gluon: kvrelay's kernels for Hopper and
+    Blackwell (compute capability 9.0 and 10), KV of 16 bits in blocks of 64 or 128, and heads of 64 or 128; compiled
+    and simulated, they haven't run on a GPU yet. flash_attn: FlashAttention 3, on Hopper. flashinfer: FlashInfer. Both
+    must be installed, and take KV of 16 bits. auto: times those that can be had when the worker starts, and takes the
+    fastest."""
 
     graph_tokens: int = 512
     """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with

@@ -23,44 +23,28 @@ Grid: as `flash_prefill`. Limit: arithmetic.
 Source: Shah et al.: FlashAttention-3, arXiv:2407.08608.
 """
 
-from typing import Any
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.launch import Launch, launch
-from kvrelay.kernels.paged import LOG2_E, PagedKV, check_attention
+from kvrelay.kernels.gluon_prefill import BOX, GluonPrefill, async_load
+from kvrelay.kernels.launch import Launch
+from kvrelay.kernels.paged import PagedKV
 
 ROWS = 128
 """Query rows of a tile, of both consumers."""
-KEYS = 64
+KEYS = BOX
 """Keys of a step."""
 STAGES = 4
 """Steps whose pages the producer is ahead of the consumers at most."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Registers of a thread. Three warpgroups, of which the producer is one, share 65,536."""
-
-DIMS = (64, 128)
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Triton before 3.7 has it by its older name."""
-
-
-def takes(dtype: torch.dtype, kv_dtype: torch.dtype, group: int, block_size: int, dim: int) -> bool:
-    """Whether the kernel computes attention of these types and sizes."""
-    return dtype in TYPES and kv_dtype == dtype and group <= ROWS and block_size % KEYS == 0 and dim in DIMS
 
 
 @gluon.jit
@@ -324,48 +308,21 @@ def flash_prefill_hopper_kernel(
     )
 
 
+PREFILL = GluonPrefill(flash_prefill_hopper_kernel, ROWS)
+
+
 def flash_prefill_hopper(
     query: Tensor, kv: PagedKV, block_tables: Tensor, tiles: Tensor, window: int, out: Tensor
 ) -> Launch | None:
     """As `flash_prefill`, with tiles that `plan_tiles` gave for `ROWS // G` tokens.
 
     Raises:
-        ValueError: a tensor has another shape, type or device than it should, or `takes` says no.
+        ValueError: a tensor has another shape, type or device than it should, or `PREFILL` doesn't take them.
     """
-    kv_heads, group, block_size, dim = check_attention(query, kv, block_tables, window, out)
-    check_tensor("tiles", tiles, (len(tiles), 4), query, torch.int32)
-    if not takes(query.dtype, kv.pool.dtype, group, block_size, dim):
-        raise ValueError(
-            f"a pool of {kv.pool.dtype}, pages of {block_size} slots, heads of {dim} in groups of {group} for a query "
-            f"of {query.dtype}; allowed: two bytes, the same for both, a multiple of {KEYS} slots, {DIMS}, "
-            f"at most {ROWS}"
-        )
-    if not len(tiles):
-        return None
-    layout = gl.NVMMASharedLayout.get_default_for([1, KEYS, dim], TYPES[query.dtype])
-    pages: Any = TensorDescriptor.from_tensor(kv.pool.view(-1, block_size, dim), [1, KEYS, dim], layout)
-    return launch(
-        flash_prefill_hopper_kernel,
-        (len(tiles) * kv_heads,),
-        query,
-        pages,
-        kv.pool.stride(0) // (block_size * dim),
-        kv.of_layer()["key_row"],
-        block_tables,
-        tiles,
-        out,
-        LOG2_E * dim**-0.5,
-        window,
-        block_tables.stride(0),
-        HEADS_KV=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_SIZE=block_size,
-        WINDOWED=window > 0,
-        ROWS=ROWS,
+    return PREFILL.launch(
+        (query, kv, block_tables, tiles, window, out),
         KEYS=KEYS,
         STAGES=STAGES,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        num_warps=4,
     )

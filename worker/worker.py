@@ -83,6 +83,7 @@ class Worker:
         guesses = engine.scheduler.speculation
         self.states = None if guesses is None else guesses.states(runner)
         """Hidden states of prompts that its proposer guesses from."""
+        self._prefill_attention = runner.prefill_attention
         self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._hooks = hooks
@@ -294,6 +295,7 @@ class Worker:
         member.max_context = self.spec.max_context
         member.context_limit = CONTEXT_LIMITS[self.spec.context_limit]
         member.weights, member.kv_dtype = self.spec.weights, self.pool.layout.dtype
+        member.prefill_attention = self._prefill_attention
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""

@@ -2,10 +2,9 @@
 
 rope_kv_write   norm, rotation and KV write of all tokens
 paged_decode    rows of one token, which come first in a step
-prefill         rows of several tokens, by `flash_prefill` or `flash_prefill_hopper`
+prefill         rows of several tokens, by one of `choice.py`
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs, HeadNorm, Rotation
-from kvrelay.engine.attention.prefill import choose_prefill
+from kvrelay.engine.attention.choice import choose_prefill
+from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes
 from kvrelay.engine.config import PrefillAttention
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.kernels.decode_work import DecodeParts, DecodeWork, count_programs, plan_decode
-from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.launch import Repeat
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.paged_decode import paged_decode
@@ -33,8 +32,8 @@ class PlannedStep:
     inputs: AttentionInputs
     decodes: int
     """Rows at the beginning that have one token each."""
-    tiles: Mapping[int, Tensor]
-    """By window, the work list of the other rows (see `plan_tiles`); empty if there are none."""
+    prompts: PlannedPrefill | None
+    """Attends for the other rows; None if there are none."""
 
 
 class LayerLaunches:
@@ -44,10 +43,9 @@ class LayerLaunches:
         self.norm: HeadNorm | None = None
         """Of `write`."""
         self.table_stride = 0
-        """Of the block tables of `decode` and `prefill`."""
+        """Of the block tables of `decode`."""
         self.write: Repeat | None = None
         self.decode: Repeat | None = None
-        self.prefill: Repeat | None = None
 
 
 class DecodeSchedule:
@@ -111,10 +109,10 @@ class TritonAttention:
             windows: of each layer; see `Traits`.
             heads: query heads.
             rows: of a step at most.
-            prefill: the kernel for rows of several tokens; see `choose_prefill`.
+            prefill: what attends for rows of several tokens; see `choose_prefill`.
 
         Raises:
-            ValueError: the pool's order isn't HND.
+            ValueError: the pool's order isn't HND, or `prefill` can't be had.
         """
         if pool.layout.order != "HND":
             raise ValueError(f"KVLayout.order is {pool.layout.order}; attention on GPU takes HND")
@@ -123,27 +121,27 @@ class TritonAttention:
         self._layers = [PagedKV(pool.tensor, layer, pool.scales) for layer in range(len(windows))]
         self._launches = [LayerLaunches() for _ in windows]
         layout, device = pool.layout, pool.tensor.device
-        self._prefill = choose_prefill(prefill, layout, dtype, heads, architecture_of(device))
-        self._tile_tokens = self._prefill.rows // (heads // layout.kv_heads)
+        kinds = tuple(sorted(set(windows)))
+        shapes = Shapes(layout, dtype, heads, kinds, architecture_of(device), device)
+        self.candidates = choose_prefill(prefill, shapes)
+        """What may attend for rows of several tokens; the first is used until `prefill` is set to another one."""
+        self.prefill: Prefill = self.candidates[0]
         self._heads, self._kv_heads = heads, layout.kv_heads
         self._head_grids = -(-(heads + 2 * layout.kv_heads) // HEADS)
         self._step: PlannedStep | None = None
-        self._kinds = tuple(sorted(set(windows)))
-        self._schedule = DecodeSchedule(layout, heads, rows, self._kinds, device)
+        self._schedule = DecodeSchedule(layout, heads, rows, kinds, device)
 
     def plan(self, inputs: AttentionInputs) -> None:
         """See `Attention.plan`. Rows of one token are taken as decode rows up to the first longer row."""
         longer = np.flatnonzero(inputs.lengths > 1)
         rows = len(inputs.lengths)
         decodes = int(longer[0]) if len(longer) else rows
-        tiles = {}
+        prompts = None
         if decodes:
             self._schedule.load(inputs.starts[:decodes] + 1)
         if decodes < rows:
-            for window in self._kinds:
-                work = plan_tiles(inputs.starts, inputs.lengths, self._tile_tokens, window, range(decodes, rows))
-                tiles[window] = self._to_device(work)
-        self._step = PlannedStep(inputs, decodes, tiles)
+            prompts = self.prefill.plan(inputs, decodes)
+        self._step = PlannedStep(inputs, decodes, prompts)
 
     def run(self, layer: int, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
         """See `Attention.run`."""
@@ -181,7 +179,7 @@ class TritonAttention:
         step, known = self._planned(), self._launches[layer]
         tables, window = step.inputs.block_tables, self._windows[layer]
         if known.table_stride != tables.stride(0):
-            known.table_stride, known.decode, known.prefill = tables.stride(0), None, None
+            known.table_stride, known.decode = tables.stride(0), None
         first = step.decodes
         if first and known.decode is not None:
             known.decode((self._kv_heads, self._schedule.programs, 1), query, tables, out)
@@ -189,25 +187,13 @@ class TritonAttention:
             kv, work, parts = self._layers[layer], self._schedule.works[window], self._schedule.parts
             made = paged_decode(query[:first], kv, tables[:first], work, parts, out[:first])
             known.decode = None if made is None else made.repeating("query", "block_tables", "out")
-        if not step.tiles:
-            return
-        tiles = step.tiles[window]
-        if known.prefill is None:
-            made = self._prefill.launch(query, self._layers[layer], tables, tiles, window, out)
-            known.prefill = None if made is None else made.repeating("query", "block_tables", "tiles", "out")
-        else:
-            known.prefill((tiles.shape[0] * self._kv_heads, 1, 1), query, tables, tiles, out)
+        if step.prompts is not None:
+            step.prompts.launch(query, self._layers[layer], window, out)
 
     def _planned(self) -> PlannedStep:
         if self._step is None:
             raise RuntimeError("attention runs before a step was planned")
         return self._step
-
-    def _to_device(self, array: NDArray[np.integer]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._pool.tensor.is_cuda:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._pool.tensor.device, non_blocking=True)
 
 
 def architecture_of(device: torch.device) -> int:

@@ -64,6 +64,11 @@ class Runner(Protocol):
         """What its steps can keep (`StepPlan.keep`); None if they can keep nothing."""
         ...
 
+    @property
+    def prefill_attention(self) -> str:
+        """What attends for prompts, of `PrefillKernel`; empty on CPU."""
+        ...
+
     def warm_up(self) -> None:
         """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences."""
 

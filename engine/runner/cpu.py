@@ -70,6 +70,7 @@ class CpuRunner:
     """Implements `Runner`."""
 
     lag = 0
+    prefill_attention = ""
 
     def __init__(
         self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int, parts: Parts

@@ -12,6 +12,7 @@ between them (`pieces.py`); those of more tokens are launched kernel by kernel.
 On CPU tensors the same runner works under Triton's interpreter, without graphs. That is slow, and for tests.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import Attention
+from kvrelay.engine.attention.choice import fastest
+from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig, require
 from kvrelay.engine.kv.layout import KVLayout
@@ -178,6 +181,11 @@ class GpuRunner:
         """None: graphs of steps keep no hidden states."""
         return
 
+    @property
+    def prefill_attention(self) -> str:
+        """See `Runner.prefill_attention`."""
+        return self.attention.prefill.name
+
     def chain(self, plan: StepPlan, count: int) -> list[list[int]]:
         """See `ChainRunner.chain`."""
         return chain_of_steps(self, plan, count)
@@ -213,6 +221,8 @@ class GpuRunner:
             capture = cuda_capture(self._stream)
         with asking(self._purpose, memory_of(self.device)), self._on_stream():
             self._prefill_once()
+            if len(self.attention.candidates) > 1:
+                self.attention.prefill = fastest(self.attention.candidates, self._time_prefill)
             if capture is not None:
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
@@ -312,6 +322,18 @@ class GpuRunner:
     def _mark(self) -> KVWrites:
         """The KV writes of all that was launched so far."""
         return WRITTEN if self._stream is None else StreamWrites(self._stream, self._waiter)
+
+    def _time_prefill(self, prefill: Prefill) -> float:
+        """Seconds of a step of the largest size, the best of three after one that compiles."""
+        self.attention.prefill = prefill
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            self._prefill_once()
+            if self._stream is not None:
+                self._stream.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times[1:])
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -148,10 +148,13 @@ def test_formats_are_shown_and_named_where_they_may_part_workers() -> None:
     ]
     for each in members[:3]:
         each.weights, each.kv_dtype = "int4", "int8" if each.name == "decode-1" else "bfloat16"
+    members[0].prefill_attention = "flashinfer"
     with supervised(members):
         told, shown = " ".join(call("status").stdout.split()), json.loads(call("status", "--json").stdout)
     workers = [(worker["weights"], worker["kv_dtype"]) for worker in shown["workers"]]
     assert workers == [("int4", "bfloat16"), ("int4", "bfloat16"), ("int4", "int8"), (None, None)]
+    assert [worker["prefill_attention"] for worker in shown["workers"]] == ["flashinfer", None, None, None]
+    assert told.count("flashinfer") == 1
     assert "KV is int8 and bfloat16: converted only where transfer.convert_dtype is on" in told
 
 

@@ -1,6 +1,7 @@
 """The GPU's runner on CPU tensors, its kernels interpreted: the tokens are those of the CPU's runner."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvrelay.engine.build import device_of, engine_on
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, PrefillKernel
 from kvrelay.engine.kv.writes import KVWrites
 from kvrelay.engine.plan import TokenLogprobs
 from kvrelay.engine.request import Request, SamplingParams
@@ -19,6 +20,7 @@ from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.runner.graphs import batch_sizes
 from kvrelay.kernels import sample as sample_kernel
+from support.attention_packages import modules
 from support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
@@ -108,6 +110,37 @@ def test_tokens_equal_the_cpus(architecture: str, tmp_path: Path) -> None:
     ]
     asked = asked if architecture == "llama" else asked[:2]
     assert serve(gpu_runner(folder), asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
+
+
+@interpreted
+@pytest.mark.parametrize("faster", [pytest.param("triton", marks=pytest.mark.slow), "flash_attn"])
+def test_auto_serves_by_what_was_fastest_at_warm_up(
+    faster: PrefillKernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in later layers, which repeat the launches of the first one. The tokens are those of the CPU."""
+    folder = make_checkpoint(tmp_path / "tiny", "llama", num_hidden_layers=2)
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    times = {"triton": 2.0, "flash_attn": 1.0 if faster == "flash_attn" else 3.0}
+    monkeypatch.setattr(GpuRunner, "_time_prefill", lambda _, candidate: times[candidate.name])
+    options = replace(OPTIONS, prefill_attention="auto", max_sequences=1)
+    plain = build_gpu_runner(folder, "float16", options, device="cpu")
+    runner = GpuRunner(plain.spec, plain.model, plain.pool, options, capture=RecordedGraphs())
+    assert [candidate.name for candidate in runner.attention.candidates] == ["triton", "flash_attn"]
+    runner.warm_up()
+    assert runner.prefill_attention == faster
+    asked = [(60, SamplingParams(max_tokens=3, temperature=0.0))]
+    assert serve(runner, asked) == serve(build_cpu_runner(folder, "float32", OPTIONS), asked)
+
+
+@interpreted
+def test_each_candidate_is_timed_by_a_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    options = replace(OPTIONS, prefill_attention="auto", max_sequences=1, max_batch_tokens=16)
+    runner = build_gpu_runner(llama, "float16", options, device="cpu")
+    runner.warm_up()
+    assert runner.prefill_attention in {"triton", "flash_attn"}
 
 
 @interpreted

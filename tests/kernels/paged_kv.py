@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool
+from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.kv_codes import LARGEST, SCALE, dequantize, quantize
 from kvrelay.kernels.paged import PagedKV
 from kvrelay.kernels.reference import paged_attention
@@ -114,6 +116,14 @@ def coded_sequences(
         values[position, half + position // half % half] = 1
         case.kv.pool[table[position // block_size].long(), LAYER, 1, :, position % block_size] = values[:, None]
     return case
+
+
+def tiles_of(case: Sequences, rows: int, window: int = 0) -> Tensor:
+    """The work list of tiles of so many query rows."""
+    group = case.query.shape[1] // case.kv.pool.shape[3]
+    lengths = np.array(case.lengths)
+    tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, rows // group, window)
+    return torch.from_numpy(tiles).to(case.query.device)
 
 
 def check_counts(found: Tensor, expected: Tensor) -> None:

@@ -86,6 +86,29 @@ def test_no_key_is_lost_or_read_twice(device: torch.device, block_size: int, tma
     check_no_key_is_lost(device, torch.float16, 700, 33, block_size, Tile(32, 32, 4, 2, tma=tma))
 
 
+@pytest.mark.parametrize("window", [0, 50])
+def test_where_a_prompt_is_cut_changes_no_bit(
+    device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does other work in the same step: a row's keys are taken in the same blocks and in the same order."""
+    # The interpreter's products are NumPy's, which in float32 depend on a row's place in a matrix; tensor cores' don't.
+    product = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype=np.float32: product(a, b, dtype=np.float64).astype(dtype))
+    whole = make_sequences((4, 2, 64), [120], [90], device=device)
+    expected = run(whole, window)
+    for start, end in ((30, 43), (43, 108), (108, 120)):
+        part = Sequences(whole.query[start - 30 : end - 30], whole.kv, whole.block_tables, [end], [end - start])
+        assert torch.equal(run(part, window), expected[start - 30 : end - 30])
+    together = Sequences(
+        torch.cat((whole.query[:33], whole.query)),
+        whole.kv,
+        torch.cat((whole.block_tables, whole.block_tables)),
+        [33, 120],
+        [33, 90],
+    )
+    assert torch.equal(run(together, window)[33:], expected)
+
+
 def test_rows_that_are_not_planned_keep_what_they_hold(device: torch.device) -> None:
     case = make_sequences((2, 1, 32), [20, 30], [20, 30], device=device)
     tiles = torch.from_numpy(plan_tiles(np.array([0, 0]), np.array([20, 30]), 16, rows=[1])).to(device)

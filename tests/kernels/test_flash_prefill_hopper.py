@@ -1,86 +1,14 @@
-"""Prefill attention on Hopper: its algorithm equals the definition, and its machine code overlaps what it should."""
+"""Prefill attention on Hopper: its machine code overlaps what it should. `test_gluon_prefill` is about its results."""
 
 import re
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from paged_kv import Sequences, blank, check_close, check_counts, coded_sequences, make_sequences
-from prefill_mirror import mirror
+from paged_kv import Sequences, blank, check_close, check_counts, coded_sequences, make_sequences, tiles_of
 from torch import Tensor
 from triton_compile import Compiler
 
-from kvrelay.kernels.flash_prefill import plan_tiles
 from kvrelay.kernels.flash_prefill_hopper import ROWS, flash_prefill_hopper
-
-SMALL = 64
-"""Rows of the mirror's tiles."""
-
-
-def tiles_of(case: Sequences, rows: int, window: int) -> Tensor:
-    group = case.query.shape[1] // case.kv.pool.shape[3]
-    lengths = np.array(case.lengths)
-    tiles = plan_tiles(np.array(case.contexts) - lengths, lengths, rows // group, window)
-    return torch.from_numpy(tiles).to(case.query.device)
-
-
-def run_mirror(case: Sequences, window: int = 0) -> Tensor:
-    out = torch.empty_like(case.query)
-    mirror(case.query, case.kv, case.block_tables, tiles_of(case, SMALL, window), SMALL, window, out)
-    return out
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 260), st.integers(1, 40)), min_size=1, max_size=2),
-    shape=st.sampled_from([(4, 2, 64), (3, 1, 64), (8, 1, 128)]),
-    block_size=st.sampled_from([64, 128]),
-    window=st.sampled_from([0, 0, 1, 50, 64, 130]),
-    seed=st.integers(0, 99),
-)
-def test_its_algorithm_equals_the_definition(
-    device: torch.device,
-    rows: list[tuple[int, int]],
-    shape: tuple[int, int, int],
-    block_size: int,
-    window: int,
-    seed: int,
-) -> None:
-    contexts = [start + length for start, length in rows]
-    case = make_sequences(
-        shape, contexts, [length for _, length in rows], block_size=block_size, device=device, seed=seed
-    )
-    check_close(run_mirror(case, window), case.expected(window))
-
-
-@pytest.mark.parametrize("block_size", [64, 128])
-def test_its_algorithm_loses_no_key_and_reads_none_twice(device: torch.device, block_size: int) -> None:
-    case = coded_sequences(
-        (4, 2, 128), [700, 64, 3], [33, 64, 3], dtype=torch.float16, device=device, block_size=block_size
-    )
-    check_counts(run_mirror(case), case.expected())
-
-
-@pytest.mark.parametrize("length", [1, 9])
-def test_its_algorithm_reads_no_page_before_the_window(device: torch.device, length: int) -> None:
-    window = 20
-    case = make_sequences((4, 2, 64), [128 + length + window], [length], block_size=64, device=device)
-    expected = case.expected(window)
-    case.block_tables[0, :2] = 0  # A block of NaN: pages that no query sees any more belong to others.
-    check_close(run_mirror(case, window), expected)
-
-
-@pytest.mark.parametrize(
-    ("kv_dtype", "block_size", "dim"),
-    [(torch.int8, 64, 128), (torch.float16, 64, 128), (torch.bfloat16, 16, 128), (torch.bfloat16, 64, 80)],
-    ids=str,
-)
-def test_what_it_does_not_take_is_refused(kv_dtype: torch.dtype, block_size: int, dim: int) -> None:
-    query, kv, tables = blank((4, 2, dim), 1, block_size, torch.bfloat16, kv_dtype)
-    with pytest.raises(ValueError, match=r"allowed: "):
-        flash_prefill_hopper(query, kv, tables, torch.zeros(1, 4, dtype=torch.int32), 0, torch.zeros_like(query))
 
 
 def launch_blank(dim: int, group: int, block_size: int, window: int, dtype: torch.dtype) -> None:

@@ -135,6 +135,8 @@ def expected_outcome(request: Request, max_context: int) -> tuple[list[int], Fin
 class HashRunner:
     """A `kvrelay.engine.runner.base.Runner`. `steps` counts what it ran."""
 
+    prefill_attention = ""
+
     def __init__(
         self, num_blocks: int, layout: KVLayout = LAYOUT, spec: ModelSpec | None = None, *, lag: int = 0
     ) -> None:

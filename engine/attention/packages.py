@@ -1,0 +1,49 @@
+"""Attention of other packages: what is the same for all of them."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kvrelay.engine.attention.prefill import Shapes, Unavailable
+
+TYPES = (torch.float16, torch.bfloat16)
+
+
+def imported(module: str, package: str) -> ModuleType:
+    """The module.
+
+    Raises:
+        Unavailable: it can't be imported; the text names the package.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        raise Unavailable(f"{package} can't be imported ({error})") from error
+
+
+def check_parameters(function: Callable[..., Any], needed: set[str], package: str, version: str) -> None:
+    """Checks that a function of a package has the parameters that are given to it.
+
+    Args:
+        version: that has them.
+
+    Raises:
+        Unavailable: it hasn't; the text names package and parameters.
+    """
+    missing = needed - set(inspect.signature(function).parameters)
+    if missing:
+        raise Unavailable(f"{package} has no {', '.join(sorted(missing))} in {function.__name__}; {version} has")
+
+
+def check_shapes(shapes: Shapes, package: str, dims: range | tuple[int, ...]) -> None:
+    """Checks that a package takes numbers of 16 bits in heads of these sizes.
+
+    Raises:
+        Unavailable: it doesn't.
+    """
+    if shapes.dtype not in TYPES or shapes.layout.scaled or shapes.layout.head_dim not in dims:
+        raise Unavailable(f"{package} doesn't take {shapes}")
