@@ -151,9 +151,9 @@ class EngineConfig:
     """What attends for prompts on a GPU. triton: kvrelay's kernel for all GPUs, whose results don't depend on where a
     prompt is cut into chunks; those of the others may, in their last bits. gluon: kvrelay's kernels for Hopper and
     Blackwell (compute capability 9.0 and 10), KV of 16 bits in blocks of 64 or 128, and heads of 64 or 128; compiled
-    and simulated, they haven't run on a GPU yet. flash_attn: FlashAttention 3, on Hopper. flashinfer: FlashInfer. Both
-    must be installed, and take KV of 16 bits. auto: times those that can be had when the worker starts, and takes the
-    fastest."""
+    and simulated, they haven't run on a GPU yet. flash_attn: FlashAttention 3, on Hopper, installed by you. flashinfer:
+    FlashInfer, the extra kvrelay[flashinfer]. Both take KV of 16 bits. auto: times those that can be had when the
+    worker starts, and takes the fastest."""
 
     graph_tokens: int = 512
     """On a GPU, tokens of the largest step with chunks of prompts that is launched as captured graphs, in pieces with
