@@ -41,7 +41,7 @@ class TilePrefill:
         """
         self.name: PrefillKernel = name
         self._shapes, self._kernel = shapes, kernel
-        self._tile_tokens = rows // shapes.group
+        self.tile_tokens = rows // shapes.group
         self._launches: dict[int, Repeat] = {}
         """By layer, what was launched in an earlier step, to be repeated."""
         self._table_stride = 0
@@ -50,7 +50,7 @@ class TilePrefill:
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:
         rows, shapes = range(first, len(inputs.lengths)), self._shapes
         tiles = {
-            window: to_device(plan_tiles(inputs.starts, inputs.lengths, self._tile_tokens, window, rows), shapes.device)
+            window: to_device(plan_tiles(inputs.starts, inputs.lengths, self.tile_tokens, window, rows), shapes.device)
             for window in shapes.windows
         }
         return PlannedTiles(self, inputs.block_tables, tiles)

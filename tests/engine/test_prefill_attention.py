@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.attention.base import AttentionInputs
 from kvrelay.engine.attention.choice import choose_prefill, fastest
 from kvrelay.engine.attention.prefill import Shapes
+from kvrelay.engine.attention.tiles import TilePrefill
 from kvrelay.engine.attention.triton import architecture_of
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
@@ -51,8 +52,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_gluon_is_for_hopper_and_blackwell(head_dim: int, block_size: int, architecture: int, rows: int) -> None:
-    (chosen,) = choose_prefill("gluon", shapes(layout(head_dim, block_size), architecture=architecture))
-    assert (chosen.name, chosen.rows) == ("gluon", rows)  # type: ignore[attr-defined]  # it works by tiles
+    asked = shapes(layout(head_dim, block_size), architecture=architecture)
+    (chosen,) = choose_prefill("gluon", asked)
+    assert isinstance(chosen, TilePrefill)
+    assert (chosen.name, chosen.tile_tokens) == ("gluon", rows // asked.group)
 
 
 @pytest.mark.parametrize(
