@@ -51,6 +51,8 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
         room: rows of the plan that are left.
         make_room: as `PrefixIndex.make_room`, of a hold and a number of tokens.
     """
+    if speculation.rests():
+        return
     places = [
         place
         for place, (sequence, length, _) in enumerate(rows)

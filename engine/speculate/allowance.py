@@ -1,15 +1,20 @@
 """What guesses may lose at most, in steps without guesses.
 
 Every step earns SHARE, up to MOST, and one with guesses wins or loses what it took less or more than its tokens would
-have taken without them. While the account is empty, there are no guesses. So n steps lose SHARE * n + MOST at most,
-and one step more, whatever the guesses are worth and whatever was expected of them.
+have taken without them. Once the account is empty there are no guesses until it has AGAIN, enough for several steps:
+the first guesses after a pause say too little, since caches are cold and shares are old. So n steps lose
+SHARE * n + FIRST at most, and one step more, whatever the guesses are worth and whatever was expected of them.
 
 What is spent to be able to guess at all, such as a draft model's reading of a prompt, is paid in parts: it should pay
 off over the tokens that follow.
 """
 
 SHARE = 0.01
-MOST = 2.0
+FIRST = 2.0
+"""The account at the start."""
+AGAIN = 1.0
+MOST = 16.0
+"""What was won with some texts may be lost with others."""
 LEAST = -2.0
 """One very slow step, which says more about the machine, shouldn't end guesses for long."""
 PARTS = 64
@@ -19,8 +24,10 @@ class Allowance:
     """The account of one engine."""
 
     def __init__(self) -> None:
-        self.steps = MOST
+        self.steps = FIRST
         """What may be lost, in steps."""
+        self.open = True
+        """Whether there may be guesses."""
         self._unpaid = 0.0
 
     def invest(self, steps: float) -> None:
@@ -36,3 +43,4 @@ class Allowance:
         part = self._unpaid / PARTS
         self._unpaid -= part
         self.steps = min(MOST, max(LEAST, self.steps + SHARE + gain - part))
+        self.open = self.steps >= AGAIN or (self.open and self.steps > 0)

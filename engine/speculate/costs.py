@@ -4,9 +4,9 @@
 
 `table` is measured with short greedy sequences. `slope` is the time that one row adds for each token of its context;
 `context` is that of all rows together, where that of a draft counts `shared` times, since it is read with that of the
-rows before it. `choosing` is what tokens cost that are not just the most likely ones: a first
-row of a kind costs `firsts[kind]`, and each row `prices[kind]`. `factor` and `speed`, that of the whole machine, follow
-the steps that run. Between the measured sizes, lines.
+rows before it. `choosing` is what tokens cost that are not just the most likely ones: a first row of a kind costs
+`firsts[kind]`, and each row `prices[kind]`. `factor` follows the steps that run, `speed`, that of the whole machine,
+those without drafts. Between the measured sizes, lines.
 """
 
 import enum
@@ -32,7 +32,9 @@ REPEATS = 5
 MOST_SECONDS = 3.0
 """Of a measurement, unless one step of each shape takes longer."""
 FOLLOW = 0.05
-"""Weight of one step in `factor` and `speed`."""
+"""Weight of one step in the factor of its size."""
+FOLLOW_ALONE = 0.1
+"""Weight of one step without drafts in `speed`: while guesses pay, there are few."""
 FOLLOW_SHAPED = 0.1
 """Weight of one step in the price of shaped rows, once there were a few."""
 REFRESH = 16
@@ -159,11 +161,14 @@ class StepCosts:
         """Seconds of a step whose rows' tokens are chosen so; arguments as for `observe`."""
         return self.seconds(rows, context, self._choosing(kinds))
 
-    def observe(self, rows: int, context: float, kinds: Sequence[Choosing], seconds: float) -> None:
+    def observe(
+        self, rows: int, context: float, kinds: Sequence[Choosing], seconds: float, drafted: bool = False
+    ) -> None:
         """A decode step took `seconds`.
 
         Args:
             kinds: [R] of its rows.
+            drafted: whether some of the rows are drafts.
         """
         choosing = self._choosing(kinds)
         expected = self._table[rows] + self._slope * context + choosing
@@ -176,8 +181,10 @@ class StepCosts:
             self._prices[Choosing.SHAPED] = max(0.0, self._prices[Choosing.SHAPED] + weight * rest / shaped)
             return
         at, ratio = self._place[rows], seconds / expected
-        # The machine may become slower or faster as a whole, which changes no decision.
-        self._speed *= 1 + FOLLOW * (_bounded(ratio / self._speed) - 1)
+        # The machine may become slower or faster as a whole, which changes no decision. Only steps without drafts tell:
+        # with drafts alone, what these cost would seem to be the machine's.
+        if not drafted:
+            self._speed *= 1 + FOLLOW_ALONE * (_bounded(ratio / self._speed) - 1)
         self._factors[at] += FOLLOW * (_bounded(ratio / self._speed) - self._factors[at])
         self._steps += 1
         if self._steps % REFRESH == 0:
@@ -208,6 +215,8 @@ class StepCosts:
             generated=np.zeros(rows, np.int32),
             keep=keep,
         )
+        # The second of two is as one among others of its kind: what it needs is in the caches.
+        runner.launch(plan).result()
         began = self._clock()
         runner.launch(plan).result()
         return self._clock() - began

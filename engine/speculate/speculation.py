@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 FOLLOW = 0.1
 """Weight of one chain in the time that guesses take."""
 DECIDED_STEPS = 8
-"""How long a decision holds, in steps: to make no guesses, and how many a draft model makes."""
+"""How long a decision holds, in steps: how many guesses a draft model makes, and to make none."""
+MEASURE_AFTER = 32
+"""Steps with drafts after which there are two without: the second one shows what a step costs without."""
+LONGEST_REST = 64
+"""A decision to make none holds twice as long each time that it is made again, up to so many steps."""
 REPEATS = 5
 BOUND = 2.0
 """What takes so many times longer than expected says more about the machine than about itself."""
@@ -74,11 +78,11 @@ class Flight(NamedTuple):
     """By handle: the kind of its guess."""
     seconds: float
     """That it took to have or to choose guesses."""
-    invested: bool
-    """Whether that was for guesses to come: a draft model read prompts."""
+    invested: float
+    """Seconds that were for guesses to come: a draft model read tokens that it hadn't computed."""
 
 
-NOT_ASKED = Flight({}, 0.0, False)
+RESTING = Flight({}, 0.0, 0.0)
 
 
 class Speculation:
@@ -99,12 +103,17 @@ class Speculation:
         self._proposer = proposer
         self._flights: deque[Flight] = deque()
         """Of the plans in flight, the newest last."""
-        self._began = 0.0
-        """When the oldest plan in flight began to be computed."""
+        self._began: float | None = None
+        """When the oldest plan in flight began to be computed; None if that isn't known."""
         self._eager: set[int] = set()
         """Handles of the sequences that should get drafts in their next step."""
         self._rests = 0
         """Steps to come without guesses."""
+        self._next_rest = DECIDED_STEPS
+        self._unmeasured = 0
+        """Steps with drafts since one without was measured."""
+        self._guessed: set[int] = set()
+        """Of a proposer with passes: handles that it made guesses for in the step before."""
         self._depths: dict[int, int] = {}
         self._valid = 0
         """Of a proposer with passes: by handle, how many guesses it makes, and for how many steps more."""
@@ -151,29 +160,34 @@ class Speculation:
         """Whether a sequence shouldn't compute a token that isn't known yet: drafts can only follow a known one."""
         return sequence.handle in self._eager or sequence.expected % ASK_AGAIN == 0
 
+    def rests(self) -> bool:
+        """Whether the next plan has no drafts, by a decision that was made before; otherwise call `propose` for it."""
+        if self._rests:
+            self._rests -= 1
+            self._flights.append(RESTING)
+            self._allowance.settle(0.0)
+            return True
+        return False
+
     def propose(self, sequences: Items[Sequence], room: int) -> list[Chain]:
         """The drafts of each sequence that computes its last token; [] if none has any.
 
         Args:
             room: rows for drafts.
         """
+        if not sequences:
+            self._flights.append(RESTING)
+            return []
         began = self._clock()
         if not self._flights:
             self._began = began - self._observed
-        self._flights.append(NOT_ASKED)
-        if self._rests:
-            self._rests -= 1
-            return []
         wants = self._wants(sequences, room)
         if not wants:
+            self._flights.append(Flight({}, self._clock() - began, 0.0))
             return []
         guesses = self._proposer.propose(wants)
-        seconds = self._clock() - began
-        complete = all(guess.tokens for guess in guesses)
-        # While one of the prompts is read, the time says nothing of a pass.
-        if self._proposer.passes and complete:
-            self._follow(max([len(guess.tokens) for guess in guesses]), seconds)
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
+        invested = self._follow(found, len(wants), self._clock() - began) if self._proposer.passes else 0.0
         if found and self._config.adaptive and not self._proposer.passes:
             found = self._chosen(sequences, found, room)
         # Without a guess, nothing is lost by running ahead.
@@ -181,9 +195,7 @@ class Speculation:
         self._eager.update(found)
         chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
         kinds = {handle: guess.kind for handle, guess in found.items()}
-        self._flights[-1] = Flight(
-            kinds, self._clock() - began + self._observed, self._proposer.passes and not complete
-        )
+        self._flights.append(Flight(kinds, self._clock() - began + self._observed, invested))
         return chains
 
     def settle(
@@ -196,22 +208,25 @@ class Speculation:
             sequences: [R] of the rows.
             states: as `StepOutput.states`; the proposer's layers come first.
         """
+        flight = self._flights.popleft()
+        if flight is RESTING:
+            # A rest is to cost nothing, so its steps aren't measured.
+            if states is not None and self.layers:
+                self._observe(plan, kept, sequences, states)
+            self._began, self._observed = None, 0.0
+            return
         ended = self._clock()
         if states is not None and self.layers:
             read = self._observe(plan, kept, sequences, states)
             # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
             self._observed = 0.0 if read else self._clock() - ended
-        seconds, self._began = ended - self._began, ended
-        flight = self._flights.popleft()
+        began, self._began = self._began, ended
         drafts = None if plan.drafts is None else plan.drafts.tolist()
         if drafts is not None:
             self._learn(drafts, kept, sequences, flight.kinds)
-        if plan.kind != "decode":
+        if plan.kind != "decode" or began is None:
             return
-        if flight is NOT_ASKED and self._rests:
-            # A rest is to cost nothing; its last step is measured.
-            self._allowance.settle(0.0)
-            return
+        seconds = ended - began
         kinds = choosing_of(plan.sampling)
         starts = plan.starts.tolist()
         context = own_context = float(sum(starts))
@@ -219,18 +234,22 @@ class Speculation:
             own_context = float(sum([start for start, draft in zip(starts, drafts, strict=True) if not draft]))
             context = own_context + self._costs.shared * (context - own_context)
         own = max(seconds - flight.seconds, seconds / 10)
-        self._costs.observe(plan.num_rows, context, kinds, own)
+        self._costs.observe(plan.num_rows, context, kinds, own, drafts is not None)
+        if flight.invested:
+            self._allowance.invest(flight.invested / own)
+        guessing = flight.seconds - flight.invested
         if drafts is None:
-            lost = flight.seconds / own
-            if flight.invested:
-                self._allowance.invest(lost)
-            self._allowance.settle(0.0 if flight.invested else -lost)
+            self._unmeasured = 0
+            self._allowance.settle(-guessing / own)
             return
+        self._unmeasured += 1
+        if self._unmeasured == MEASURE_AFTER:
+            self._rests = 1
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
         alone = self._costs.step(count, own_context, [kinds[row] for row in others])
-        expected = self._costs.step(plan.num_rows, context, kinds) + flight.seconds
-        self._allowance.settle(tokens / count - min(seconds, BOUND * expected) / alone)
+        expected = self._costs.step(plan.num_rows, context, kinds) + guessing
+        self._allowance.settle(tokens / count - min(seconds - flight.invested, BOUND * expected) / alone)
         self.counts.steps += 1
         self.counts.tokens += tokens
         self.counts.seconds += seconds
@@ -242,13 +261,18 @@ class Speculation:
         self._eager.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)
+        # What comes in its place may be worth guesses.
+        self._rests, self._next_rest = 0, DECIDED_STEPS
 
     def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
         """What to ask the proposer for."""
         most, depths = self._config.max_tokens, self._depths
         if self._config.adaptive:
-            if self._allowance.steps <= 0:
+            if not self._allowance.open:
                 return self._rest(sequences)
+            if self._unmeasured == MEASURE_AFTER:
+                self._unmeasured = 0
+                return []
             if self._proposer.passes and not self._decided(sequences, room):
                 return self._rest(sequences)
         wants = []
@@ -264,8 +288,10 @@ class Speculation:
     def _rest(self, sequences: Items[Sequence]) -> list[Want]:
         """No guesses for a while."""
         handles = [sequence.handle for sequence in sequences]
-        self._rests = DECIDED_STEPS - 1
-        self._shares.rest(handles, DECIDED_STEPS)
+        self._rests = self._next_rest - 1
+        self._shares.rest(handles, self._next_rest)
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        self._guessed.clear()
         self._eager.difference_update(handles)
         return []
 
@@ -293,7 +319,9 @@ class Speculation:
             )
             if count
         }
-        if not chosen:
+        if chosen:
+            self._next_rest = DECIDED_STEPS
+        else:
             self._rest(sequences)
         return chosen
 
@@ -301,11 +329,24 @@ class Speculation:
         share = self._shares.expected(sequence.handle, kind)
         return choice.Candidate(share, count, sequence.num_tokens, Choosing.of(sequence.request.sampling))
 
-    def _follow(self, passes: int, seconds: float) -> None:
-        """Guesses so long took `seconds`."""
-        expected = self._guessing.seconds(passes)
+    def _follow(self, found: dict[int, Guess], wanted: int, seconds: float) -> float:
+        """A proposer with passes has taken `seconds` for the guesses that were found, of as many as were wanted.
+
+        Returns:
+            Seconds that were for guesses to come.
+        """
+        steady = len(found) == wanted and found.keys() <= self._guessed
+        self._guessed = set(found)
+        self._next_rest = DECIDED_STEPS
+        if not found:
+            return seconds
+        expected = self._guessing.seconds(max([len(guess.tokens) for guess in found.values()]))
+        if not steady:
+            # It has read what was new to it, so the time says nothing of a pass.
+            return max(0.0, seconds - expected)
         factor = 1 + FOLLOW * (min(seconds / expected, BOUND) - 1) if expected else 1.0
         self._guessing = choice.Guessing(self._guessing.start * factor, self._guessing.each * factor)
+        return 0.0
 
     def _seconds(self, wants: list[Want]) -> float:
         """That guesses take."""

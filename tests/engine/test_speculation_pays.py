@@ -11,7 +11,7 @@ from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import EngineConfig, SpeculationConfig
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.request import Request, SamplingParams
-from kvrelay.engine.speculate.allowance import MOST, SHARE, Allowance
+from kvrelay.engine.speculate.allowance import FIRST, SHARE, Allowance
 from kvrelay.engine.speculate.base import Guess, Want
 from kvrelay.engine.speculate.choice import FREE, Candidate, Guessing, counts
 from kvrelay.engine.speculate.costs import Choosing, StepCosts
@@ -143,11 +143,11 @@ def test_no_more_is_lost_than_allowed(steps: list[tuple[bool, float]]) -> None:
     """Whatever guesses lead to, if there are none while nothing may be lost."""
     allowance, won, worst = Allowance(), 0.0, 0.0
     for number, (guessed, gain) in enumerate(steps):
-        guessed = guessed and allowance.steps > 0
+        guessed = guessed and allowance.open
         allowance.settle(gain if guessed else 0.0)
         won += gain if guessed else 0.0
         worst = min(worst, gain)
-        assert won >= worst - MOST - SHARE * (number + 1) - 1e-9
+        assert won >= worst - FIRST - SHARE * (number + 1) - 1e-9
 
 
 def run_seconds(runner: Priced, sampling: SamplingParams, rows: int, proposer: HashGuesses | None) -> tuple[float, int]:
@@ -178,7 +178,7 @@ def test_guesses_never_cost_more_than_they_may(
     plain, steps = run_seconds(runner, sampling, rows, None)
     proposer = PricedGuesses(runner, pass_price, wrong_every) if pass_price else HashGuesses(wrong_every=wrong_every)
     guessed, _ = run_seconds(runner, sampling, rows, proposer)
-    assert guessed <= plain * (1 + SHARE + (MOST + 1) / steps)
+    assert guessed <= plain * (1 + SHARE + (FIRST + 1) / steps)
 
 
 def test_right_guesses_still_pay() -> None:
