@@ -55,13 +55,11 @@ class NativeAttention:
     def plan(self, inputs: AttentionInputs) -> None:
         self.plan_rows(inputs.starts, inputs.lengths, inputs.block_tables.numpy())
 
-    def plan_rows(self, starts: Indices, lengths: Indices, tables: Indices, more: int = 0) -> None:
-        """Prepares a step of the rows that `StepPlan` describes by these fields.
-
-        Args:
-            more: tokens of each row that kernels may add behind it.
+    def plan_rows(self, starts: Indices, lengths: Indices, tables: Indices) -> None:
+        """Prepares a step of the rows that `StepPlan` describes by these fields. Kernels may add tokens behind rows, as
+        many as their block tables have room for.
         """
-        end = int((starts + lengths).max()) + more
+        end = tables.shape[1] * self._pool.layout.block_size
         if self._frequencies is not None and end > self._turned:
             self._turned = max(LEAST_TURNED, 1 << (end - 1).bit_length())
             self._kernels.rotate(*rotations(torch.arange(self._turned), self._frequencies), by_position=True)

@@ -78,6 +78,7 @@ class NativeDecoder:
         """Layers, in ascending order, in front of which a program of its own begins."""
         self._numbers, self._largest = Buffer(np.int64), Buffer(np.float32)
         """Of a step that chooses: its tokens, the last one of each row, the chosen ones; and their logits."""
+        self._packed = Buffer(np.uint8)
         self._passes = ctypes.c_int64()
         self._pass_args = PassArgs(
             rows=ctypes.addressof(self._rows),
@@ -116,7 +117,7 @@ class NativeDecoder:
         cuts = tuple(sorted({layer for layer in taps if layer != last}.union(self._cuts)))
         if cuts != self._cuts:
             self._cuts = cuts
-            self._record(len(self._residual))
+            self._record(self._capacity)
         self._make_room(count)
         self._rows.value = count
         self._tokens.value = tokens.data_ptr()
@@ -144,7 +145,7 @@ class NativeDecoder:
 
     def choose(
         self, plan: StepPlan, rows: NDArray[np.int64], draws: Sequence[Draw], count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Computes a step and chooses a token behind each of `rows`, then one behind that, and so on, in one call.
 
         Args:
@@ -159,40 +160,45 @@ class NativeDecoder:
         Raises:
             MemoryError: no memory for the work lists of attention.
         """
-        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables, count - 1)
-        self._make_room(plan.num_tokens, len(rows))
-        packed, tokens, chosen = pack_draws(draws), plan.num_tokens, count * len(rows)
-        numbers, largest = self._numbers.take(tokens + len(rows) + chosen), self._largest.take(chosen)
-        numbers[:tokens] = plan.tokens
-        numbers[tokens : tokens + len(rows)] = plan.lengths.cumsum()[rows] - 1
-        self._rows.value, self._passes.value = tokens, count
-        self._tokens.value = self._numbers.address
-        args, sample, head = self._pass_args, self._sample_args, self._head_args
-        args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
-        args.last, args.chosen = self._numbers.address + 8 * tokens, len(rows)
-        args.draws = sample.draws = ctypes.addressof(packed)
-        sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
-        sample.tokens, sample.largest = args.last + 8 * len(rows), self._largest.address
-        head.input, head.input_stride = self._residual.data_ptr(), self._residual.stride(0)
-        head.workspace = self._workspace.data_ptr()
+        self._attention.plan_rows(plan.starts, plan.lengths, plan.block_tables)
+        tokens, each = plan.num_tokens, len(rows)
+        self._make_room(tokens, each)
         if self._choosing is None:
-            behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
-            self._choosing = Program(self._team.library, *self._layer_steps, *behind)
+            self._choosing = self._record_choosing()
+        numbers, largest = self._numbers.take(tokens + (1 + count) * each), self._largest.take(count * each)
+        numbers[:tokens] = plan.tokens
+        numbers[tokens : tokens + each] = plan.lengths.cumsum()[rows] - 1
+        self._rows.value, self._passes.value = tokens, count
+        self._tokens.value = address = self._numbers.address
+        args, sample = self._pass_args, self._sample_args
+        args.last, args.chosen = address + 8 * tokens, each
+        args.draws = sample.draws = pack_draws(draws, self._packed)
+        sample.tokens, sample.largest = address + 8 * (tokens + each), self._largest.address
         self._team.run(self._choosing, self._passes)
         if self._passes.value < 0:
             raise MemoryError
-        shape = count, len(rows)
-        return numbers[tokens + len(rows) :].reshape(shape).copy(), largest.reshape(shape).copy()
+        shape = count, each
+        return numbers[tokens + each :].reshape(shape).tolist(), largest.reshape(shape).tolist()
+
+    def _record_choosing(self) -> Program:
+        """Layers and all that is behind them, with the present buffers."""
+        args, sample = self._pass_args, self._sample_args
+        args.hidden, args.hidden_stride = self._residual.data_ptr(), self._residual.stride(0)
+        sample.input, sample.input_stride = self._logits.data_ptr(), self._logits.stride(0)
+        head = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
+        behind = (GATHER, args), (LINEAR, head), (SAMPLE, sample), (FOLLOW, args)
+        return Program(self._team.library, *self._layer_steps, *behind)
 
     def _make_room(self, tokens: int, logits: int = 0) -> None:
         """Makes larger buffers if a step has more tokens, or chooses more of them, than any before."""
-        if tokens > len(self._residual):
-            self._record(max(tokens, 2 * len(self._residual)))
-        if logits > len(self._logits):
-            self._make_logits(max(logits, 2 * len(self._logits)))
+        if tokens > self._capacity:
+            self._record(max(tokens, 2 * self._capacity))
+        if logits > self._logits_capacity:
+            self._make_logits(max(logits, 2 * self._logits_capacity))
 
     def _make_logits(self, capacity: int) -> None:
         """Makes the buffer of logits, for up to `capacity` rows, and the program that writes it."""
+        self._logits_capacity = capacity
         self._logits = torch.empty(capacity, self._head.outputs)
         self._head_args = self._linear(self._head, Epilogue.STORE, self._residual, self._logits, self._last_norm)
         self._head_program = Program(self._team.library, (LINEAR, self._head_args))
@@ -201,6 +207,7 @@ class NativeDecoder:
     def _record(self, capacity: int) -> None:
         """Records the program with new buffers, for steps of up to `capacity` tokens."""
         config, layers = self.config, self._layers
+        self._capacity = capacity
         heads = config.heads * config.head_dim
         # The rows of a tile are far apart in memory: with small pages each cache line would cost an address look-up.
         arena = Arena()

@@ -103,7 +103,7 @@ class CpuRunner:
         draws = draws_of(plan, rows)
         if isinstance(self.model, NativeDecoder) and not plan.keep and not plan.prompt_parts and are_plain(draws):
             chosen, largest = self.model.choose(plan, rows, draws, 1)
-            choice = Choice(chosen[0].tolist(), nonfinite_rows(largest[0]), {}, None)
+            choice = Choice(chosen[0], nonfinite_rows(largest[0]), {}, None)
             return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
             states, taps = None, NO_TAPS
@@ -129,10 +129,8 @@ class CpuRunner:
             return chain_of_steps(self, plan, count)
         rows = np.arange(plan.num_rows)
         chosen, largest = self.model.choose(plan, rows, draws_of(plan, rows), count)
-        finite = np.isfinite(largest).all(1)
-        sound = count if finite.all() else int(finite.argmin())
-        chains: list[list[int]] = chosen[:sound].T.tolist()
-        return chains
+        sound = next((number for number, logits in enumerate(largest) if nonfinite_rows(logits)), count)
+        return [[tokens[row] for tokens in chosen[:sound]] for row in range(plan.num_rows)]
 
     def forward(self, plan: StepPlan, taps: Taps = NO_TAPS) -> Tensor:
         """The plan's tokens through all layers, with their KV written; [T, hidden], before the last norm.

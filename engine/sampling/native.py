@@ -2,16 +2,16 @@
 
 import ctypes
 from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.sampling.noise import SEED_MASK
 from kvrelay.engine.sampling.processors import ban
 from kvrelay.engine.sampling.sampler import Draw, early_stops
-from kvrelay.kernels.cpu.program import Program, Team
+from kvrelay.kernels.cpu.program import Buffer, Program, Team
 from kvrelay.kernels.cpu.sample import SAMPLE, SampleArgs, pack_row, workspace_floats
 
 
@@ -22,6 +22,7 @@ class NativeSampler:
         self._team = team
         self._rows = ctypes.c_int64()
         self._workspace = torch.empty(0)
+        self._packed = Buffer(np.uint8)
         self._args = SampleArgs(rows=ctypes.addressof(self._rows))
         self._program = Program(team.library, (SAMPLE, self._args))
 
@@ -29,29 +30,29 @@ class NativeSampler:
         """See `sampler.sample`. The numbers of a row of `logits` lie side by side."""
         count, width = logits.shape
         ban(logits, early_stops(draws, width))
-        packed = pack_draws(draws)
         tokens, largest = np.empty(count, np.int64), np.empty(count, np.float32)
         if len(self._workspace) < (size := workspace_floats(self._team.threads, width)):
             self._workspace = torch.empty(size)
         self._rows.value = count
         args = self._args
         args.input, args.input_stride, args.width = logits.data_ptr(), logits.stride(0), width
-        args.draws = ctypes.addressof(packed)
+        args.draws = pack_draws(draws, self._packed)
         args.tokens, args.largest = tokens.ctypes.data, largest.ctypes.data
         args.workspace = self._workspace.data_ptr()
         self._team.run(self._program)
-        return tokens.tolist(), nonfinite_rows(largest)
+        return tokens.tolist(), nonfinite_rows(largest.tolist())
 
 
-def pack_draws(draws: Sequence[Draw]) -> "ctypes.Array[ctypes.c_char]":
-    """[R] as `kernels.cpu.sample.ROW`."""
+def pack_draws(draws: Sequence[Draw], into: Buffer[np.uint8]) -> int:
+    """Writes them, [R] as `kernels.cpu.sample.ROW`, and returns their address."""
     packed = b"".join([
         pack_row(params.seed & SEED_MASK, position, params.temperature, params.top_k, params.top_p, params.min_p)
         for params, position, *_ in draws
     ])  # fmt: skip
-    return ctypes.create_string_buffer(packed, len(packed))
+    into.take(len(packed))[:] = np.frombuffer(packed, np.uint8)
+    return into.address
 
 
-def nonfinite_rows(largest: NDArray[np.float32]) -> list[int]:
+def nonfinite_rows(largest: Sequence[float]) -> list[int]:
     """The rows whose largest logit isn't finite."""
-    return [] if np.isfinite(largest).all() else np.flatnonzero(~np.isfinite(largest)).tolist()
+    return [] if isfinite(sum(largest)) else [row for row, logit in enumerate(largest) if not isfinite(logit)]

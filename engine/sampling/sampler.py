@@ -113,6 +113,8 @@ def step_output(
 
 def _by_row(plan: StepPlan, rows: NDArray[np.int64], values: Sequence[T]) -> tuple[T | None, ...]:
     """[R] the values of the plan's `rows`; None for each other row."""
+    if len(values) == plan.num_rows:
+        return tuple(values)
     found: list[T | None] = [None] * plan.num_rows
     for row, value in zip(rows.tolist(), values, strict=True):
         found[row] = value

@@ -29,7 +29,9 @@ def kept_rows(plan: StepPlan, sampled: Sequence[int | None]) -> list[bool]:
     if plan.drafts is None:
         return [True] * plan.num_rows
     kept: list[bool] = []
-    tokens = plan.tokens[plan.lengths.cumsum() - 1].tolist()
+    # A draft is its row's only token.
+    last = plan.tokens if plan.kind == "decode" else plan.tokens[plan.lengths.cumsum() - 1]
+    tokens = last.tolist()
     for row, draft in enumerate(plan.drafts.tolist()):
         kept.append(not draft or (kept[row - 1] and sampled[row - 1] == tokens[row]))
     return kept

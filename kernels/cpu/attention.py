@@ -83,7 +83,10 @@ class PagedAttention:
             threads,
         )
         library.kvrelay_attention_new.restype = ctypes.c_void_p
-        library.kvrelay_attention_plan.restype = ctypes.c_bool
+        self._plan = library.kvrelay_attention_plan
+        self._plan.restype = ctypes.c_bool
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._plan.argtypes = pointer, number, pointer, pointer, pointer, number
         distinct = (ctypes.c_int64 * len(self._distinct))(*self._distinct)
         step = library.kvrelay_attention_new(ctypes.byref(shape), distinct, ctypes.c_int64(len(distinct)))
         if step is None:
@@ -109,10 +112,7 @@ class PagedAttention:
         copies, address = self._copies.take(rows * (2 + width)), self._copies.address
         copies[:rows], copies[rows : 2 * rows] = starts, lengths
         copies[2 * rows :].reshape(rows, width)[:] = block_tables
-        addresses = [ctypes.c_void_p(address + 8 * rows * place) for place in range(3)]
-        if not self._library.kvrelay_attention_plan(
-            self._step, ctypes.c_int64(rows), *addresses, ctypes.c_int64(width)
-        ):
+        if not self._plan(self._step, rows, address, address + 8 * rows, address + 16 * rows, width):
             raise MemoryError
 
     def rotate(self, cos: Tensor, sin: Tensor, by_position: bool = False) -> None:

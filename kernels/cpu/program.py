@@ -52,6 +52,8 @@ class Team:
         self.library = library
         self.threads = threads
         self._team = ctypes.c_void_p(team)
+        self._run = library.kvrelay_team_run
+        self._run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
         # Not at exit, when a thread may still be in a run.
         weakref.finalize(self, library.kvrelay_team_free, self._team).atexit = False
 
@@ -61,9 +63,8 @@ class Team:
         Args:
             passes: the program runs again as long as this, which its kernels change, is above 0; None runs it once.
         """
-        instructions = program.instructions
         again = None if passes is None else ctypes.byref(passes)
-        self.library.kvrelay_team_run(self._team, instructions, ctypes.c_int64(len(instructions)), again)
+        self._run(self._team, program.instructions, program.count, again)
 
 
 class _Instruction(ctypes.Structure):
@@ -86,3 +87,4 @@ class Program:
                 for kernel, args in steps
             )
         )
+        self.count = len(steps)
