@@ -1,6 +1,6 @@
 // A few consecutive query tokens against up to CHUNK of their keys, for all query heads that share a KV head: Q * G rows.
 //
-//     scores [Q G, keys] = query [Q G, D] . key [keys, D]          a vector is part of a key; HEADS * KEYS sums at a time
+//     scores [Q G, keys] = query [Q G, D] . key [keys, D]          a vector is part of a key; H * keys_of(H) sums at a time
 //     sums   [Q G, D]    = weights [Q G, keys] . value [keys, D]   a vector is part of a value; HEADS * DIMS sums at a time
 //
 // A row's numbers are added in the same order whatever the other rows are. A query's weights end at its own key, so what
@@ -19,15 +19,17 @@
 
 constexpr int64_t CHUNK = 128;
 constexpr int HEADS = 4;
-constexpr int KEYS = 4;
 constexpr int DIMS = W == 16 ? 4 : 2;
 constexpr int64_t SCORES = CHUNK + W;  // numbers from the scores of one row to those of the next
+
+// Keys that are multiplied with H rows at once. The lanes of W sums are added together, so there should be as many sums.
+constexpr int keys_of(int H) { return H == 3 || H * 4 > W ? 4 : W / H; }
 
 // How many query tokens of a sequence an item has at most: so many that no product has less than HEADS rows.
 inline int64_t queries_together(const AttentionShape& shape) { return HEADS / std::gcd(shape.group(), int64_t{HEADS}); }
 
 // Writes KEYS columns of scores [H, SCORES]: query [H, D] . key, for KEYS keys.
-template <int H, typename T>
+template <int H, int KEYS, typename T>
 inline void score(const float* query, const T* const (&key)[KEYS], int64_t dim, float* scores) {
     constexpr int SUMS = (H * KEYS + W - 1) / W * W;
     vf x[SUMS];
@@ -52,19 +54,20 @@ inline void score(const float* query, const T* const (&key)[KEYS], int64_t dim, 
     for (int h = 0; h < H; h++) memcpy(scores + h * SCORES, lanes + h * KEYS, KEYS * sizeof(float));
 }
 
-// The same for all keys of a segment. Also overwrites up to KEYS - 1 columns after them.
+// The same for all keys of a segment. Also overwrites up to keys_of(H) - 1 columns after them.
 template <int H, typename T>
 inline void score(const AttentionShape& shape, const float* query, const Segment<T>& segment, float* scores) {
+    constexpr int KEYS = keys_of(H);
     const int64_t stride = shape.token_stride();
-    const T* first = segment.keys;
-    int64_t k = 0;
-    for (; k + KEYS <= segment.count; k += KEYS, first += KEYS * stride) {
-        score<H>(query, {first, first + stride, first + 2 * stride, first + 3 * stride}, shape.head_dim, scores + k);
-    }
-    if (k < segment.count) {
-        const T* last = segment.keys + (segment.count - 1) * stride;
-        const T* second = std::min(first + stride, last);
-        score<H>(query, {first, second, std::min(second + stride, last), last}, shape.head_dim, scores + k);
+    const T* const last = segment.keys + (segment.count - 1) * stride;
+    const T* keys[KEYS];
+    for (int i = 0; i < KEYS; i++) keys[i] = segment.keys + i * stride;
+    for (int64_t k = 0; k < segment.count; k += KEYS) {
+        if (k + KEYS > segment.count) {
+            for (int i = int(segment.count - k); i < KEYS; i++) keys[i] = last;
+        }
+        score<H, KEYS>(query, keys, shape.head_dim, scores + k);
+        for (int i = 0; i < KEYS; i++) keys[i] += KEYS * stride;
     }
 }
 

@@ -45,9 +45,10 @@ inline vf sums(vf* x) {
     } else {
         for (int i = 0; i < W / S / 2; i++) {
             vf a = x[2 * i], b = x[2 * i + 1];
-            constexpr auto low = [](int lane) { return lane % (2 * S) < S ? lane : W + lane - S; };
-            constexpr auto high = [](int lane) { return lane % (2 * S) < S ? lane + S : W + lane; };
-            x[i] = shuffle<low>(a, b) + shuffle<high>(a, b);
+            // Only one of the two moves lanes.
+            constexpr auto in_place = [](int lane) { return lane % (2 * S) < S ? lane : W + lane; };
+            constexpr auto moved = [](int lane) { return lane % (2 * S) < S ? lane + S : W + lane - S; };
+            x[i] = shuffle<in_place>(a, b) + shuffle<moved>(a, b);
         }
         return sums<2 * S>(x);
     }
