@@ -19,6 +19,7 @@ from kvrelay.engine.speculate.speculation import Speculation
 from support.guesses import HashGuesses
 from support.hash_runner import HashRunner, hash_spec
 
+GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)
 SHAPED = SamplingParams(temperature=0.0, repetition_penalty=1.1)
 STEP = 1e-3
@@ -150,7 +151,9 @@ def test_no_more_is_lost_than_allowed(steps: list[tuple[bool, float]]) -> None:
         assert won >= worst - FIRST - SHARE * (number + 1) - 1e-9
 
 
-def run_seconds(runner: Priced, sampling: SamplingParams, rows: int, proposer: HashGuesses | None) -> tuple[float, int]:
+def run_seconds(
+    runner: Priced, sampling: SamplingParams, rows: int, proposer: HashGuesses | None, tokens: int = 120
+) -> tuple[float, int]:
     """Seconds of a batch, and its steps."""
     options = dataclasses.replace(OPTIONS, speculation=SpeculationConfig("ngram", max_tokens=4))
     engine = engine_on(runner, OPTIONS if proposer is None else options, proposer)
@@ -161,7 +164,7 @@ def run_seconds(runner: Priced, sampling: SamplingParams, rows: int, proposer: H
     began, steps = runner.now, runner.steps
     for number in range(rows):
         prompt = tuple(range(number, number + 9))
-        sampled = dataclasses.replace(sampling, seed=number, max_tokens=120)
+        sampled = dataclasses.replace(sampling, seed=number, max_tokens=tokens)
         engine.scheduler.add(Request(f"{number}", 1, prompt, len(prompt), sampled))
     while engine.has_work:
         engine.step()
@@ -179,6 +182,46 @@ def test_guesses_never_cost_more_than_they_may(
     proposer = PricedGuesses(runner, pass_price, wrong_every) if pass_price else HashGuesses(wrong_every=wrong_every)
     guessed, _ = run_seconds(runner, sampling, rows, proposer)
     assert guessed <= plain * (1 + SHARE + (FIRST + 1) / steps)
+
+
+class Slower(Priced):
+    """Steps with drafts take half as long again as they did when they were measured."""
+
+    def seconds(self, plan: StepPlan) -> float:
+        return super().seconds(plan) * (1.0 if plan.drafts is None else 1.5)
+
+
+@pytest.mark.parametrize("wrong_every", [2, 3, 4])
+def test_what_steps_with_guesses_really_cost_is_found_out(wrong_every: int) -> None:
+    """Also while there are guesses in every step, so that few steps show what one without costs."""
+    runner = Slower(prices(0.0, 0.1))
+    plain, steps = run_seconds(runner, GREEDY, 1, None, tokens=400)
+    guessed, _ = run_seconds(runner, GREEDY, 1, PricedGuesses(runner, 0.1, wrong_every), tokens=400)
+    assert guessed <= plain * (1 + SHARE + (FIRST + 1) / steps)
+
+
+def test_guesses_come_back_after_texts_for_which_they_did_not_pay() -> None:
+    runner = Priced(prices(0.0))
+    proposer = PricedGuesses(runner, 0.3, 1)
+    options = dataclasses.replace(OPTIONS, speculation=SpeculationConfig("ngram", max_tokens=4))
+    engine = engine_on(runner, options, proposer)
+    speculation = Speculation(options.speculation, proposer, OPTIONS.max_sequences, runner.clock)
+    engine.scheduler.speculation = speculation
+    engine.warm_up()
+
+    def seconds(name: str) -> float:
+        began = runner.now
+        prompt = tuple(range(9))
+        engine.scheduler.add(Request(name, 1, prompt, len(prompt), dataclasses.replace(GREEDY, max_tokens=300)))
+        while engine.has_work:
+            engine.step()
+        return runner.now - began
+
+    seconds("guesses are always wrong")
+    assert not speculation.counts.accepted
+    proposer.wrong_every = 1000
+    assert seconds("right") < 0.8 * 300 * STEP
+    assert seconds("right again") < 0.6 * 300 * STEP
 
 
 def test_right_guesses_still_pay() -> None:

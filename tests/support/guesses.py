@@ -22,7 +22,7 @@ class HashGuesses:
     def __init__(self, layout: KVLayout = LAYOUT, vocab_size: int = VOCAB_SIZE, wrong_every: int = 3) -> None:
         self._layout = layout
         self._vocab_size = vocab_size
-        self._wrong_every = wrong_every
+        self.wrong_every = wrong_every
         self._states: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
     def warm_up(self) -> None:
@@ -45,7 +45,7 @@ class HashGuesses:
         guesses: list[int] = []
         state = state.copy()
         for position in range(length, length + want.most):
-            if (position * 7 + prompt) % self._wrong_every == 0:
+            if (position * 7 + prompt) % self.wrong_every == 0:
                 return guesses + [(position + guess) % self._vocab_size for guess in range(want.most - len(guesses))]
             draw = Draw(want.request.sampling, position, position - prompt)
             guesses += choose_tokens([state.digest()], [draw], self._vocab_size).tokens
