@@ -68,14 +68,15 @@ def counts(candidates: Sequence[Candidate], costs: StepCosts, room: int, guessin
     context = float(sum([candidate.context for candidate in candidates]))
     choosing = costs.first({candidate.choosing for candidate in candidates})
     choosing += sum([costs.price(candidate.choosing) for candidate in candidates])
-    best = MARGIN * tokens / costs.seconds(rows, context, choosing)
+    best = MARGIN * tokens / costs.seconds(rows, context, choosing, drafted=False)
     taken = deepest = 0
     for number, (loss, level, place) in enumerate(ranked[: max(0, room)], 1):
         tokens -= loss
         context += costs.shared * candidates[place].context
         choosing += costs.price(candidates[place].choosing)
         deepest = max(deepest, level)
-        rate = tokens / (costs.seconds(rows + number, context, choosing) + guessing.seconds(deepest))
+        seconds = costs.seconds(rows + number, context, choosing, drafted=True)
+        rate = tokens / (seconds + guessing.seconds(deepest))
         if rate > best:
             best, taken = rate, number
     found = [0] * rows

@@ -1,12 +1,12 @@
 """What a step costs, by its rows: measured at start, and followed while the engine works.
 
-    seconds = speed * (factor[rows] * table[rows] + slope * context + choosing)
+    seconds = speed * (factor[rows] * table[rows] + slope * context + choosing) [* drafted]
 
 `table` is measured with short greedy sequences. `slope` is the time that one row adds for each token of its context;
 `context` is that of all rows together, where that of a draft counts `shared` times, since it is read with that of the
 rows before it. `choosing` is what tokens cost that are not just the most likely ones: a first row of a kind costs
-`firsts[kind]`, and each row `prices[kind]`. `factor` follows the steps that run, `speed`, that of the whole machine,
-those without drafts. Between the measured sizes, lines.
+`firsts[kind]`, and each row `prices[kind]`. `factor` follows the steps that run; `speed`, that of the whole machine,
+those without drafts; `drafted` those with some, which find less in the caches. Between the measured sizes, lines.
 """
 
 import enum
@@ -33,8 +33,8 @@ MOST_SECONDS = 3.0
 """Of a measurement, unless one step of each shape takes longer."""
 FOLLOW = 0.05
 """Weight of one step in the factor of its size."""
-FOLLOW_ALONE = 0.1
-"""Weight of one step without drafts in `speed`: while guesses pay, there are few."""
+FOLLOW_KIND = 0.1
+"""Weight of one step in `speed` or `drafted`."""
 FOLLOW_SHAPED = 0.1
 """Weight of one step in the price of shaped rows, once there were a few."""
 REFRESH = 16
@@ -105,7 +105,7 @@ class StepCosts:
         """How much of the time of its context a draft takes."""
         self._firsts = [0.0] * len(Choosing)
         self._prices = [0.0] * len(Choosing)
-        self._speed = 1.0
+        self._speed = self._drafted = 1.0
         self._steps = self._shaped_steps = 0
 
     def measure(self, runner: Runner, keep: tuple[int, ...] = ()) -> None:
@@ -153,17 +153,15 @@ class StepCosts:
         """What choosing the token of one such row costs beside that; for `seconds`."""
         return self._prices[kind]
 
-    def seconds(self, rows: int, context: float, choosing: float) -> float:
+    def seconds(self, rows: int, context: float, choosing: float, *, drafted: bool) -> float:
         """Of a step with so many rows, and so many tokens before them together, those before drafts `shared` times."""
-        return self._speed * (self._followed[rows] + self._slope * context + choosing)
+        return self._scale(drafted) * (self._followed[rows] + self._slope * context + choosing)
 
-    def step(self, rows: int, context: float, kinds: Sequence[Choosing]) -> float:
+    def step(self, rows: int, context: float, kinds: Sequence[Choosing], *, drafted: bool) -> float:
         """Seconds of a step whose rows' tokens are chosen so; arguments as for `observe`."""
-        return self.seconds(rows, context, self._choosing(kinds))
+        return self.seconds(rows, context, self._choosing(kinds), drafted=drafted)
 
-    def observe(
-        self, rows: int, context: float, kinds: Sequence[Choosing], seconds: float, drafted: bool = False
-    ) -> None:
+    def observe(self, rows: int, context: float, kinds: Sequence[Choosing], seconds: float, *, drafted: bool) -> None:
         """A decode step took `seconds`.
 
         Args:
@@ -174,22 +172,28 @@ class StepCosts:
         expected = self._table[rows] + self._slope * context + choosing
         if shaped := kinds.count(Choosing.SHAPED):
             # What is not explained is theirs.
-            seconds = min(seconds, BOUND * self._speed * expected)
-            rest = seconds / self._speed - self._followed[rows] - self._slope * context - choosing
+            seconds = min(seconds / self._scale(drafted), BOUND * expected)
+            rest = seconds - self._followed[rows] - self._slope * context - choosing
             self._shaped_steps += 1
             weight = max(FOLLOW_SHAPED, 1 / self._shaped_steps)
             self._prices[Choosing.SHAPED] = max(0.0, self._prices[Choosing.SHAPED] + weight * rest / shaped)
             return
         at, ratio = self._place[rows], seconds / expected
         # The machine may become slower or faster as a whole, which changes no decision. Only steps without drafts tell:
-        # with drafts alone, what these cost would seem to be the machine's.
-        if not drafted:
-            self._speed *= 1 + FOLLOW_ALONE * (_bounded(ratio / self._speed) - 1)
-        self._factors[at] += FOLLOW * (_bounded(ratio / self._speed) - self._factors[at])
+        # otherwise what those with drafts cost would seem to be the machine's, if there are no others.
+        change = 1 + FOLLOW_KIND * (_bounded(ratio / self._scale(drafted)) - 1)
+        if drafted:
+            self._drafted *= change
+        else:
+            self._speed *= change
+        self._factors[at] += FOLLOW * (_bounded(ratio / self._scale(drafted)) - self._factors[at])
         self._steps += 1
         if self._steps % REFRESH == 0:
             factors = self._by_rows(np.array(self._factors))
             self._followed = [factor * known for factor, known in zip(factors, self._table, strict=True)]
+
+    def _scale(self, drafted: bool) -> float:
+        return self._speed * self._drafted if drafted else self._speed
 
     def _choosing(self, kinds: Sequence[Choosing]) -> float:
         return self.first(set(kinds)) + sum([self._prices[kind] for kind in kinds])

@@ -234,7 +234,7 @@ class Speculation:
             own_context = float(sum([start for start, draft in zip(starts, drafts, strict=True) if not draft]))
             context = own_context + self._costs.shared * (context - own_context)
         own = max(seconds - flight.seconds, seconds / 10)
-        self._costs.observe(plan.num_rows, context, kinds, own, drafts is not None)
+        self._costs.observe(plan.num_rows, context, kinds, own, drafted=drafts is not None)
         if flight.invested:
             self._allowance.invest(flight.invested / own)
         guessing = flight.seconds - flight.invested
@@ -247,8 +247,8 @@ class Speculation:
             self._rests = 1
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
-        alone = self._costs.step(count, own_context, [kinds[row] for row in others])
-        expected = self._costs.step(plan.num_rows, context, kinds) + guessing
+        alone = self._costs.step(count, own_context, [kinds[row] for row in others], drafted=False)
+        expected = self._costs.step(plan.num_rows, context, kinds, drafted=True) + guessing
         self._allowance.settle(tokens / count - min(seconds - flight.invested, BOUND * expected) / alone)
         self.counts.steps += 1
         self.counts.tokens += tokens
