@@ -10,9 +10,9 @@ off over the tokens that follow.
 """
 
 SHARE = 0.01
-FIRST = 2.0
+FIRST = 8.0
 """The account at the start."""
-AGAIN = 1.0
+AGAIN = 2.0
 MOST = 16.0
 """What was won with some texts may be lost with others."""
 LEAST = -2.0

@@ -33,8 +33,8 @@ MOST_SECONDS = 3.0
 """Of a measurement, unless one step of each shape takes longer."""
 FOLLOW = 0.05
 """Weight of one step in the factor of its size."""
-FOLLOW_KIND = 0.1
-"""Weight of one step in `speed` or `drafted`."""
+FOLLOW_KIND = {True: 0.2, False: 0.05}
+"""Weight of one step in `speed` or `drafted`, by whether it was faster: what disturbs a step only makes it slower."""
 FOLLOW_SHAPED = 0.1
 """Weight of one step in the price of shaped rows, once there were a few."""
 REFRESH = 16
@@ -181,7 +181,8 @@ class StepCosts:
         at, ratio = self._place[rows], seconds / expected
         # The machine may become slower or faster as a whole, which changes no decision. Only steps without drafts tell:
         # otherwise what those with drafts cost would seem to be the machine's, if there are no others.
-        change = 1 + FOLLOW_KIND * (_bounded(ratio / self._scale(drafted)) - 1)
+        ratio_now = _bounded(ratio / self._scale(drafted))
+        change = 1 + FOLLOW_KIND[ratio_now < 1] * (ratio_now - 1)
         if drafted:
             self._drafted *= change
         else:

@@ -1,11 +1,12 @@
 """How many guesses come true, of each kind and of each sequence.
 
-While a sequence gets no guesses, its share returns slowly to that of all sequences here, and that slowly to FRESH. So
-what changes is noticed, for a few steps in a hundred.
+A new sequence is expected to be a good one, so that it is tried: texts differ, and `allowance.py` bounds what that may
+cost. While a sequence gets no guesses, its share returns slowly to that of all sequences here, and that slowly to FRESH.
+So what changes is noticed, for a few steps in a hundred.
 """
 
-FRESH = 0.7
-"""Share of guesses that is expected of the first sequence."""
+FRESH = 0.8
+"""Share of guesses that is expected of a new sequence, or more if those of others here come true more often."""
 FOLLOW = 0.1
 """Weight of one guess in its sequence's share."""
 FOLLOW_ALL = 0.02
@@ -28,11 +29,13 @@ class Shares:
     def expected(self, handle: int, kind: int) -> float:
         """The probability that a guess comes true, if those before it in its chain do."""
         own = self._own.get(handle)
-        return self._all[kind] if own is None else own[kind]
+        return max(FRESH, self._all[kind]) if own is None else own[kind]
 
     def learn(self, handle: int, kind: int, right: bool) -> None:
         """A guess was checked, and those before it in its chain had come true."""
-        own = self._own.setdefault(handle, self._all.copy())
+        own = self._own.get(handle)
+        if own is None:
+            own = self._own[handle] = [max(FRESH, share) for share in self._all]
         own[kind] += FOLLOW * (right - own[kind])
         self._all[kind] += FOLLOW_ALL * (right - self._all[kind])
 

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 FOLLOW = 0.1
 """Weight of one chain in the time that guesses take."""
-DECIDED_STEPS = 8
-"""How long a decision holds, in steps: how many guesses a draft model makes, and to make none."""
+DECIDED_STEPS = 4
+"""How long a decision holds how many guesses a draft model makes, in steps."""
 MEASURE_AFTER = 32
 """Steps with drafts after which there are two without: the second one shows what a step costs without."""
+SHORTEST_REST = 8
 LONGEST_REST = 64
-"""A decision to make none holds twice as long each time that it is made again, up to so many steps."""
+"""How long a decision to make no guesses holds, in steps: twice as long each time that it is made again."""
 REPEATS = 5
 BOUND = 2.0
 """What takes so many times longer than expected says more about the machine than about itself."""
@@ -83,6 +84,9 @@ class Flight(NamedTuple):
 
 
 RESTING = Flight({}, 0.0, 0.0)
+"""A rest is to cost nothing, so its steps aren't measured."""
+NO_GUESSES = Flight({}, 0.0, 0.0)
+"""The last step of a rest shows what a step costs without guesses."""
 
 
 class Speculation:
@@ -109,9 +113,11 @@ class Speculation:
         """Handles of the sequences that should get drafts in their next step."""
         self._rests = 0
         """Steps to come without guesses."""
-        self._next_rest = DECIDED_STEPS
+        self._next_rest = SHORTEST_REST
         self._unmeasured = 0
         """Steps with drafts since one without was measured."""
+        self._cold = True
+        """Whether the step before had a part of a prompt: then little that the next one needs is in the caches."""
         self._guessed: set[int] = set()
         """Of a proposer with passes: handles that it made guesses for in the step before."""
         self._depths: dict[int, int] = {}
@@ -162,12 +168,17 @@ class Speculation:
 
     def rests(self) -> bool:
         """Whether the next plan has no drafts, by a decision that was made before; otherwise call `propose` for it."""
+        if not self._rests:
+            return False
+        self._rests -= 1
         if self._rests:
-            self._rests -= 1
             self._flights.append(RESTING)
             self._allowance.settle(0.0)
-            return True
-        return False
+        else:
+            if not self._flights:
+                self._began = self._clock()
+            self._flights.append(NO_GUESSES)
+        return True
 
     def propose(self, sequences: Items[Sequence], room: int) -> list[Chain]:
         """The drafts of each sequence that computes its last token; [] if none has any.
@@ -210,7 +221,6 @@ class Speculation:
         """
         flight = self._flights.popleft()
         if flight is RESTING:
-            # A rest is to cost nothing, so its steps aren't measured.
             if states is not None and self.layers:
                 self._observe(plan, kept, sequences, states)
             self._began, self._observed = None, 0.0
@@ -224,7 +234,8 @@ class Speculation:
         drafts = None if plan.drafts is None else plan.drafts.tolist()
         if drafts is not None:
             self._learn(drafts, kept, sequences, flight.kinds)
-        if plan.kind != "decode" or began is None:
+        cold, self._cold = self._cold, plan.kind != "decode"
+        if self._cold or began is None:
             return
         seconds = ended - began
         kinds = choosing_of(plan.sampling)
@@ -234,7 +245,8 @@ class Speculation:
             own_context = float(sum([start for start, draft in zip(starts, drafts, strict=True) if not draft]))
             context = own_context + self._costs.shared * (context - own_context)
         own = max(seconds - flight.seconds, seconds / 10)
-        self._costs.observe(plan.num_rows, context, kinds, own, drafted=drafts is not None)
+        if not cold:
+            self._costs.observe(plan.num_rows, context, kinds, own, drafted=drafts is not None)
         if flight.invested:
             self._allowance.invest(flight.invested / own)
         guessing = flight.seconds - flight.invested
@@ -244,7 +256,7 @@ class Speculation:
             return
         self._unmeasured += 1
         if self._unmeasured == MEASURE_AFTER:
-            self._rests = 1
+            self._rests = 2
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
         alone = self._costs.step(count, own_context, [kinds[row] for row in others], drafted=False)
@@ -262,7 +274,7 @@ class Speculation:
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)
         # What comes in its place may be worth guesses.
-        self._rests, self._next_rest = 0, DECIDED_STEPS
+        self._rests, self._next_rest = 0, SHORTEST_REST
 
     def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
         """What to ask the proposer for."""
@@ -270,9 +282,6 @@ class Speculation:
         if self._config.adaptive:
             if not self._allowance.open:
                 return self._rest(sequences)
-            if self._unmeasured == MEASURE_AFTER:
-                self._unmeasured = 0
-                return []
             if self._proposer.passes and not self._decided(sequences, room):
                 return self._rest(sequences)
         wants = []
@@ -320,7 +329,7 @@ class Speculation:
             if count
         }
         if chosen:
-            self._next_rest = DECIDED_STEPS
+            self._next_rest = SHORTEST_REST
         else:
             self._rest(sequences)
         return chosen
@@ -337,7 +346,7 @@ class Speculation:
         """
         steady = len(found) == wanted and found.keys() <= self._guessed
         self._guessed = set(found)
-        self._next_rest = DECIDED_STEPS
+        self._next_rest = SHORTEST_REST
         if not found:
             return seconds
         expected = self._guessing.seconds(max([len(guess.tokens) for guess in found.values()]))
