@@ -1,7 +1,7 @@
 """The links of one process: one per pair, opened on demand, each with an I/O thread, discarded on the first error.
 
     queue          producer                          consumer
-    jobs           the event loop (`submit`)         the link's thread, first in, first out
+    jobs           the event loop (`submit`)         the link's thread, first in, first out but for KV that isn't there
     ends of links  the link's thread                 the event loop (`LinkSpec.on_end`)
 
 A thread has two buffers, so that one frame is on the wire while the bytes of the next (sending) or the previous one
