@@ -7,7 +7,7 @@ other engines are commonly timed on: prefill of one request; decode of a batch w
 end of sequence ignored, over the decode steps alone.
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
-                      runner, sampler
+                      runner, and the sampler unless one native call computes a step and chooses its tokens
     bandwidth         bytes of weights a second that decode reads, as a share of what this machine can read
     resident_peak     peak resident bytes of the load, as a multiple of the checkpoint's size
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, Quantization
@@ -38,11 +37,11 @@ OUT = 64
 class Timed:
     """Calls a function, and adds up the CPU seconds that the calling thread spends in it."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self.seconds = 0.0
 
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         start = time.thread_time()
         result = self._function(*args, **options)
         self.seconds += time.thread_time() - start
@@ -56,8 +55,12 @@ class Bench:
         self._random = random.Random(0)
         self._requests = 0
         self._vocabulary = runner.spec.vocab_size
-        self._timed = [Timed(runner.model.forward), Timed(runner.model.logits)]
-        runner.model.forward, runner.model.logits = self._timed  # type: ignore[method-assign]  # timing is the purpose
+        self._timed: list[Timed] = []
+        # Only the native decoder can choose tokens itself.
+        for name in ("forward", "logits", "choose"):
+            if hasattr(runner.model, name):
+                self._timed.append(Timed(getattr(runner.model, name)))
+                setattr(runner.model, name, self._timed[-1])
 
     def seconds(self, batch: int, length: int, out: int) -> tuple[float, float, float]:
         """A batch of requests, from first to last step: time by the clock, CPU time of the stepping thread, and how

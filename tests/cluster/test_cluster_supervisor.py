@@ -156,6 +156,7 @@ def test_status_shows_what_the_members_reported() -> None:
                 "context": {"tokens": 0, "limit": "model", "reason": "the model isn't loaded yet"},
                 "weights": None,
                 "kv_dtype": None,
+                "prefill_attention": None,
             } in shown["workers"]
             assert all(0 <= entry.heartbeat_age_seconds < 1.5 for entry in status.members)
 
