@@ -129,11 +129,9 @@ class SendJob(FrameJob):
         self._on_read()
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
-        if link.stream is not None or not self._claim.enter():
-            return
-        self._open = True
-        if self._place.queues(buffer, self._check(link)):
-            self._prepared = True
+        queues = link.stream is None and self._place.queues(buffer, self._check(link))
+        if queues and self._claim.enter():
+            self._open = self._prepared = True
             with beside():
                 self.written.follow()
                 self._ready(link, buffer)

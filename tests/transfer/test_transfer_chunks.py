@@ -315,6 +315,14 @@ def test_a_frame_of_a_lost_link_was_not_sent_in_place() -> None:
     assert not claim.in_place
 
 
+def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends() -> None:
+    claim, frame = BlockClaim(LateWrites()), Frame(1, 0, 0, 16, LAYOUT.nbytes(16))
+    place = PoolFrame(KVPool(LAYOUT, 8), [4, 1], frame)
+    job = SendJob(("r", 1), frame, claim, place, ChecksumKind.XXH3, lambda push: None, lambda: None)
+    job.prepare(NoLink(), torch.zeros(frame.nbytes + 8, dtype=torch.uint8))  # type: ignore[arg-type]  # what the job uses
+    assert claim.close()
+
+
 def test_a_frame_waits_for_no_later_step_than_its_own() -> None:
     async def test() -> None:
         config = TransferConfig(frame_bytes=2**16)
