@@ -189,6 +189,46 @@ def test_frames_keep_their_order_if_their_steps_end_while_the_link_looks(ends_at
     asyncio.run(test())
 
 
+class EndsAtOnce:
+    """Writes that end when the link's thread has prepared their frame and waits, while the event loop is in `submit`."""
+
+    def __init__(self, log: list[tuple[str, int]]) -> None:
+        self._log = log
+        self._loop = threading.get_ident()
+        self._over = False
+
+    @property
+    def ended(self) -> bool:
+        if threading.get_ident() == self._loop:
+            self._end()
+        return self._over
+
+    def follow(self) -> None: ...
+
+    def then(self, call: Callable[[], object]) -> None:
+        self._end()
+        call()
+
+    def _end(self) -> None:
+        time.sleep(0.05)
+        self._over = ("prepared", 1) in self._log
+
+
+def test_a_step_that_ends_while_its_frame_is_submitted_wakes_the_link() -> None:
+    async def test() -> None:
+        ends, log, received = Ends(), list[tuple[str, int]](), list[int]()
+        ends.right.submit("p", 1, Taking(received))
+        await until(lambda: ends.left._links["p"]._up)
+        ends.left.submit("p", 1, Sending(("r", 1), 1, EndsAtOnce(log), log))
+        try:
+            async with asyncio.timeout(1):
+                await until(lambda: received == [1])
+        finally:
+            await ends.close()
+
+    asyncio.run(test())
+
+
 def test_the_finish_of_a_hand_off_does_not_wait_for_another_ones_step() -> None:
     async def test() -> None:
         ends, log, received, told = Ends(), list[tuple[str, int]](), list[int](), list[int]()
