@@ -190,7 +190,7 @@ def test_frames_keep_their_order_if_their_steps_end_while_the_link_looks(ends_at
 
 
 class EndsAtOnce:
-    """Writes that end when the link's thread has prepared their frame and waits, while the event loop is in `submit`."""
+    """Writes that end in `submit`, once the link's thread has prepared their frame and waits."""
 
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self._log = log
