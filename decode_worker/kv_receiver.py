@@ -56,7 +56,6 @@ from kvrelay.transfer.messages import (
 from kvrelay.transfer.packing import clip
 from kvrelay.transfer.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import ReceiveAttempt
-from kvrelay.transfer.states import StatesRoom
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,6 @@ class KVReceiver(Endpoint[Receiving]):
         super().__init__(context)
         self._frames = frames
         self._host = host
-        self.states_room = StatesRoom(self.config.states_bytes)
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
         self._waiting = ReservationQueue()
 

@@ -63,7 +63,7 @@ from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import SendAttempt
-from kvrelay.transfer.states import SentStates, StatesRoom
+from kvrelay.transfer.states import SentStates
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,6 @@ class KVSender(Endpoint[Sending]):
         self._frames = frames
         self._host = host
         self._connect = connect
-        self.states_room = StatesRoom(config.states_bytes)
 
     # For the worker.
 
@@ -212,8 +211,8 @@ class KVSender(Endpoint[Sending]):
             cut.tokens,
             layout.layers,
             cut.parts,
-            state_bytes,
-            cut.nbytes // state_bytes if state_bytes else 0,
+            state_bytes=state_bytes,
+            state_tokens=cut.nbytes // state_bytes if state_bytes else 0,
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)

@@ -132,7 +132,7 @@ class Process:
             raise Violation("report", f"{self}: nothing was reported of {sorted(silent)}")
         if not self.engine_ended:
             self.blocks.check_all_free()
-        if self.endpoint.states_room.used:  # type: ignore[attr-defined]  # both endpoints have it
+        if self.endpoint.states_room.used:
             raise Violation("leak", f"{self}: room is still taken by hidden states")
 
 
