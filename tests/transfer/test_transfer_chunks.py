@@ -23,7 +23,7 @@ from kvrelay.transfer.frames import SendJob
 from kvrelay.transfer.links import AfterFrames, LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.ports import RECEIVER, SENDER, LinkSpec, LoopRuntime
-from kvrelay.transfer.transports.base import Link, Pending
+from kvrelay.transfer.transports.base import Link, Pending, poll
 from support.fake_transport import FakeTransport
 from support.handoff import FIRST_TOKEN, blocks_of, pair, prompt
 from support.handoff import LAYOUT as PAIR_LAYOUT
@@ -200,18 +200,17 @@ class EndsAtOnce:
     @property
     def ended(self) -> bool:
         if threading.get_ident() == self._loop:
-            self._end()
+            self._end_within(0.05)
         return self._over
 
     def follow(self) -> None: ...
 
     def then(self, call: Callable[[], object]) -> None:
-        self._end()
+        self._end_within(WAIT)
         call()
 
-    def _end(self) -> None:
-        time.sleep(0.05)
-        self._over = ("prepared", 1) in self._log
+    def _end_within(self, seconds: float) -> None:
+        self._over = poll(lambda: ("prepared", 1) in self._log, seconds, 0.005)
 
 
 def test_a_step_that_ends_while_its_frame_is_submitted_wakes_the_link() -> None:
