@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import grpc
 
-from kvrelay.decode_worker.kv_receiver import KVReceiver, ReceiverHost
+from kvrelay.decode_worker.kv_receiver import KVReceiver
+from kvrelay.decode_worker.receiver_ports import ReceiverHost
 from kvrelay.internal.v1.handoff_pb2 import ControlRequest, ControlResponse
 from kvrelay.internal.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvrelay.rpc.identity import WorkerId

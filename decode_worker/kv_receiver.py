@@ -11,15 +11,15 @@ reservations         offers that found no free blocks      `blocks_freed`, first
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from kvrelay.decode_worker.receiver_ports import ReceiveJobs, ReceiverHost
 from kvrelay.decode_worker.reservation_queue import ReservationQueue
-from kvrelay.engine.states import StatesLayout
 from kvrelay.rpc.identity import WorkerId
-from kvrelay.transfer.claim import BlockClaim, tokens_digest
+from kvrelay.transfer.claim import tokens_digest
 from kvrelay.transfer.endpoint import Endpoint, EndpointContext, Pair, Transfer, TransferStats
 from kvrelay.transfer.events import (
     BlocksFreed,
@@ -56,87 +56,11 @@ from kvrelay.transfer.messages import (
 from kvrelay.transfer.packing import clip
 from kvrelay.transfer.ports import RECEIVER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import ReceiveAttempt
-from kvrelay.transfer.states import StatesRoom
 
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 8192
 """Ended attempts that are remembered, so that their late offers are refused at once."""
-
-
-class BlockHold(Protocol):
-    """Keeps the reserved blocks allocated."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """The block table, from the first token on."""
-
-
-class Reservation(Protocol):
-    """Blocks for all tokens of an attempt."""
-
-    @property
-    def hold(self) -> BlockHold: ...
-
-    @property
-    def have_tokens(self) -> int:
-        """Tokens whose KV is there already: whole blocks, or all of the tokens."""
-
-
-class ReceiverHost(Protocol):
-    """The decode worker, as its `KVReceiver` calls it on the event loop."""
-
-    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
-        """Tries to reserve blocks for the attempt's tokens.
-
-        Calls `answer` exactly once, later, on the event loop: with a `Reservation`; with None if no blocks are free
-        now; or with an exception if this worker serves no attempt any more.
-        """
-
-    def release(self, reservation: Any) -> None:
-        """The receiver gives the reservation up: release it, on the thread that owns the block pool."""
-
-    def imported(self, key: Key, reservation: Any, first_token: int, stats: TransferStats, states: Any) -> None:
-        """The KV of all tokens is in the reserved blocks; the host owns the reservation from here on.
-
-        Args:
-            states: [n, layers, hidden] hidden states of the last n tokens, in memory of `ReceiveJobs.make_states`;
-                None if none came.
-        """
-
-    def import_failed(self, key: Key, code: Code, message: str) -> None:
-        """The hand-off of an expected attempt failed."""
-
-
-class ReceiveJobs(Protocol):
-    """Makes the jobs that receive frames into this worker's KV pool; `PoolFrames` does."""
-
-    def receive(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        table: Sequence[int],
-        keep: int,
-        peer: Hello,
-        on_end: Callable[[Outcome], None],
-    ) -> Any: ...
-
-    def make_states(self, layout: StatesLayout, tokens: int) -> Any:
-        """Host memory for the hidden states of so many tokens, whose slices are views."""
-
-    def receive_states(
-        self,
-        key: Key,
-        frame: Frame,
-        claim: BlockClaim,
-        states: Any,
-        peer: Hello,
-        on_end: Callable[[Outcome], None],
-    ) -> Any: ...
-
-    def drain(self, nbytes: int, peer: Hello) -> Any:
-        """Receives and discards a frame."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -177,7 +101,6 @@ class KVReceiver(Endpoint[Receiving]):
         super().__init__(context)
         self._frames = frames
         self._host = host
-        self.states_room = StatesRoom(self.config.states_bytes)
         self._ended: OrderedDict[Key, tuple[Code, str]] = OrderedDict()
         self._waiting = ReservationQueue()
 

@@ -63,7 +63,7 @@ from kvrelay.transfer.packing import WireError, clip
 from kvrelay.transfer.peers import Peer
 from kvrelay.transfer.ports import SENDER, ControlStream, LinkEnd, NoTransportError
 from kvrelay.transfer.protocol import SendAttempt
-from kvrelay.transfer.states import SentStates, StatesRoom
+from kvrelay.transfer.states import SentStates
 
 logger = logging.getLogger(__name__)
 
@@ -120,20 +120,20 @@ class Sending(Transfer[SendAttempt]):
     state_nbytes: int = 0
     """Of hidden states, that were sent."""
     started_at: float | None = None
-    """When the first frame was queued."""
+    """When the first frame was queued and its KV was there."""
     finished_at: float | None = None
     """When prefill ended."""
     offered_at: float
     granted_at: float | None = None
     """When the receiver's first grant came."""
     steps: deque[tuple[int, KVWrites]] = field(default_factory=deque)
-    """Steps whose end isn't known: the tokens whose KV is computed with each, ascending, and its writes."""
+    """Steps whose end isn't known, oldest first: the tokens before those whose KV each computes, and its writes."""
 
     def written(self, tokens: int) -> KVWrites:
         """When the KV of the first `tokens` tokens is computed."""
         while self.steps and self.steps[0][1].ended:
             self.steps.popleft()
-        return next((writes for end, writes in self.steps if end >= tokens), WRITTEN)
+        return next((writes for before, writes in reversed(self.steps) if before < tokens), WRITTEN)
 
 
 class KVSender(Endpoint[Sending]):
@@ -165,7 +165,6 @@ class KVSender(Endpoint[Sending]):
         self._frames = frames
         self._host = host
         self._connect = connect
-        self.states_room = StatesRoom(config.states_bytes)
 
     # For the worker.
 
@@ -212,8 +211,8 @@ class KVSender(Endpoint[Sending]):
             cut.tokens,
             layout.layers,
             cut.parts,
-            state_bytes,
-            cut.nbytes // state_bytes if state_bytes else 0,
+            state_bytes=state_bytes,
+            state_tokens=cut.nbytes // state_bytes if state_bytes else 0,
         )
         now = self.runtime.now()
         machine = SendAttempt(key, manifest, self.timeouts, now)
@@ -239,11 +238,11 @@ class KVSender(Endpoint[Sending]):
         if transfer is None:
             self._host.release(hold)
             return
-        transfer.table.extend(hold.blocks)
         manifest = transfer.machine.manifest
-        tokens = min(len(transfer.table) * manifest.block_size, manifest.tokens)
         if not written.ended:
-            transfer.steps.append((tokens, written))
+            transfer.steps.append((len(transfer.table) * manifest.block_size, written))
+        transfer.table.extend(hold.blocks)
+        tokens = min(len(transfer.table) * manifest.block_size, manifest.tokens)
         self._feed(transfer, Computed(tokens, hold))
 
     def finished(self, key: Key, first_token: int, hold: Hold) -> None:
@@ -257,7 +256,9 @@ class KVSender(Endpoint[Sending]):
             return
         transfer.table = list(hold.blocks)
         transfer.steps.clear()
-        transfer.finished_at = self.runtime.now()
+        transfer.finished_at = now = self.runtime.now()
+        if transfer.claims:
+            transfer.started_at = transfer.started_at or now
         self._feed(transfer, Finished(first_token, hold))
 
     # Actions.
@@ -293,16 +294,22 @@ class KVSender(Endpoint[Sending]):
 
     def _send(self, transfer: Sending, frame: Frame) -> None:
         pair, post = transfer.pair, self.runtime.post
-        transfer.started_at = transfer.started_at or self.runtime.now()
-        announce, on_read = partial(post, pair.stream.put), partial(post, self._sent, transfer, frame)
+        announce, on_read = partial(post, self._announce, transfer), partial(post, self._sent, transfer, frame)
         if frame.states:
-            transfer.state_nbytes += frame.nbytes
             claim, states = self._claim(transfer, frame), transfer.states.slices(frame.first, frame.tokens)
             job = self._frames.send_states(transfer.key, frame, claim, states, pair.hello, announce, on_read)
         else:
             claim = self._claim(transfer, frame, transfer.written(frame.first + frame.tokens))
             job = self._frames.send(transfer.key, frame, claim, transfer.table, pair.hello, announce, on_read)
+        if claim.written.ended:
+            transfer.started_at = transfer.started_at or self.runtime.now()
         self.links.submit(pair.incarnation, frame.epoch, job)
+
+    def _announce(self, transfer: Sending, push: Push) -> None:
+        """The link begins to send a frame."""
+        transfer.started_at = transfer.started_at or self.runtime.now()
+        transfer.state_nbytes += push.nbytes if push.states else 0
+        transfer.pair.stream.put(push)
 
     def _sent(self, transfer: Sending, frame: Frame) -> None:
         """The frame's blocks are no longer needed for it."""

@@ -25,6 +25,7 @@ from kvrelay.transfer.messages import MAX_KEYS, CloseLink, Code, Hello, Key, Mee
 from kvrelay.transfer.peers import Peer, PeerTable
 from kvrelay.transfer.ports import ControlStream, LinkEnd, Links, LinkSpec, Runtime
 from kvrelay.transfer.protocol import ReceiveAttempt, SendAttempt
+from kvrelay.transfer.states import StatesRoom
 
 MachineT = TypeVar("MachineT", SendAttempt, ReceiveAttempt)
 
@@ -114,6 +115,7 @@ class Endpoint(ABC, Generic[TransferT]):
             prefill=config.prefill_timeout_seconds,
             transfer=config.transfer_timeout_seconds,
         )
+        self.states_room = StatesRoom(config.states_bytes)
         self.dropped = 0
         """Messages of other attempts or epochs, so far."""
         self.corrupt = 0

@@ -97,7 +97,9 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Sender: KV of the first `tokens` tokens is computed; `hold` keeps the blocks that are new."""
+    """Sender: KV of the first `tokens` tokens is computed, or a launched step computes it, and a link waits for that
+    step. `hold` keeps the blocks that are new.
+    """
 
     tokens: int
     hold: Hold

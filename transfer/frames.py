@@ -129,20 +129,19 @@ class SendJob(FrameJob):
         self._on_read()
 
     def prepare(self, link: Link, buffer: Tensor) -> None:
-        if link.stream is not None or not self._claim.enter():
-            return
-        self._open = True
-        if self._place.queues(buffer, self._check(link)):
+        queues = link.stream is None and self._place.queues(buffer, self._check(link))
+        if queues and self._claim.enter():
+            self._open = self._prepared = True
             with beside():
                 self.written.follow()
                 self._ready(link, buffer)
-            self._prepared = True
 
     def fail(self, message: str) -> None:
         # The copy needs its blocks and its buffer until it has ended. If the device has failed, the engine reports it.
         if self._prepared:
             with suppress(RuntimeError):
                 self._settle()
+        self._claim.in_place = False
         super().fail(message)
 
     def begin(self, link: Link, buffer: Tensor) -> Pending | None:

@@ -1,7 +1,7 @@
 """The links of one process: one per pair, opened on demand, each with an I/O thread, discarded on the first error.
 
     queue          producer                          consumer
-    jobs           the event loop (`submit`)         the link's thread, first in, first out
+    jobs           the event loop (`submit`)         the link's thread, first in, first out but for KV that isn't there
     ends of links  the link's thread                 the event loop (`LinkSpec.on_end`)
 
 A thread has two buffers, so that one frame is on the wire while the bytes of the next (sending) or the previous one
@@ -150,6 +150,7 @@ class LinkThread:
 
     def submit(self, job: Job) -> None:
         """Queues a job; fails it at once if the link has ended."""
+        late = not job.written.ended  # asked first: the KV may come while the link's thread begins to wait for it
         with self._changed:
             reason = self._reason
             if reason is None:
@@ -157,7 +158,7 @@ class LinkThread:
                 self._changed.notify()
         if reason is not None:
             job.fail(reason)
-        elif not job.written.ended:
+        elif late:
             job.written.then(self._wake)
 
     def _wake(self) -> None:

@@ -1,7 +1,7 @@
 """What the coordinators of the hand-off need from outside, as interfaces: the product has real ones, tests simulate.
 
 Runtime        the clock and the event loop     `LoopRuntime`, one per process
-ControlStream  messages to one peer             `prefill_worker.outgoing_stream`, `decode_worker.incoming_stream`
+ControlStream  messages to one peer             `prefill_worker.handoff_client`, `decode_worker.handoff_service`
 Links          links to all peers               `transfer.links.LinkManager`, one per process
 Job            the transfer of one frame        made by `transfer.frames.PoolFrames`
 """

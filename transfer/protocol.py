@@ -75,7 +75,7 @@ Rules for all states:
 * Finish follows the announcement of the last frame, so its count shows at once that a frame was left out.
 * While the link may still read (sender) or write (receiver) the blocks of a frame, the frame is in quarantine. After
   the end, blocks are released only when FrameEnded has come for every frame in quarantine. It always comes, because
-  every wait of a link has a timeout.
+  every wait of a link has a timeout, and a worker whose step doesn't end is replaced.
 * Each hold is released exactly once, by ReleaseHold, or given away exactly once, by Commit.
 
 Deadlines (`Timeouts`, in seconds). Any state: `lease` without a message of the other end. ADMITTED (offered) and

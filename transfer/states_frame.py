@@ -1,8 +1,10 @@
 """Frames of hidden states: they lie in host memory beside the KV pool, at both ends."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.transfer.checks import FrameCheck
@@ -26,13 +28,19 @@ class StatesFrame:
         """`runs` leaves nothing out."""
 
     def read(self, out: Tensor) -> None:
-        torch.cat(self._parts, out=out[: self.nbytes()])
+        for part, framed in self._pieces(out):
+            framed[:] = part
 
     def write(self, data: Tensor) -> None:
-        first = 0
+        for part, framed in self._pieces(data):
+            part[:] = framed
+
+    def _pieces(self, data: Tensor) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Each part, and its place in `data`. NumPy copies them in this thread; torch would split them over threads."""
+        rest = data.numpy()
         for part in self._parts:
-            part.copy_(data[first : first + len(part)])
-            first += len(part)
+            yield part.numpy(), rest[: len(part)]
+            rest = rest[len(part) :]
 
     def queues(self, data: Tensor, check: FrameCheck) -> bool:
         return False

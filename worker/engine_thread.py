@@ -143,9 +143,12 @@ class EngineThread:
 
     def _step(self) -> Sequence[Progress]:
         began = self._step_began = time.monotonic()
+        before = self._engine.steps
         progress = self._engine.step()
-        # Also without progress: a step whose sequences have all been cancelled has freed their blocks.
-        self._on_step(progress)
+        # Also without progress: a step whose sequences have all been cancelled has freed their blocks. But never where
+        # nothing was computed: an offer that waits for blocks asks again after each report, which wakes this thread.
+        if self._engine.steps != before:
+            self._on_step(progress)
         self._step_began = None
         slowest, second = (SLOW_DECAY * seconds for seconds in self._slowest_steps)
         _, second, slowest = sorted((slowest, second, time.monotonic() - began))

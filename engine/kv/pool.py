@@ -80,11 +80,8 @@ class KVPool:
         """
         if self.bytes.device.type != "cpu":
             raise ValueError(f"the KV pool is on {self.bytes.device}; runs are of host memory only")
-        self._check_range(blocks, first_token, num_tokens)
-        start = first_token // self.layout.block_size
-        used = blocks[start : start + num_tokens // self.layout.block_size]
         memory = memoryview(self.bytes.view(-1).numpy().data)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
+        return [memory[first:end] for first, end in self._whole_runs(blocks, first_token, num_tokens, part)]
 
     def regions(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart = ALL_LAYERS
@@ -94,11 +91,16 @@ class KVPool:
         Raises:
             ValueError: as `read`.
         """
+        memory = self.bytes.view(-1)
+        return [memory[first:end] for first, end in self._whole_runs(blocks, first_token, num_tokens, part)]
+
+    def _whole_runs(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, part: LayerPart
+    ) -> Iterator[tuple[int, int]]:
+        """Where the bytes of a frame's whole blocks begin and end in `bytes`, neighbours in one run."""
         self._check_range(blocks, first_token, num_tokens)
         start = first_token // self.layout.block_size
-        used = blocks[start : start + num_tokens // self.layout.block_size]
-        memory = self.bytes.view(-1)
-        return [memory[first:end] for first, end in memory_runs(self.layout, used, part)]
+        return memory_runs(self.layout, blocks[start : start + num_tokens // self.layout.block_size], part)
 
     def read(
         self,

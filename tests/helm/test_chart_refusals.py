@@ -40,6 +40,7 @@ OUT_OF_RANGE = [
     ("transfer.frame_bytes", 1),
     ("transfer.gpu_frame_bytes", 2**29),
     ("transfer.gpu_buffer_bytes", 1),
+    ("transfer.states_bytes", -1),
     ("transfer.encrypt", "rot13"),
     ("heartbeat.dead_seconds", 0.1),
     ("image.pullPolicy", "Sometimes"),

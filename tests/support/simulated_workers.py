@@ -132,7 +132,7 @@ class Process:
             raise Violation("report", f"{self}: nothing was reported of {sorted(silent)}")
         if not self.engine_ended:
             self.blocks.check_all_free()
-        if self.endpoint.states_room.used:  # type: ignore[attr-defined]  # both endpoints have it
+        if self.endpoint.states_room.used:
             raise Violation("leak", f"{self}: room is still taken by hidden states")
 
 
@@ -308,7 +308,8 @@ class DecodeProcess(Process):
     def _check_states(self, key: Key, states: SimulatedStates | None) -> None:
         """The hidden states that came are those of this very attempt; all of them, unless there was too little room."""
         world, tokens = self.world, self.world.tokens[key[0]]
-        (kept,) = [left.kept.get(key, [0, 0]) for left, _ in [world.router.placed[key]]]
+        left, _ = world.router.placed[key]
+        kept = left.kept.get(key, [0, 0])
         first = tokens if states is None else tokens - len(states)
         if states is not None and list(states.stamps) != [(key, token) for token in range(first, tokens)]:
             raise Violation("token", f"{key}: hidden states from {first} on are {list(states.stamps)}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,14 +16,17 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.transfer.checks import ChecksumKind, FrameCheck
 from kvrelay.transfer.claim import BlockClaim
+from kvrelay.transfer.config import TransferConfig
 from kvrelay.transfer.events import Frame
 from kvrelay.transfer.frame_places import PoolFrame
 from kvrelay.transfer.frames import SendJob
 from kvrelay.transfer.links import AfterFrames, LinkLimits, LinkManager, LinkTimeouts
 from kvrelay.transfer.messages import Key
 from kvrelay.transfer.ports import RECEIVER, SENDER, LinkSpec, LoopRuntime
-from kvrelay.transfer.transports.base import Link, Pending
+from kvrelay.transfer.transports.base import Link, Pending, poll
 from support.fake_transport import FakeTransport
+from support.handoff import FIRST_TOKEN, blocks_of, pair, prompt
+from support.handoff import LAYOUT as PAIR_LAYOUT
 from support.late_writes import LateWrites
 
 WAIT = 10.0
@@ -185,6 +189,45 @@ def test_frames_keep_their_order_if_their_steps_end_while_the_link_looks(ends_at
     asyncio.run(test())
 
 
+class EndsAtOnce:
+    """Writes that end in `submit`, once the link's thread has prepared their frame and waits."""
+
+    def __init__(self, log: list[tuple[str, int]]) -> None:
+        self._log = log
+        self._loop = threading.get_ident()
+        self._over = False
+
+    @property
+    def ended(self) -> bool:
+        if threading.get_ident() == self._loop:
+            self._end_within(0.05)
+        return self._over
+
+    def follow(self) -> None: ...
+
+    def then(self, call: Callable[[], object]) -> None:
+        self._end_within(WAIT)
+        call()
+
+    def _end_within(self, seconds: float) -> None:
+        self._over = poll(lambda: ("prepared", 1) in self._log, seconds, 0.005)
+
+
+def test_a_step_that_ends_while_its_frame_is_submitted_wakes_the_link() -> None:
+    async def test() -> None:
+        ends, log, received = Ends(), list[tuple[str, int]](), list[int]()
+        ends.right.submit("p", 1, Taking(received))
+        await until(lambda: ends.left._links["p"]._up)
+        ends.left.submit("p", 1, Sending(("r", 1), 1, EndsAtOnce(log), log))
+        try:
+            async with asyncio.timeout(1):
+                await until(lambda: received == [1])
+        finally:
+            await ends.close()
+
+    asyncio.run(test())
+
+
 def test_the_finish_of_a_hand_off_does_not_wait_for_another_ones_step() -> None:
     async def test() -> None:
         ends, log, received, told = Ends(), list[tuple[str, int]](), list[int](), list[int]()
@@ -285,6 +328,81 @@ def test_a_prepared_copy_is_waited_for_once_and_its_blocks_are_kept_until_then(e
     expected = torch.empty(frame.nbytes, dtype=torch.uint8)
     KVPool.read(pool, table, 0, 21, expected)
     assert torch.equal(buffer[: frame.nbytes], expected)
+
+
+class Lender:
+    """Sends blocks from where they lie."""
+
+    most_runs = 8
+
+    def lend(self, memory: torch.Tensor) -> bool:
+        return True
+
+
+class LendingLink(NoLink):
+    lender = Lender()
+
+
+def test_a_frame_of_a_lost_link_was_not_sent_in_place() -> None:
+    pool, late = QueuedPool(), Behind()
+    claim, frame = BlockClaim(late), Frame(1, 0, 0, 16, LAYOUT.nbytes(16))
+    place = PoolFrame(pool, [4, 1], frame)
+    job = SendJob(("r", 1), frame, claim, place, ChecksumKind.MIX64, lambda push: None, lambda: None)
+    job.prepare(LendingLink(), torch.zeros(frame.nbytes + 8, dtype=torch.uint8))  # type: ignore[arg-type]  # what the job uses
+    assert claim.in_place
+    job.fail("lost")
+    assert not claim.in_place
+
+
+def test_a_frame_whose_copy_cannot_be_queued_can_be_stopped_until_its_step_ends() -> None:
+    claim, frame = BlockClaim(LateWrites()), Frame(1, 0, 0, 16, LAYOUT.nbytes(16))
+    place = PoolFrame(KVPool(LAYOUT, 8), [4, 1], frame)
+    job = SendJob(("r", 1), frame, claim, place, ChecksumKind.XXH3, lambda push: None, lambda: None)
+    job.prepare(NoLink(), torch.zeros(frame.nbytes + 8, dtype=torch.uint8))  # type: ignore[arg-type]  # what the job uses
+    assert claim.close()
+
+
+def test_a_frame_waits_for_no_later_step_than_its_own() -> None:
+    async def test() -> None:
+        config = TransferConfig(frame_bytes=2**16)
+        async with pair(config) as world:
+            # Each step computes as much as one frame carries.
+            key, size = ("r", 1), config.frame_bytes // PAIR_LAYOUT.block_bytes
+            tokens = size * PAIR_LAYOUT.block_size
+            world.receiving.gate = asyncio.Event()
+            world.announce(key, prompt(2 * tokens))
+            early, late, blocks = LateWrites(), LateWrites(), blocks_of(2 * tokens)
+            world.sender.progress(key, world.sending.hold(blocks[:size]), early)
+            world.sender.progress(key, world.sending.hold(blocks[size:]), late)
+            early.end()
+            world.receiving.gate.set()
+            await world.ends.until(lambda: world.receiver._transfers[key].machine._verified == tokens)
+            assert not late.ended
+            late.end()
+            world.sender.finished(key, FIRST_TOKEN, world.sending.hold(blocks))
+            await world.settled(key)
+            world.check_equal(key, blocks, 2 * tokens)
+
+    asyncio.run(test())
+
+
+def test_the_time_of_a_hand_off_begins_when_its_first_frame_is_computed() -> None:
+    async def test() -> None:
+        async with pair() as world:
+            key, late, blocks = ("r", 1), LateWrites(), blocks_of(40)
+            world.announce(key, prompt(40))
+            world.sender.progress(key, world.sending.hold(blocks), late)
+            (transfer,) = world.sender._transfers.values()
+            await world.ends.until(lambda: transfer.claims)
+            await asyncio.sleep(0.2)
+            computed = time.monotonic()
+            late.end()
+            world.sender.finished(key, FIRST_TOKEN, world.sending.hold(blocks))
+            await world.settled(key)
+            stats = world.ends.exported[key]
+            assert stats.handoff_seconds <= stats.transfer_seconds < time.monotonic() - computed
+
+    asyncio.run(test())
 
 
 def test_a_waiter_calls_back_in_order_also_after_a_failed_device_and_ends() -> None:

@@ -37,7 +37,7 @@ def ipc(driver: DriverTwin) -> tuple[Transports, Transports]:
 def hand_over(
     transports: tuple[Transports, Transports], source: KVPool, table_of: Callable[[int], list[int]]
 ) -> tuple[int, int]:
-    """Hands over prompts of LENGTHS and compares them; bytes of their whole frames sent in place, and of all frames."""
+    """Hands over prompts of LENGTHS and compares them; bytes of the frames sent in place, and of all frames."""
     sent = 0
 
     async def test() -> int:
@@ -69,7 +69,6 @@ def neighbours(count: int) -> list[int]:
 @pytest.mark.parametrize("table_of", [scattered, neighbours])
 def test_nixl_writes_blocks_from_wherever_they_lie(table_of: Callable[[int], list[int]]) -> None:
     in_place, sent = hand_over(links_of("nixl"), KVPool(LAYOUT, 256), table_of)
-    """Hands over prompts of LENGTHS and compares them; bytes of the frames sent in place, and of all frames."""
     assert 0 <= sent - in_place <= 5 * LAYOUT.token_bytes
     assert in_place > 0
 

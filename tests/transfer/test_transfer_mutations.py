@@ -300,9 +300,9 @@ WEAKNESSES = [
         KVSender,
         """            self._host.release(hold)
             return
-        transfer.table.extend""",
+        manifest = transfer""",
         """            return
-        transfer.table.extend""",
+        manifest = transfer""",
         "leak",
         handoff.test_a_cancel_frees_both_ends_at_once,
         ("prefill", "announced"),

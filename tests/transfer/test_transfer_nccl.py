@@ -10,6 +10,7 @@ import torch
 
 from kvrelay.engine.kv.writes import Event
 from kvrelay.transfer.ports import RECEIVER, SENDER
+from kvrelay.transfer.transports import nccl
 from kvrelay.transfer.transports.base import LinkError
 from kvrelay.transfer.transports.nccl import (
     MAX_CHANNELS,
@@ -130,13 +131,15 @@ def test_a_wait_takes_no_processor_and_ends_with_its_operation() -> None:
         later.wait(0.05)
 
 
-def test_an_error_of_nccl_ends_a_wait_without_an_event() -> None:
+def test_an_error_of_nccl_ends_a_wait_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LATE_SECONDS", 0.2)
     group = GroupTwin()
     link = link_on(group)
-    pending = link.send(link.buffer(8))
+    pending = link.recv(link.buffer(8))
     group.failed = True
     began = time.monotonic()
-    pending.wait(WAIT)
+    with pytest.raises(LinkError, match="has failed"):
+        pending.wait(WAIT)
     assert time.monotonic() - began < 1
     link.close()
 

@@ -33,8 +33,6 @@ from support.handoff import (
 CONFIG = TransferConfig(frame_timeout_seconds=1.0, frame_bytes=65536)
 BLOCK = LAYOUT.block_size
 CHUNK = 4 * BLOCK
-
-
 GAPS = (range(1), CHUNK), (range(1, 3), 3 * CHUNK), (range(4, 9), None)
 """Chunks of five whose states are missing, and the first token whose states come."""
 
@@ -116,9 +114,7 @@ def test_behind_a_gap_they_begin_anew() -> None:
 
     async def test() -> None:
         async with pair(CONFIG, states=STATES) as world:
-            for number, (skipped, first) in enumerate(
-                ((range(1), CHUNK), (range(1, 3), 3 * CHUNK), (range(4, 9), None))
-            ):
+            for number, (skipped, first) in enumerate(GAPS):
                 key, states = (f"r{number}", 1), states_of(5 * CHUNK)
                 world.announce(key, prompt(5 * CHUNK))
                 compute(world, key, states, skipped=skipped)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 
@@ -59,12 +60,33 @@ def test_an_idle_engine_steps_once_a_command_gives_it_work(started: Started) -> 
 def test_a_step_without_progress_is_reported_too(started: Started) -> None:
     """All of its sequences were cancelled: their blocks are free now, which the worker's load must show."""
 
+    def step() -> list[object]:
+        started.engine.steps = 1
+        return []
+
     def give_work() -> None:
-        started.engine.step = list  # type: ignore[method-assign]
+        started.engine.step = step  # type: ignore[method-assign]
         started.engine.work = 1
 
     started.thread.post(give_work)
     assert started.steps.get(timeout=5) == []
+
+
+def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
+    """All of its sequences wait for blocks. Whoever asks for blocks after each report would ask for ever."""
+    engine, reports = ScriptedEngine(work=1), list[object]()
+    engine.step = list  # type: ignore[method-assign]
+
+    def ask_again(progress: object) -> None:
+        reports.append(progress)
+        thread.post(lambda: None)
+
+    thread = EngineThread(engine, ask_again, lambda error: None)  # type: ignore[arg-type]  # scripted
+    thread.start()
+    thread.post(lambda: None)
+    time.sleep(0.05)
+    assert thread.stop(5)
+    assert len(reports) == 0
 
 
 def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +96,11 @@ def test_a_pause_once_makes_no_step_a_slow_one(monkeypatch: pytest.MonkeyPatch) 
 
     class Engine:
         has_work = True
+        steps = 0
 
         def step(self) -> list[Progress]:
             nonlocal now
+            self.steps += 1
             now += next(durations)
             return []
 

@@ -31,6 +31,8 @@ OLDEST_SHARED_GPU = (2, 30)
 """The oldest NCCL that lets two ranks share a GPU."""
 ERROR_SECONDS = 0.1
 """Between two looks for an error of NCCL, while an operation is waited for."""
+LATE_SECONDS = 1.0
+"""How much later than an operation's end the event behind it may come, while the GPU has much else to do."""
 _ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -211,9 +213,12 @@ class NcclLink:
         deadline = time.monotonic() + timeout
         with link_errors("nccl", RuntimeError):
             while not self._over(number, min(ERROR_SECONDS, max(0.0, deadline - time.monotonic()))):
-                # An operation that NCCL has given up counts as completed.
+                # An operation that NCCL has given up counts as completed, but its event doesn't come.
                 if work.is_completed():
-                    break
+                    if self._over(number, LATE_SECONDS):
+                        break
+                    self.abort()
+                    raise LinkError("nccl: an operation has failed")
                 if time.monotonic() >= deadline:
                     self.abort()
                     raise LinkError(f"nccl: no end within {timeout} s")

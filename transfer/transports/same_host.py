@@ -185,6 +185,8 @@ class SameHostLink:
 
     mac_key = None
     """Memory that two processes of one user share is on no network; who could change it could change the pool."""
+    most_runs = 1
+    """A further message and a further copy take longer than the copy of a run into a buffer."""
 
     def __init__(self, name: str, connection: socket.socket, memory: Memory, timeout: float) -> None:
         self._name = name
@@ -216,9 +218,6 @@ class SameHostLink:
     @property
     def stream(self) -> ByteStream | None:
         return self if self._memory.on_host else None
-
-    most_runs = 1
-    """A further message and a further copy take longer than the copy of a run into a buffer."""
 
     @property
     def lender(self) -> Lender | None:

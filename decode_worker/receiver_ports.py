@@ -1,0 +1,85 @@
+"""What the `KVReceiver` calls: its worker, and what makes the jobs of its links. Tests simulate both."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvrelay.engine.states import StatesLayout
+from kvrelay.transfer.claim import BlockClaim
+from kvrelay.transfer.endpoint import TransferStats
+from kvrelay.transfer.events import Frame, Outcome
+from kvrelay.transfer.messages import Code, Hello, Key
+
+
+class BlockHold(Protocol):
+    """Keeps the reserved blocks allocated."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The block table, from the first token on."""
+
+
+class Reservation(Protocol):
+    """Blocks for all tokens of an attempt."""
+
+    @property
+    def hold(self) -> BlockHold: ...
+
+    @property
+    def have_tokens(self) -> int:
+        """Tokens whose KV is there already: whole blocks, or all of the tokens."""
+
+
+class ReceiverHost(Protocol):
+    """The decode worker, as its `KVReceiver` calls it on the event loop."""
+
+    def reserve(self, key: Key, answer: Callable[[Any], None]) -> None:
+        """Tries to reserve blocks for the attempt's tokens.
+
+        Calls `answer` exactly once, later, on the event loop: with a `Reservation`; with None if no blocks are free
+        now; or with an exception if this worker serves no attempt any more.
+        """
+
+    def release(self, reservation: Any) -> None:
+        """The receiver gives the reservation up: release it, on the thread that owns the block pool."""
+
+    def imported(self, key: Key, reservation: Any, first_token: int, stats: TransferStats, states: Any) -> None:
+        """The KV of all tokens is in the reserved blocks; the host owns the reservation from here on.
+
+        Args:
+            states: [n, layers, hidden] hidden states of the last n tokens, in memory of `ReceiveJobs.make_states`;
+                None if none came.
+        """
+
+    def import_failed(self, key: Key, code: Code, message: str) -> None:
+        """The hand-off of an expected attempt failed."""
+
+
+class ReceiveJobs(Protocol):
+    """Makes the jobs that receive frames into this worker's KV pool; `PoolFrames` does."""
+
+    def receive(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        table: Sequence[int],
+        keep: int,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> Any: ...
+
+    def make_states(self, layout: StatesLayout, tokens: int) -> Any:
+        """Host memory for the hidden states of so many tokens, whose slices are views."""
+
+    def receive_states(
+        self,
+        key: Key,
+        frame: Frame,
+        claim: BlockClaim,
+        states: Any,
+        peer: Hello,
+        on_end: Callable[[Outcome], None],
+    ) -> Any: ...
+
+    def drain(self, nbytes: int, peer: Hello) -> Any:
+        """Receives and discards a frame."""
