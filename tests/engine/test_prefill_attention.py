@@ -3,6 +3,7 @@
 import inspect
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,28 @@ def test_a_package_that_is_not_there_is_refused(wanted: Any, package: str, monke
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"prefill_attention is '{wanted}', but {package} can't be imported"):
         choose_prefill(wanted, shapes())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('its parts are of versions 1 and 2')", "can't be imported .*its parts are of versions"),
+        ("", "has no (flash_attn_with_kvcache|BatchPrefillWithPagedKVCacheWrapper)"),
+    ],
+)
+def test_auto_goes_on_without_a_package_that_is_broken(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in modules():
+        (tmp_path / f"{name}.py").write_text(text)
+        # So that what is imported here is forgotten afterwards.
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [one.name for one in choose_prefill("auto", shapes())] == ["triton", "gluon"]
+    for wanted in PACKAGES:
+        with pytest.raises(ValueError, match=reason):
+            choose_prefill(wanted, shapes())  # type: ignore[arg-type]  # both are names of kernels
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
