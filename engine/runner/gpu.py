@@ -66,7 +66,7 @@ class Extras:
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
     graph: bool = False
-    """Whether a captured graph was launched."""
+    """Whether captured graphs were launched."""
 
 
 class StreamWrites:
