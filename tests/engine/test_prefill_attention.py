@@ -17,6 +17,7 @@ from kvrelay.engine.attention.choice import choose_prefill, fastest
 from kvrelay.engine.attention.prefill import Shapes
 from kvrelay.engine.attention.tiles import TilePrefill
 from kvrelay.engine.attention.triton import architecture_of
+from kvrelay.engine.build import draft_options
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.kernels.paged import PagedKV
@@ -135,6 +136,11 @@ def test_a_triton_without_gluon_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_triton_is_the_default() -> None:
     assert [one.name for one in choose_prefill(EngineConfig().prefill_attention, shapes())] == ["triton"]
+
+
+def test_a_draft_model_has_triton(tmp_path: Path) -> None:
+    """Its heads may be of another size than those of the served model, which was asked for gluon."""
+    assert draft_options(tmp_path, EngineConfig(prefill_attention="gluon").on("cuda")).prefill_attention == "triton"
 
 
 def test_other_names_are_refused() -> None:
