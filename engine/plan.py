@@ -130,7 +130,7 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """Of each of the plan's prompt parts."""
     graph: bool = False
-    """Whether the step was launched as a captured graph, or as several with attention between them."""
+    """Whether the step was launched as captured graphs."""
     states: "Tensor | None" = field(default=None, compare=False, repr=False)
     """[T, layers, hidden] of each token: what the plan's `keep` names, in the model's dtype. None if that is empty."""
 

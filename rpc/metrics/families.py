@@ -217,7 +217,7 @@ LAUNCHES = _family(
     "worker_launches_total",
     "counter",
     "steps",
-    "Steps that were launched: as captured graphs, or kernel by kernel (always so on a CPU).",
+    "Steps that were launched: as captured graphs, in one or several pieces, or kernel by kernel (always so on a CPU).",
     Label("mode", ("graph", "kernels")),
 )
 DRAFTS = _family(
