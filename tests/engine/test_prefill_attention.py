@@ -203,7 +203,7 @@ def test_packages_are_asked_for_the_same_attention(
 def check_package(
     wanted: Any, rows: list[tuple[int, int]], first: int, case: tuple[int, int, int], device: torch.device
 ) -> None:
-    """Two layers, of which the second has no window, in two steps."""
+    """Two layers, of which the second has no window, in two steps. Slots that no row has written hold NaN."""
     block_size, window, seed = case
     generator = torch.Generator().manual_seed(seed)
     starts, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
@@ -213,9 +213,13 @@ def check_package(
     blocks = int(counts.sum()) + 3
     tables = torch.randint(blocks, (len(rows), int(counts.max()) + 2), generator=generator, dtype=torch.int32)
     order = torch.randperm(blocks, generator=generator, dtype=torch.int32)
-    for row, mine in zip(tables, order.split([*counts.tolist(), 3]), strict=False):
+    written = torch.zeros(blocks, block_size, dtype=torch.bool)
+    for row, mine, context in zip(tables, order.split([*counts.tolist(), 3]), contexts.tolist(), strict=False):
         row[: len(mine)] = mine
-    pool = torch.randn(*kv.shape(blocks), generator=generator).to(device, torch.float16)
+        written[mine.long()] = (torch.arange(len(mine) * block_size) < context).view(-1, block_size)
+    pool = torch.randn(*kv.shape(blocks), generator=generator)
+    pool.masked_fill_(~written[:, None, None, None, :, None], torch.nan)
+    pool = pool.to(device, torch.float16)
     query = torch.randn(int(lengths.sum()), 8, 64, generator=generator).to(device, torch.float16)
     (prefill,) = choose_prefill(
         wanted,
