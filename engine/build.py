@@ -74,6 +74,8 @@ def build_engine(
 
 def draft_options(folder: Path, options: EngineConfig) -> EngineConfig:
     """The options of the draft model of the checkpoint in `folder`."""
+    # What is asked for may not take its shapes; triton takes all.
+    options = replace(options, prefill_attention="triton")
     part = 0.1 * options.memory_share
     if not options.kv_memory_bytes:
         return replace(options, memory_share=part)

@@ -56,7 +56,9 @@ def add_drafts(speculation: Speculation, rows: list[Row], room: int, make_room: 
     places = [
         place
         for place, (sequence, length, _) in enumerate(rows)
-        if length == 1 and not (sequence.handoff or sequence.yields or sequence.unscored)
+        # A chunk that isn't the last may have one token, too.
+        if length == 1 == sequence.num_tokens - sequence.reach
+        and not (sequence.handoff or sequence.yields or sequence.unscored)
     ]
     chains = speculation.propose([rows[place].sequence for place in places], room)
     for place, chain in zip(places, chains, strict=False):  # no chain, or one for each

@@ -23,8 +23,9 @@ def _exponential(key_0, key_1, token):
     x ^= x >> 15
     u = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
     # log1p(-u) from log: the quotient corrects the rounding error of 1 - u (Goldberg 1991, theorem 4).
-    w = 1.0 - u
-    exact = tl.log(tl.maximum(w, 1e-37)) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))
+    # Where u rounds to 1, w would be 0: 2^-24 is what it is for the largest u below.
+    w = tl.maximum(1.0 - u, 5.9604644775390625e-08)
+    exact = tl.log(w) * (u / tl.where(w == 1.0, 1.0, 1.0 - w))
     return tl.where(w == 1.0, u, -exact)
 
 

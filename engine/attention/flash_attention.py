@@ -4,8 +4,8 @@ It reads the pool's pages where they are: `page_table` with pages of any size. W
 FlashAttention 2 isn't used: it takes pages of multiples of 256 slots only, and blocks have 128 at most.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 from torch import Tensor
@@ -18,14 +18,24 @@ from kvrelay.kernels.paged import PagedKV
 
 PACKAGE = "FlashAttention 3"
 DIMS = range(8, 257, 8)
-PARAMETERS = {"cache_seqlens", "page_table", "cu_seqlens_q", "max_seqlen_q", "causal", "window_size", "num_splits"}
+PARAMETERS = {
+    "cache_seqlens",
+    "page_table",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "num_splits",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashAttentionStep:
     """Implements `PlannedPrefill`."""
 
-    module: ModuleType
+    attend: Callable[..., Tensor]
+    """`flash_attn_with_kvcache`."""
     tokens: slice
     """Those of these rows."""
     offsets: Tensor
@@ -40,7 +50,7 @@ class FlashAttentionStep:
     def launch(self, query: Tensor, kv: PagedKV, window: int, out: Tensor) -> None:
         """See `PlannedPrefill.launch`."""
         keys, values = (kv.pool[:, kv.layer, kind].transpose(1, 2) for kind in (0, 1))
-        result = self.module.flash_attn_with_kvcache(
+        result = self.attend(
             query[self.tokens],
             keys,
             values,
@@ -70,8 +80,8 @@ class FlashAttentionPrefill:
         if shapes.architecture != 90:
             raise Unavailable(f"the GPU is of architecture {shapes.architecture}, and {PACKAGE} is for 90")
         check_shapes(shapes, PACKAGE, DIMS)
-        self._module = imported("flash_attn_interface", PACKAGE)
-        check_parameters(self._module.flash_attn_with_kvcache, PARAMETERS, PACKAGE, "3.0.0")
+        self._attend = imported("flash_attn_interface", "flash_attn_with_kvcache", PACKAGE)
+        check_parameters(self._attend, PARAMETERS, PACKAGE, "3.0.0")
         self._device = shapes.device
 
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:
@@ -79,7 +89,7 @@ class FlashAttentionPrefill:
         lengths = inputs.lengths[first:]
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         return FlashAttentionStep(
-            self._module,
+            self._attend,
             slice(int(inputs.lengths[:first].sum()), int(inputs.lengths.sum())),
             to_device(offsets, self._device),
             int(lengths.max()),

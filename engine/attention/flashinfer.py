@@ -59,7 +59,7 @@ class FlashInferPrefill:
             Unavailable: the package isn't there, or doesn't take these shapes.
         """
         check_shapes(shapes, PACKAGE, DIMS)
-        wrapper = imported("flashinfer", PACKAGE).BatchPrefillWithPagedKVCacheWrapper
+        wrapper = imported("flashinfer", "BatchPrefillWithPagedKVCacheWrapper", PACKAGE)
         check_parameters(wrapper.plan, PARAMETERS, PACKAGE, "0.6.18")
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shapes.device)
         self._shapes = shapes

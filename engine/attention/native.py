@@ -15,6 +15,7 @@ from kvrelay.kernels.reference import rotations
 __all__ = ["NativeAttention", "supports"]
 
 LEAST_TURNED = 1024
+"""Positions that rotations are computed for at first; then for twice as many, as sequences need them."""
 
 
 class NativeAttention:

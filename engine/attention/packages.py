@@ -3,7 +3,6 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,15 +12,17 @@ from kvrelay.engine.attention.prefill import Shapes, Unavailable
 TYPES = (torch.float16, torch.bfloat16)
 
 
-def imported(module: str, package: str) -> ModuleType:
-    """The module.
+def imported(module: str, name: str, package: str) -> Any:
+    """What a module of the package has by this name.
 
     Raises:
-        Unavailable: it can't be imported; the text names the package.
+        Unavailable: the module can't be imported, or lacks it; the text names the package.
     """
     try:
-        return importlib.import_module(module)
-    except (ImportError, OSError) as error:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise Unavailable(f"{package} has no {name} ({error})") from error
+    except Exception as error:  # FlashInfer raises RuntimeError if its own parts are of different versions
         raise Unavailable(f"{package} can't be imported ({error})") from error
 
 

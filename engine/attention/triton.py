@@ -124,8 +124,9 @@ class TritonAttention:
         kinds = tuple(sorted(set(windows)))
         shapes = Shapes(layout, dtype, heads, kinds, architecture_of(device), device)
         self.candidates = choose_prefill(prefill, shapes)
-        """What may attend for rows of several tokens; the first is used until `prefill` is set to another one."""
+        """What may attend for rows of several tokens."""
         self.prefill: Prefill = self.candidates[0]
+        """What does, from the next plan on."""
         self._heads, self._kv_heads = heads, layout.kv_heads
         self._head_grids = -(-(heads + 2 * layout.kv_heads) // HEADS)
         self._step: PlannedStep | None = None

@@ -66,7 +66,7 @@ class Extras:
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
     graph: bool = False
-    """Whether a captured graph was launched."""
+    """Whether captured graphs were launched."""
 
 
 class StreamWrites:
@@ -222,7 +222,9 @@ class GpuRunner:
         with asking(self._purpose, memory_of(self.device)), self._on_stream():
             self._prefill_once()
             if len(self.attention.candidates) > 1:
-                self.attention.prefill = fastest(self.attention.candidates, self._time_prefill)
+                chosen = fastest(self.attention.candidates, self._time_prefill)
+                # The others may have workspaces on the device.
+                self.attention.prefill, self.attention.candidates = chosen, [chosen]
             if capture is not None:
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvrelay.engine.attention.choice import choose_prefill, fastest
 from kvrelay.engine.attention.prefill import Shapes
 from kvrelay.engine.attention.tiles import TilePrefill
 from kvrelay.engine.attention.triton import architecture_of
+from kvrelay.engine.build import draft_options
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.kernels.paged import PagedKV
@@ -87,6 +89,28 @@ def test_a_package_that_is_not_there_is_refused(wanted: Any, package: str, monke
         choose_prefill(wanted, shapes())
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('its parts are of versions 1 and 2')", "can't be imported .*its parts are of versions"),
+        ("", "has no (flash_attn_with_kvcache|BatchPrefillWithPagedKVCacheWrapper)"),
+    ],
+)
+def test_auto_goes_on_without_a_package_that_is_broken(
+    text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in modules():
+        (tmp_path / f"{name}.py").write_text(text)
+        # So that what is imported here is forgotten afterwards.
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [one.name for one in choose_prefill("auto", shapes())] == ["triton", "gluon"]
+    for wanted in PACKAGES:
+        with pytest.raises(ValueError, match=reason):
+            choose_prefill(wanted, shapes())  # type: ignore[arg-type]  # both are names of kernels
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = modules()
 
@@ -112,6 +136,11 @@ def test_a_triton_without_gluon_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_triton_is_the_default() -> None:
     assert [one.name for one in choose_prefill(EngineConfig().prefill_attention, shapes())] == ["triton"]
+
+
+def test_a_draft_model_has_triton(tmp_path: Path) -> None:
+    """Its heads may be of another size than those of the served model, which was asked for gluon."""
+    assert draft_options(tmp_path, EngineConfig(prefill_attention="gluon").on("cuda")).prefill_attention == "triton"
 
 
 def test_other_names_are_refused() -> None:
@@ -174,7 +203,7 @@ def test_packages_are_asked_for_the_same_attention(
 def check_package(
     wanted: Any, rows: list[tuple[int, int]], first: int, case: tuple[int, int, int], device: torch.device
 ) -> None:
-    """Two layers, of which the second has no window, in two steps."""
+    """Two layers, of which the second has no window, in two steps. Slots that no row has written hold NaN."""
     block_size, window, seed = case
     generator = torch.Generator().manual_seed(seed)
     starts, lengths = (np.array(column, np.int64) for column in zip(*rows, strict=True))
@@ -184,9 +213,13 @@ def check_package(
     blocks = int(counts.sum()) + 3
     tables = torch.randint(blocks, (len(rows), int(counts.max()) + 2), generator=generator, dtype=torch.int32)
     order = torch.randperm(blocks, generator=generator, dtype=torch.int32)
-    for row, mine in zip(tables, order.split([*counts.tolist(), 3]), strict=False):
+    written = torch.zeros(blocks, block_size, dtype=torch.bool)
+    for row, mine, context in zip(tables, order.split([*counts.tolist(), 3]), contexts.tolist(), strict=False):
         row[: len(mine)] = mine
-    pool = torch.randn(*kv.shape(blocks), generator=generator).to(device, torch.float16)
+        written[mine.long()] = (torch.arange(len(mine) * block_size) < context).view(-1, block_size)
+    pool = torch.randn(*kv.shape(blocks), generator=generator)
+    pool.masked_fill_(~written[:, None, None, None, :, None], torch.nan)
+    pool = pool.to(device, torch.float16)
     query = torch.randn(int(lengths.sum()), 8, 64, generator=generator).to(device, torch.float16)
     (prefill,) = choose_prefill(
         wanted,

@@ -73,8 +73,8 @@ class Truth:
         return [(token + (next(self._wrong) == 0)) % VOCAB_SIZE for token in guess]
 
 
-def hash_engine(proposer: Proposer | None, *, blocks: int = 40, lag: int = 0) -> Engine:
-    options = EngineConfig(block_size=8, max_batch_tokens=32, max_sequences=8, speculation=FIXED)
+def hash_engine(proposer: Proposer | None, *, blocks: int = 40, lag: int = 0, step_tokens: int = 32) -> Engine:
+    options = EngineConfig(block_size=8, max_batch_tokens=step_tokens, max_sequences=8, speculation=FIXED)
     return engine_on(HashRunner(blocks, spec=hash_spec(blocks * LAYOUT.block_size), lag=lag), options, proposer)
 
 
@@ -138,6 +138,16 @@ def test_streams_are_the_same_with_right_and_wrong_guesses(lag: int) -> None:
     speculation = engine.scheduler.speculation
     assert isinstance(speculation, Speculation)
     assert 0 < speculation.counts.accepted < speculation.counts.proposed
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_chunk_of_one_token_has_no_guesses_behind_it(lag: int) -> None:
+    """Here, decode rows leave a chunk that ends one token further, at the border of a block, before its prompt ends."""
+    sampling = SamplingParams(temperature=0.0)
+    requests = [request("decodes", range(5), sampling, 40), request("chunked", range(60), sampling)]
+    plain = run(hash_engine(None, step_tokens=8), requests)
+    engine = hash_engine(HashGuesses(), lag=lag, step_tokens=8)
+    assert tokens_of(run(engine, requests)) == tokens_of(plain)
 
 
 def test_a_stream_continues_elsewhere_with_other_guesses() -> None:

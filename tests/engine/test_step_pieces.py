@@ -184,7 +184,7 @@ def test_sizes_of_steps_are_few_and_waste_little() -> None:
         assert len(sizes) <= 3 + most // 64
         for tokens in range(1, most + 1):
             size = next(size for size in sizes if size >= tokens)
-            assert size - tokens <= max(63, 15)
+            assert size - tokens <= 63
 
 
 def test_an_option_of_too_many_tokens_is_refused() -> None:

@@ -111,6 +111,16 @@ def test_the_last_token_that_is_kept_may_win_and_the_next_one_may_not(
     assert choose(logits.repeat(len(draws), 1), choices_of(draws)) == expected
 
 
+def test_the_largest_noise_is_that_of_the_cpu() -> None:
+    """Here the uniform number of token 1596 rounds to 1. Token 0 would win over it if its noise were larger still."""
+    params, position, token = SamplingParams(temperature=1.0, seed=0), 6021, 1596
+    noise = exponential(noise_keys([0], [position]), np.array([0, token], np.int32))[0]
+    logits = torch.full((1, 1600), -torch.inf)
+    logits[0, token] = 0.0
+    logits[0, 0] = (noise[0] / noise[1]).log() - 0.1
+    assert choose(logits, choices_of([Draw(params, position, 0)])) == [token]
+
+
 SMALL, LARGE = (6, 40), (40, 400)
 """Vocabulary, and number of draws."""
 CASES = {

@@ -20,11 +20,11 @@ struct SampleRow {
 
 struct SampleArgs {
     const int64_t* rows;
-    float* in;            // [rows, width]; overwritten in rows that are drawn
+    float* in;               // [rows, width]; overwritten in rows that are drawn
     const SampleRow* draws;  // [rows]
-    int64_t* tokens;      // [rows]
-    float* largest;       // [rows] the largest logit; NaN counts as larger than all
-    float* workspace;     // 2 * width floats, rounded up to a multiple of 32, for each thread
+    int64_t* tokens;         // [rows]
+    float* largest;          // [rows] the largest logit; NaN counts as larger than all
+    float* workspace;        // 2 * width floats, rounded up to a multiple of 32, for each thread
     int64_t in_stride;
     int64_t width;
 };
