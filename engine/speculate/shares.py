@@ -1,7 +1,7 @@
 """How many guesses come true, of each kind and of each sequence.
 
 A new sequence is expected to be a good one, so that it is tried: texts differ, and `allowance.py` bounds what that may
-cost. While a sequence gets no guesses, its share returns slowly to that of all sequences here, and that slowly to FRESH.
+cost. While a sequence gets no guesses, its share returns slowly to that of all sequences here, and that one to FRESH.
 So what changes is noticed, for a few steps in a hundred.
 """
 

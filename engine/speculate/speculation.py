@@ -223,7 +223,8 @@ class Speculation:
         if flight is RESTING:
             if states is not None and self.layers:
                 self._observe(plan, kept, sequences, states)
-            self._began, self._observed = None, 0.0
+            self._cold, self._observed = plan.kind != "decode", 0.0
+            self._began = self._clock() if self._flights and self._flights[0] is not RESTING else None
             return
         ended = self._clock()
         if states is not None and self.layers:
@@ -255,7 +256,7 @@ class Speculation:
             self._allowance.settle(-guessing / own)
             return
         self._unmeasured += 1
-        if self._unmeasured == MEASURE_AFTER:
+        if self._unmeasured == MEASURE_AFTER and self._config.adaptive:
             self._rests = 2
         count, tokens = plan.num_sequences, sum(kept)
         others = [row for row, draft in enumerate(drafts) if not draft]
