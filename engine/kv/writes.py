@@ -10,11 +10,14 @@ queued behind the chunk's computation, before the host has seen its end:
 A runner that computes a step within `launch` hands out `WRITTEN`.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class KVWrites(Protocol):
@@ -94,4 +97,7 @@ class EventWaiter:
             event, call = item
             with suppress(RuntimeError):  # whoever uses the device next gets the same error
                 event.synchronize()
-            call()
+            try:
+                call()
+            except Exception:  # the calls of other links and requests must still be made
+                logger.exception("%s: a call behind an event failed", self._name)

@@ -419,6 +419,7 @@ def test_a_waiter_calls_back_in_order_also_after_a_failed_device_and_ends() -> N
 
     waiter, gate, heard, over = EventWaiter("test"), Gate(), list[int](), threading.Event()
     waiter.then(gate, lambda: heard.append(1))
+    waiter.then(Failing(), lambda: heard.append(1 // 0))
     waiter.then(Failing(), lambda: heard.append(2))
     waiter.then(Failing(), over.set)
     waiter.close()
