@@ -54,7 +54,8 @@ class Sending:
         self.log.append(("sent", self.value))
         return link.send(buffer[:1])
 
-    def done(self, buffer: torch.Tensor) -> None: ...
+    def done(self, buffer: torch.Tensor) -> None:
+        self.log.append(("done", self.value))
 
     def fail(self, message: str) -> None:
         self.log.append(("failed", self.value))
@@ -130,6 +131,7 @@ def test_frames_wait_for_their_step_only_and_keep_the_order_of_their_hand_off(jo
             writes.end()
             # All that is computed goes, whatever waits before it.
             await until(lambda step=step: len(received) == sum(of <= step for _, of in jobs))
+        await until(lambda: [kind for kind, _ in log].count("done") == len(jobs))
         await ends.close()
         for values in sent_of.values():
             assert [value for value in received if value in values] == values
