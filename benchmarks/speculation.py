@@ -10,6 +10,7 @@ one would take longer than --minutes, of wall time, allow. The text is Python's 
 
     continue      batch 1, temperature 0.8: a file's beginning goes on
     greedy        the same, greedy
+    long          the same for 256 tokens: what a draft model takes to read the prompt is spread over more
     edit          batch 1, greedy: a class, then the first quarter of its changed copy, which goes on: what is copied
                   can be looked up. 128 tokens; all others have 64
     batch_8, batch_32    so many sequences, temperature 0.8
@@ -19,7 +20,8 @@ of the rounds' own ratios, and `ratio_range` their quartiles. `again` is `off` o
 noise. `accepted` is the share of checked guesses that were kept, `step_tokens` how many tokens of all sequences a step
 with guesses yielded, `saved` the share of the time without guesses that was saved, by the engine's own measurements.
 
-The second of several drafts is the method `draft_2`, and so on.
+The second of several drafts is the method `draft_2`, and so on. `always` is the first one with `adaptive: false` and
+three guesses in every step.
 
 `acceptance`: of each draft, over positions of the text, `rejection_rule` is sum min(p, q) of the model's distribution p
 and the draft's q, which is the acceptance of the rule min(1, p / q) and the most that any rule reaches; `common_noise`
@@ -58,7 +60,8 @@ from kvrelay.models import resolve
 CLASSES = ("argparse:HelpFormatter", "queue:Queue", "configparser:RawConfigParser")
 BEGINNINGS = ("textwrap", "shlex", "sched")
 TOKENS = 64
-EDIT_TOKENS = 128
+MORE_TOKENS = {"edit": 128, "long": 256}
+ALWAYS = 3
 EDIT = 256
 """Tokens of a class."""
 POSITIONS = 256
@@ -85,7 +88,7 @@ def prompts(tokenizer: tokenizers.Tokenizer) -> dict[str, list[tuple[int, ...]]]
         copy = tokenizer.encode("\n\n\n" + tokenizer.decode(ids).replace(kind, "Timed" + kind)).ids
         edit.append(tuple(ids + copy[: EDIT // 4]))
     wide = [begin[number % len(begin)][: 32 + 2 * number] for number in range(32)]
-    return {"continue": begin, "greedy": begin, "edit": edit, "batch_8": wide[:8], "batch_32": wide}
+    return {"continue": begin, "greedy": begin, "long": begin, "edit": edit, "batch_8": wide[:8], "batch_32": wide}
 
 
 def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
@@ -107,7 +110,7 @@ def run(engine: Engine, asked: list[Request]) -> tuple[float, int, list[int]]:
 
 def groups(cell: str, texts: Sequence[tuple[int, ...]], tokens: int) -> list[list[Request]]:
     """The requests of a cell; those of a group run together."""
-    temperature = 0.0 if cell in ("greedy", "edit") else 0.8
+    temperature = 0.0 if cell in ("greedy", "long", "edit") else 0.8
     asked = [
         Request(f"{seed}", 1, text, len(text), SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens))
         for seed, text in enumerate(texts)
@@ -233,15 +236,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "suffix": SpeculationConfig("suffix"),
     }
     methods |= {name: SpeculationConfig("draft", str(draft), max_tokens=4) for name, draft in drafts.items()}
+    methods["always"] = replace(methods["draft"], max_tokens=ALWAYS, adaptive=False)
     options = EngineConfig(threads=1, kv_memory_bytes=64 << 20, prefix_cache=False).on("cpu")
     runner = build_cpu_runner(folder, "auto", options)
     small = {name: build_cpu_runner(draft, "auto", options) for name, draft in drafts.items()}
     engines = {}
     for name, speculation in methods.items():
-        guesses = DraftProposer(small[name], options.max_batch_tokens) if name in small else None
-        engines[name] = build(
-            runner, replace(options, speculation=replace(speculation, adaptive=not args.quick)), guesses, args.quick
-        )
+        draft = small.get("draft" if name == "always" else name)
+        guesses = None if draft is None else DraftProposer(draft, options.max_batch_tokens)
+        speculation = replace(speculation, adaptive=speculation.adaptive and not args.quick)
+        engines[name] = build(runner, replace(options, speculation=speculation), guesses, args.quick)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = prompts(tokenizer)
     ids = tokenizer.encode(source("textwrap")).ids[:POSITIONS]
@@ -250,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result["acceptance"] = {name: acceptance(runner, draft, ids, seeds) for name, draft in small.items()}
     print(json.dumps({"acceptance": result["acceptance"]}), flush=True)
     cells = [
-        Cell(name, groups(name, asked, 8 if args.quick else EDIT_TOKENS if name == "edit" else TOKENS), list(engines))
+        Cell(name, groups(name, asked, 8 if args.quick else MORE_TOKENS.get(name, TOKENS)), list(engines))
         for name, asked in texts.items()
     ]
     rounds, longest, random = 0, 0.0, Random(0)

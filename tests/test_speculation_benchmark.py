@@ -16,9 +16,9 @@ def test_a_quick_run_has_all_figures(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    methods = {"off", "again", "ngram", "suffix", "draft"}
+    methods = {"off", "again", "ngram", "suffix", "draft", "always"}
     assert {cell: set(rows) for cell, rows in result["cells"].items()} == dict.fromkeys(
-        ("continue", "greedy", "edit", "batch_8", "batch_32"), methods
+        ("continue", "greedy", "long", "edit", "batch_8", "batch_32"), methods
     )
     # The draft model is the model itself here.
     assert result["cells"]["continue"]["draft"]["accepted"] > 0.5
