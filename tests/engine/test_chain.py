@@ -117,3 +117,17 @@ def test_a_chain_ends_where_logits_are_not_finite(
     with torch.inference_mode():
         embedding[1:] = torch.nan
     assert runner.chain(plan, 12) == [chain[: used + 1] for chain in whole]
+
+
+@pytest.mark.parametrize(("threads", "calls"), [(2, 300), (3, 30)])
+def test_threads_agree_on_the_last_pass_of_each_call(tmp_path: Path, threads: int, calls: int) -> None:
+    """The next call follows at once, while a thread may still be leaving the one before."""
+    tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
+    alone, together = (
+        build_cpu_runner(tiny, "auto", dataclasses.replace(OPTIONS, threads=count).on("cpu")) for count in (1, threads)
+    )
+    plan = plan_of([1, 1])
+    expected = [alone.chain(plan, count) for count in (1, 2, 3)]
+    for call in range(calls):
+        assert together.chain(plan, call % 3 + 1) == expected[call % 3]
+        assert together.launch(plan).result().tokens == tuple([tokens[0] for tokens in expected[0]])

@@ -83,7 +83,7 @@ public:
 
     bool failed() const { return failed_; }
 
-    // After the barrier of the last instruction, no thread reads the program any more.
+    // After the last barrier, no thread reads the program or `passes` any more.
     void run(const Instruction* program, int64_t count, const int64_t* passes) {
         if (count == 0) return;
         program_ = program;
@@ -107,12 +107,15 @@ private:
         const Instruction* program = program_;
         const int64_t* passes = passes_;
         const int64_t count = count_;
-        do {
+        for (bool again = true; again;) {
             for (int64_t i = 0; i < count; i++) {
                 program[i].kernel(program[i].args, thread, threads_);
                 barrier_.wait();
             }
-        } while (passes != nullptr && *passes > 0);
+            again = passes != nullptr && *passes > 0;
+            // The caller writes `passes` for its next run, so it must not return before all threads have read it.
+            if (passes != nullptr) barrier_.wait();
+        }
     }
 
     const int threads_;
