@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 from kvrelay.client import Client, Completion
+from support.checkpoints import make_checkpoint
 from support.processes import ProcessCluster, process_cluster, wait_until
 
 PROMPT = [7, 11, 13, 17, 19, 23] * 20
-ENGINE = {"engine": {"max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1}}
-SAMPLED = {"max_tokens": 800, "temperature": 0.9, "top_p": 0.95, "seed": 4, "ignore_eos": True, "timeout": 60}
+ENGINE = {"engine": {"max_batch_tokens": 64, "kv_memory_bytes": 24 * 2**20, "threads": 1}}
+# A second of work on a fast machine, too: a worker reports what it has every half a second.
+SAMPLED = {"max_tokens": 8000, "temperature": 0.9, "top_p": 0.95, "seed": 4, "ignore_eos": True, "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", max_position_embeddings=2**14)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def test_a_killed_decode_worker_loses_no_token(cluster: ProcessCluster, undistur
         chunks = list(itertools.islice(stream, 20))
         names = ("decode-0", "decode-1")
         serving = wait_until(
-            lambda: [name for name in names if cluster.member(name).load.requests.running], "one decodes", seconds=1
+            lambda: [name for name in names if cluster.member(name).load.requests.running], "one decodes", seconds=5
         )
         cluster.processes[serving[0]].popen.kill()
         cluster.processes.pop(serving[0]).popen.communicate(timeout=10)
