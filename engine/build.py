@@ -19,8 +19,8 @@ from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.loader import OnLoaded, load_embedding
-from kvrelay.engine.runner.base import ChainRunner, Runner
-from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.engine.runner.base import ModelRunner, Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
@@ -47,7 +47,7 @@ def build_engine(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ChainRunner] = build_cpu_runner
+    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ModelRunner] = build_cpu_runner
     memory = 0
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
@@ -64,7 +64,7 @@ def build_engine(
     runner = build(folder, dtype, options, on_loaded)
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
-    if options.speculation.method in STATE_METHODS and isinstance(runner, CpuRunner):
+    if options.speculation.method in STATE_METHODS:
         proposer = state_proposer(options, folder, runner)
         if isinstance(proposer, MedusaProposer):
             most = min(options.speculation.max_tokens, proposer.most)
@@ -142,7 +142,7 @@ def proposer_of(config: SpeculationConfig) -> Proposer | None:
     return None
 
 
-def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Proposer:
+def state_proposer(options: EngineConfig, folder: Path, runner: ModelRunner) -> Proposer:
     """The proposer that guesses from the runner's hidden states.
 
     Args:
@@ -153,7 +153,7 @@ def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Pr
     """
     config, model, parts = options.speculation, runner.model, runner.parts
     own = Path(config.draft_model)
-    with torch.inference_mode():
+    with parts.running():
         if config.method == "medusa":
             return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts)
         embedding = model.embedding
@@ -167,5 +167,5 @@ def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Pr
             head_dim=eagle.config.head_dim,
             dtype=runner.spec.dtype,
         )
-        pool = KVPool(layout, runner.pool.num_blocks)
-        return EagleProposer(eagle, pool, parts, options.max_batch_tokens)
+        pool = KVPool(layout, runner.pool.num_blocks, parts.device)
+        return EagleProposer(eagle, pool, parts, options.max_batch_tokens, config.max_tokens)

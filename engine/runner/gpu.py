@@ -13,8 +13,8 @@ On CPU tensors the same runner works under Triton's interpreter, without graphs.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,34 +29,50 @@ from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig, require
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import Making, OnLoaded, load_weights
+from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Taps, taps_into
+from kvrelay.engine.models.loader import MakeLinear, Making, OnLoaded, load_weights
+from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
+from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
 from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
 from kvrelay.engine.runner.special import SpecialRows
+from kvrelay.engine.sampling.guesses import GpuGuesses
 from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
+from kvrelay.engine.states import StatesShape
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.ops import Feeds, Linear
+from kvrelay.kernels.ops import NONFINITE, Feeds, Linear
 from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import NONFINITE, Sampler, Workspace
+from kvrelay.kernels.sample import Sampler, Workspace
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
 FP8_ARCHITECTURE = 89
 """Compute capability, times ten, from which on GPUs convert to and from E4M3."""
+Makers = tuple[MakeLinear, MakeLinear]
+"""`linear` and `head` of `Parts`."""
+ALL_KEYS = (0,)
+"""The windows of one layer that has none."""
+
+
+def dense(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+    """Lays out what isn't quantized, or was."""
+    return gpu_ops.linear(weight.dequantize() if isinstance(weight, CodedWeight) else weight, bias)
+
+
+DENSE: Makers = dense, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +81,8 @@ class Extras:
 
     special: SpecialRows | None = None
     prompts: PromptScores = field(default_factory=list)
+    states: Tensor | None = None
+    """As `StepOutput.states`, on the device."""
     graph: bool = False
     """Whether captured graphs were launched."""
 
@@ -117,6 +135,7 @@ class GpuStep:
             None if special is None else special.logprobs(plan.num_rows),
             read_prompts(self._extras.prompts),
             self._extras.graph,
+            self._extras.states,
         )
 
 
@@ -126,12 +145,19 @@ class GpuRunner:
     lag = 1
 
     def __init__(
-        self, spec: ModelSpec, model: Decoder, pool: KVPool, options: EngineConfig, capture: Capture | None = None
+        self,
+        spec: ModelSpec,
+        model: Decoder,
+        pool: KVPool,
+        options: EngineConfig,
+        capture: Capture | None = None,
+        make: Makers = DENSE,
     ) -> None:
         """
         Args:
             model: on the pool's device.
             capture: makes graphs in `warm_up`; CUDA's own if None and the pool is on a GPU.
+            make: layers of a proposer that guesses from hidden states.
         """
         self.spec = spec
         self.pool = pool
@@ -157,6 +183,21 @@ class GpuRunner:
             pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, options.prefill_attention
         )
         self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
+        dtype = TORCH_DTYPES[spec.dtype]
+        self.parts = Parts(
+            *make,
+            lambda pool, heads, plans: TritonAttention(pool, dtype, ALL_KEYS, heads, rows, plans=plans),
+            GpuGuesses(rows, self._scratch),
+            dtype,
+            dtype,
+            self.device,
+            self._running,
+        )
+        self._fetches = Fetches(self.device)
+        self._keep: tuple[int, ...] = ()
+        """Layers whose inputs the graphs keep."""
+        self._kept: Tensor | None = None
+        """[T, layers, hidden] where they do."""
         self._sample_decode = Sampler(self._decode.choices, self._scratch)
         self._sample_mixed = Sampler(self._mixed.choices, self._scratch)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
@@ -177,9 +218,8 @@ class GpuRunner:
         return self.pool.layout
 
     @property
-    def states_shape(self) -> None:
-        """None: graphs of steps keep no hidden states."""
-        return
+    def states_shape(self) -> StatesShape:
+        return StatesShape(self.model.config.layers, self.model.config.hidden_size)
 
     @property
     def prefill_attention(self) -> str:
@@ -208,9 +248,16 @@ class GpuRunner:
                 done.record(self._stream)
             return GpuStep(plan, tokens, extras, self._written, done)
 
+    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+        """See `Runner.fetch`."""
+        self._fetches.fetch(states, TORCH_DTYPES[dtype], then)
+
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Compiles the kernels, also those of the hand-off, and captures the graphs; changes nothing in the pool.
+
+        Args:
+            keep: what the graphs keep. A step that keeps anything else runs without them.
 
         Raises:
             ValueError: the device doesn't have the memory.
@@ -226,23 +273,25 @@ class GpuRunner:
                 # The others may have workspaces on the device.
                 self.attention.prefill, self.attention.candidates = chosen, [chosen]
             if capture is not None:
+                self._keep, self._kept = keep, self._make_states(max(*self._sizes, *self._step_sizes), keep)
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
-        size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
+        graphs = self._graphs if self._is_captured(plan.keep) else None
+        size = None if graphs is None else graphs.size_for(plan.num_rows)
         self.attention.plan(self._decode.load(plan, sampled, size or 0, size or 0))
-        if self._graphs is None or size is None:
-            self._decode_step(plan.num_rows)
-            logits = self._decode_logits.pop(plan.num_rows)
+        if graphs is None or size is None:
+            states = self._make_states(plan.num_tokens, plan.keep)
+            logits = self._decode_logits_of(plan.num_rows, taps_into(states, plan.keep))
         else:
-            self._graphs.replay(size)
-            logits = self._decode_logits[size]
+            graphs.replay(size)
+            states, logits = self._copy_kept(plan), self._decode_logits[size]
         self._written = self._mark()
         special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
-        return Extras(special, graph=size is not None)
+        return Extras(special, states=states, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
@@ -250,11 +299,33 @@ class GpuRunner:
         return partial(self._decode_step, rows)
 
     def _decode_step(self, rows: int) -> None:
-        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
+        """A step that a graph captures."""
+        self._decode_logits[rows] = self._decode_logits_of(rows, self._kept_taps(rows))
+
+    def _decode_logits_of(self, rows: int, taps: Taps) -> Tensor:
+        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; returns the logits."""
         inputs = self._decode
         given = inputs.tokens[:rows], inputs.positions[:rows], self.attention, Feeds(inputs.feeds[:rows], self._sampled)
-        logits = self._decode_logits[rows] = self.model.forward_logits(*given)
+        logits = self.model.forward_logits(*given, taps)
         self._sample_decode(logits, self._sampled[:rows])
+        return logits
+
+    def _is_captured(self, keep: tuple[int, ...]) -> bool:
+        """Whether the graphs do for a plan that keeps these layers."""
+        return not keep or keep == self._keep
+
+    def _make_states(self, tokens: int, keep: tuple[int, ...]) -> Tensor | None:
+        """[tokens, layers, hidden] for what a step keeps; None if that is nothing."""
+        shape = tokens, len(keep), self.model.config.hidden_size
+        return torch.empty(shape, dtype=self.parts.dtype, device=self.device) if keep else None
+
+    def _kept_taps(self, tokens: int) -> Taps:
+        """Taps of a captured step."""
+        return NO_TAPS if self._kept is None else taps_into(self._kept[:tokens], self._keep)
+
+    def _copy_kept(self, plan: StepPlan) -> Tensor | None:
+        """What a replayed step has kept: a copy, queued before the next step overwrites it."""
+        return self._kept[: plan.num_tokens].clone() if plan.keep and self._kept is not None else None
 
     def _choose_special(
         self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, inputs: InputBuffers, tokens: Tensor
@@ -268,12 +339,15 @@ class GpuRunner:
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
-        size = None if self._pieces is None else self._pieces.size_for(tokens)
+        pieces = self._pieces if self._is_captured(plan.keep) else None
+        size = None if pieces is None else pieces.size_for(tokens)
         self.attention.plan(inputs.load(plan, sampled, fill_tokens=size or 0))
-        if self._pieces is None or size is None:
-            hidden = self._forward(inputs, tokens, self.attention)
+        if pieces is None or size is None:
+            states = self._make_states(tokens, plan.keep)
+            hidden = self._forward(inputs, tokens, self.attention, taps_into(states, plan.keep))
         else:
-            hidden = self._pieces.replay(size)[:tokens]
+            hidden = pieces.replay(size)[:tokens]
+            states = self._copy_kept(plan)
         # Logits and sampling need not end before a chunk's KV is sent.
         self._written = self._mark()
         prompts = score_prompts(plan, hidden, self.model.logits)
@@ -290,12 +364,12 @@ class GpuRunner:
             self._sample_mixed(logits, chosen)
             special = self._choose_special(plan, sampled, logits, inputs, chosen)
             self._sampled.index_copy_(0, which, chosen)
-        return Extras(special, prompts, graph=size is not None)
+        return Extras(special, prompts, states, graph=size is not None)
 
-    def _forward(self, inputs: InputBuffers, tokens: int, attention: Attention) -> Tensor:
+    def _forward(self, inputs: InputBuffers, tokens: int, attention: Attention, taps: Taps = NO_TAPS) -> Tensor:
         """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
         feeds = Feeds(inputs.feeds[:tokens], self._sampled)
-        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds)
+        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds, taps)
 
     def _capture_pieces(self, capture: Capture) -> StepPieces | None:
         """None if no step is to run in pieces."""
@@ -308,7 +382,7 @@ class GpuRunner:
 
         def prepare(tokens: int) -> Forward:
             self.attention.plan(self._mixed.view(none, none, tokens))
-            return partial(self._forward, self._mixed, tokens)
+            return partial(self._forward, self._mixed, tokens, taps=self._kept_taps(tokens))
 
         return StepPieces(self._step_sizes, prepare, self.attention, (query, attended), capture)
 
@@ -336,6 +410,11 @@ class GpuRunner:
                 self._stream.synchronize()
             times.append(time.perf_counter() - begin)
         return min(times[1:])
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode(), self._on_stream():
+            yield
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -390,7 +469,7 @@ def build_gpu_runner(
     later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
     pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
     with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
-        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
+        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options, make=(linear, head))
 
 
 def _runner_bytes(

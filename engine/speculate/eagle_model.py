@@ -142,7 +142,7 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
     """
     fields = Fields("config.json", read_json(folder / "config.json"))
     config, rope = _read_config(fields, target)
-    tensors = Tensors(folder, FILES)
+    tensors = Tensors(folder, FILES, parts.device)
     for old, new in (("model.", ""), ("layers.0.", f"{LAYER}.")):
         tensors.rename(old, new)
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.draft_vocab_size
@@ -176,7 +176,7 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
         norm=norm("norm"),
         head=parts.head(tensors.take("lm_head.weight", vocab, hidden).to(parts.dtype), None),
         targets=_targets(tensors, vocab, target.vocab_size),
-        frequencies=frequencies(rope, config.head_dim),
+        frequencies=frequencies(rope, config.head_dim).to(parts.device),
     )
     tensors.finish()
     return EagleModel(config, weights, target, parts.activations)
@@ -246,7 +246,8 @@ def _targets(tensors: Tensors, draft_vocab: int, vocab: int) -> Tensor | None:
         tensors.take("t2d", vocab)
     if draft_vocab == vocab and "d2t" not in tensors.left:
         return None
-    targets = torch.arange(draft_vocab) + tensors.take("d2t", draft_vocab).long()
+    shifts = tensors.take("d2t", draft_vocab).long()
+    targets = torch.arange(draft_vocab, device=shifts.device) + shifts
     if int(targets.min()) < 0 or int(targets.max()) >= vocab or len(set(targets.tolist())) != draft_vocab:
         raise ValueError(f"{tensors.path}: d2t doesn't give each token an id of its own from 0 to {vocab - 1}")
     return targets

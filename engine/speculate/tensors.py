@@ -14,10 +14,11 @@ SHOWN = 4
 class Tensors:
     """Those of one file, each to be taken once."""
 
-    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, files: tuple[str, ...], device: torch.device) -> None:
         """
         Args:
             files: the first of these that is in the folder is read.
+            device: where tensors go that are taken.
 
         Raises:
             ValueError: none is there, or it can't be read as tensors by name; the text names the file.
@@ -35,6 +36,7 @@ class Tensors:
             raise ValueError(f"{self.path}: not readable as tensors: {str(error).splitlines()[0]}") from error
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise ValueError(f"{self.path}: holds a {type(found).__name__}; allowed: tensors by name")
+        self._device = device
         self._left: dict[str, Tensor] = {str(name): tensor for name, tensor in found.items()}
 
     @property
@@ -59,7 +61,7 @@ class Tensors:
         tensor = self._left.pop(name)
         if tensor.shape != shape:
             raise ValueError(f"{self.path}: tensor {name} has shape {list(tensor.shape)}; expected: {list(shape)}")
-        return tensor
+        return tensor.to(self._device)
 
     def finish(self) -> None:
         """Raises ValueError, naming some, if tensors are left."""

@@ -23,7 +23,7 @@ from kvrelay.engine.speculate.base import Computed, Guess, Want
 from kvrelay.engine.speculate.eagle import EagleProposer
 from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
-from support.guesses import HashGuesses
+from support.guesses import HashGuesses, Recorded
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
 from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
 
@@ -296,23 +296,6 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert engine.scheduler.speculation is not None
     assert 0 < engine.scheduler.speculation.counts.accepted < engine.scheduler.speculation.counts.proposed
     assert not watching.reach
-
-
-class Recorded:
-    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
-
-    def __init__(self, engine: Engine) -> None:
-        assert engine.scheduler.speculation is not None
-        self.guesses: dict[tuple[str, int], list[int]] = {}
-        self._proposer = engine.scheduler.speculation._proposer
-        self._propose = self._proposer.propose
-        self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
-
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
-        found = self._propose(wants)
-        for want, guess in zip(wants, found, strict=True):
-            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
-        return found
 
 
 def handed_over(
