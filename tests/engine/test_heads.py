@@ -21,11 +21,18 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
 from kvrelay.engine.speculate.base import Computed, Guess, Want
 from kvrelay.engine.speculate.eagle import EagleProposer
-from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import HashGuesses, Recorded
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
-from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from support.heads import (
+    eagle_config,
+    eagle_tensors,
+    handed_over,
+    medusa_tensors,
+    wanted_by,
+    write_eagle,
+    write_medusa,
+)
 
 HIDDEN = COMMON["hidden_size"]
 LAYERS = COMMON["num_hidden_layers"]
@@ -296,48 +303,6 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert engine.scheduler.speculation is not None
     assert 0 < engine.scheduler.speculation.counts.accepted < engine.scheduler.speculation.counts.proposed
     assert not watching.reach
-
-
-def handed_over(
-    engine: Engine, asked: Sequence[Request], wanted: StatesLayout | None, most: int = 0
-) -> dict[str, list[int]]:
-    """The streams of requests whose prompts come from another worker: this engine stands for both.
-
-    Args:
-        wanted: hidden states that come along.
-        most: tokens whose hidden states come along at most; 0 for all.
-    """
-    scheduler = engine.scheduler
-    states: dict[str, list[Tensor]] = {one.request_id: [] for one in asked}
-    for one in asked:
-        scheduler.add(one, handoff=True, states=wanted)
-    done = []
-    while engine.has_work:
-        for report in engine.step():
-            if report.states is not None:
-                states[report.sequence.request.request_id].append(report.states)
-            if report.token is not None:
-                done.append(report)
-    heard = {}
-    for report in done:
-        request, hold = report.sequence.request, report.hold
-        assert hold is not None
-        heard[request.request_id] = [report.token or 0]
-        came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
-        scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)
-    while engine.has_work:
-        for report in engine.step():
-            assert report.token is not None
-            heard[report.sequence.request.request_id].append(report.token)
-    scheduler.check_integrity(idle=True)
-    return heard
-
-
-def wanted_by(engine: Engine) -> StatesLayout:
-    assert engine.scheduler.speculation is not None
-    wanted = engine.scheduler.speculation.states(engine.runner)
-    assert wanted is not None
-    return wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
