@@ -4,11 +4,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class Fetch(NamedTuple):
+    """One copy; fields as for `Fetches.fetch`."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    then: Callable[[Tensor], object]
+    ready: torch.cuda.Event | None
+    """On a GPU: behind what writes the tensor."""
 
 
 class Fetches:
@@ -20,16 +31,17 @@ class Fetches:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Tensor, torch.dtype, Callable[[Tensor], object]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def fetch(self, tensor: Tensor, dtype: torch.dtype, then: Callable[[Tensor], object]) -> None:
         """Calls `then` with a contiguous copy of this type, on the thread; never, if the device has failed.
 
         Args:
-            tensor: all that writes it has ended, and nothing writes it any more.
+            tensor: what writes it has ended, or was launched on the current stream. Nothing writes it any more.
         """
-        self._queue.put((tensor, dtype, then))
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        self._queue.put(Fetch(tensor, dtype, then, ready))
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fetches", daemon=True)
@@ -40,9 +52,11 @@ class Fetches:
         # Not the engine's stream, where a copy would wait for the next step.
         stream = torch.cuda.Stream(self._device) if gpu else None
         while True:
-            tensor, dtype, then = self._queue.get()
+            tensor, dtype, then, ready = self._queue.get()
             try:
                 with torch.inference_mode(), torch.cuda.stream(stream):
+                    if stream is not None and ready is not None:
+                        stream.wait_event(ready)
                     copy = torch.empty(tensor.shape, dtype=dtype, pin_memory=gpu)
                     # Waits for its end, so that the device's memory isn't used again before.
                     copy.copy_(tensor)

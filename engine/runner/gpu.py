@@ -15,7 +15,6 @@ On CPU tensors the same runner works under Triton's interpreter, without graphs.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -40,16 +39,18 @@ from kvrelay.engine.models.loader import MakeLinear, Making, OnLoaded, load_weig
 from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
 from kvrelay.engine.runner.fetches import Fetches
+from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
+from kvrelay.engine.runner.kept import KeptStates
 from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
 from kvrelay.engine.runner.special import SpecialRows
 from kvrelay.engine.sampling.guesses import GpuGuesses
-from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
+from kvrelay.engine.sampling.logprobs import score_prompts
 from kvrelay.engine.states import StatesShape
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
@@ -73,70 +74,6 @@ def dense(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
 
 
 DENSE: Makers = dense, dense
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What a step yields beside the tokens of plain rows."""
-
-    special: SpecialRows | None = None
-    prompts: PromptScores = field(default_factory=list)
-    states: Tensor | None = None
-    """As `StepOutput.states`, on the device."""
-    graph: bool = False
-    """Whether captured graphs were launched."""
-
-
-class StreamWrites:
-    """Implements `KVWrites`: what a stream was given until now."""
-
-    def __init__(self, stream: torch.cuda.Stream, waiter: EventWaiter) -> None:
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-        self._waiter = waiter
-
-    @property
-    def ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def follow(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def then(self, call: Callable[[], object]) -> None:
-        self._waiter.then(self._event, call)
-
-
-class GpuStep:
-    """Implements `StepHandle`."""
-
-    def __init__(
-        self, plan: StepPlan, tokens: Tensor, extras: Extras, written: KVWrites, done: torch.cuda.Event | None
-    ) -> None:
-        self.written = written
-        self._plan = plan
-        self._tokens = tokens
-        self._extras = extras
-        self._done = done
-
-    def result(self) -> StepOutput:
-        if self._done is not None:
-            self._done.synchronize()
-        plan = self._plan
-        tokens = self._tokens[: plan.num_rows].tolist()
-        sampled = plan.sample.tolist()
-        special = self._extras.special
-        refused = {} if special is None else special.refused()
-        invalid = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
-        return StepOutput(
-            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]),
-            tuple([row for row in invalid if row not in refused]),
-            tuple(refused.items()),
-            None if special is None else special.logprobs(plan.num_rows),
-            read_prompts(self._extras.prompts),
-            self._extras.graph,
-            self._extras.states,
-        )
 
 
 class GpuRunner:
@@ -194,10 +131,7 @@ class GpuRunner:
             self._running,
         )
         self._fetches = Fetches(self.device)
-        self._keep: tuple[int, ...] = ()
-        """Layers whose inputs the graphs keep."""
-        self._kept: Tensor | None = None
-        """[T, layers, hidden] where they do."""
+        self._kept = KeptStates(model.config.hidden_size, dtype, self.device)
         self._sample_decode = Sampler(self._decode.choices, self._scratch)
         self._sample_mixed = Sampler(self._mixed.choices, self._scratch)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
@@ -273,22 +207,22 @@ class GpuRunner:
                 # The others may have workspaces on the device.
                 self.attention.prefill, self.attention.candidates = chosen, [chosen]
             if capture is not None:
-                self._keep, self._kept = keep, self._make_states(max(*self._sizes, *self._step_sizes), keep)
+                self._kept.capture(keep, max(*self._sizes, *self._step_sizes))
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
-        graphs = self._graphs if self._is_captured(plan.keep) else None
+        graphs = self._graphs if self._kept.suits(plan.keep) else None
         size = None if graphs is None else graphs.size_for(plan.num_rows)
         self.attention.plan(self._decode.load(plan, sampled, size or 0, size or 0))
         if graphs is None or size is None:
-            states = self._make_states(plan.num_tokens, plan.keep)
+            states = self._kept.make(plan.num_tokens, plan.keep)
             logits = self._decode_logits_of(plan.num_rows, taps_into(states, plan.keep))
         else:
             graphs.replay(size)
-            states, logits = self._copy_kept(plan), self._decode_logits[size]
+            states, logits = self._kept.copy(plan), self._decode_logits[size]
         self._written = self._mark()
         special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
         return Extras(special, states=states, graph=size is not None)
@@ -300,7 +234,7 @@ class GpuRunner:
 
     def _decode_step(self, rows: int) -> None:
         """A step that a graph captures."""
-        self._decode_logits[rows] = self._decode_logits_of(rows, self._kept_taps(rows))
+        self._decode_logits[rows] = self._decode_logits_of(rows, self._kept.taps(rows))
 
     def _decode_logits_of(self, rows: int, taps: Taps) -> Tensor:
         """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; returns the logits."""
@@ -309,23 +243,6 @@ class GpuRunner:
         logits = self.model.forward_logits(*given, taps)
         self._sample_decode(logits, self._sampled[:rows])
         return logits
-
-    def _is_captured(self, keep: tuple[int, ...]) -> bool:
-        """Whether the graphs do for a plan that keeps these layers."""
-        return not keep or keep == self._keep
-
-    def _make_states(self, tokens: int, keep: tuple[int, ...]) -> Tensor | None:
-        """[tokens, layers, hidden] for what a step keeps; None if that is nothing."""
-        shape = tokens, len(keep), self.model.config.hidden_size
-        return torch.empty(shape, dtype=self.parts.dtype, device=self.device) if keep else None
-
-    def _kept_taps(self, tokens: int) -> Taps:
-        """Taps of a captured step."""
-        return NO_TAPS if self._kept is None else taps_into(self._kept[:tokens], self._keep)
-
-    def _copy_kept(self, plan: StepPlan) -> Tensor | None:
-        """What a replayed step has kept: a copy, queued before the next step overwrites it."""
-        return self._kept[: plan.num_tokens].clone() if plan.keep and self._kept is not None else None
 
     def _choose_special(
         self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, inputs: InputBuffers, tokens: Tensor
@@ -339,15 +256,15 @@ class GpuRunner:
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
-        pieces = self._pieces if self._is_captured(plan.keep) else None
+        pieces = self._pieces if self._kept.suits(plan.keep) else None
         size = None if pieces is None else pieces.size_for(tokens)
         self.attention.plan(inputs.load(plan, sampled, fill_tokens=size or 0))
         if pieces is None or size is None:
-            states = self._make_states(tokens, plan.keep)
+            states = self._kept.make(tokens, plan.keep)
             hidden = self._forward(inputs, tokens, self.attention, taps_into(states, plan.keep))
         else:
             hidden = pieces.replay(size)[:tokens]
-            states = self._copy_kept(plan)
+            states = self._kept.copy(plan)
         # Logits and sampling need not end before a chunk's KV is sent.
         self._written = self._mark()
         prompts = score_prompts(plan, hidden, self.model.logits)
@@ -382,7 +299,7 @@ class GpuRunner:
 
         def prepare(tokens: int) -> Forward:
             self.attention.plan(self._mixed.view(none, none, tokens))
-            return partial(self._forward, self._mixed, tokens, taps=self._kept_taps(tokens))
+            return partial(self._forward, self._mixed, tokens, taps=self._kept.taps(tokens))
 
         return StepPieces(self._step_sizes, prepare, self.attention, (query, attended), capture)
 
@@ -427,6 +344,7 @@ def build_gpu_runner(
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cuda",
     memory: DeviceMemory | None = None,
+    later_bytes: int = 0,
 ) -> GpuRunner:
     """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
 
@@ -434,6 +352,7 @@ def build_gpu_runner(
         dtype: of weights and KV; auto takes the checkpoint's.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device; None asks CUDA.
+        later_bytes: what else will be loaded onto the device.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -466,8 +385,9 @@ def build_gpu_runner(
         max_context=options.max_context,
         pool_tokens=0,
     )
-    later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
-    pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
+    if not options.kv_memory_bytes:
+        later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)
+    pool = make_pool(layout, options, unbounded.max_context, memory, device, later_bytes)
     with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
         return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options, make=(linear, head))
 

@@ -11,6 +11,18 @@ from torch import Tensor
 SHOWN = 4
 
 
+def find_file(folder: Path, files: tuple[str, ...]) -> Path:
+    """The first of these files that is in the folder.
+
+    Raises:
+        ValueError: none is.
+    """
+    path = next((folder / name for name in files if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder}: has none of the files {', '.join(files)}")
+    return path
+
+
 class Tensors:
     """Those of one file, each to be taken once."""
 
@@ -23,9 +35,7 @@ class Tensors:
         Raises:
             ValueError: none is there, or it can't be read as tensors by name; the text names the file.
         """
-        self.path = next((folder / name for name in files if (folder / name).is_file()), folder)
-        if self.path == folder:
-            raise ValueError(f"{folder}: has none of the files {', '.join(files)}")
+        self.path = find_file(folder, files)
         try:
             if self.path.suffix == ".safetensors":
                 found = load_file(self.path)

@@ -21,7 +21,7 @@ from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.kernels import sample as sample_kernel
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import Recorded
-from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from support.heads import eagle_config, eagle_tensors, handed_over, medusa_tensors, wanted_by, write_eagle, write_medusa
 from support.launches import RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
 
@@ -116,10 +116,10 @@ def engine_with(runner: ModelRunner, folder: Path, method: SpeculationMethod, he
 def asked() -> list[Request]:
     """Greedy and drawn, one of several steps. With a step in flight, the first guess comes behind 32 or 64 tokens."""
     params = (
-        SamplingParams(max_tokens=12, temperature=0.0),
-        SamplingParams(max_tokens=11, temperature=0.9, top_k=100, top_p=0.9, min_p=0.01, seed=2**63),
+        SamplingParams(max_tokens=8, temperature=0.0),
+        SamplingParams(max_tokens=8, temperature=0.9, top_k=100, top_p=0.9, min_p=0.01, seed=2**63),
     )
-    prompts = [prompt(length, length) for length in (29, 60)]
+    prompts = [prompt(length, length) for length in (31, 63)]
     return [Request(str(index), 1, tokens, len(tokens), params[index]) for index, tokens in enumerate(prompts)]
 
 
@@ -136,17 +136,24 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
     return heard
 
 
+@pytest.mark.parametrize("handoff", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "hand-off"])
 @pytest.mark.parametrize("method", METHODS)
 def test_guesses_and_streams_equal_the_cpus(
-    model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod
+    model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, handoff: bool
 ) -> None:
-    """Behind prompts of one step and of several, in steps with other rows, and a step ahead."""
+    """Behind prompts of one step and of several, in steps with other rows, and a step ahead; also where the prompts'
+    states come from another worker.
+    """
+
+    def serve(engine: Engine) -> dict[str, list[int]]:
+        return handed_over(engine, asked(), wanted_by(engine)) if handoff else run(engine, asked())
+
     cpu = build_cpu_runner(model, "float32", OPTIONS)
     engine, expected = engine_with(cpu, model, method, heads[method])
-    streams = run(engine, asked())
+    streams = serve(engine)
     assert run(engine_on(cpu, OPTIONS), asked()) == streams
     engine, found = engine_with(build_gpu_runner(model, "float32", OPTIONS, device="cpu"), model, method, heads[method])
-    assert run(engine, asked()) == streams
+    assert serve(engine) == streams
     assert_alike(found, expected)
 
 
