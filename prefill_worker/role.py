@@ -145,7 +145,7 @@ class PrefillRole(HandoffRole):
                 self._ship(step)
 
     def _ship(self, step: Progress) -> None:
-        """Gives the sender what the step computed. Its hidden states may come later, and the prompt's end behind them."""
+        """Gives the sender what the step computed. Hidden states may come later, and the prompt's end behind them."""
         worker, key = self.worker, step.sequence.request.key
         end: Callable[[], None] | None = None
         if step.token is None and step.error is None:

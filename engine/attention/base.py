@@ -84,10 +84,10 @@ def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], ND
 def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
     """Queues a copy to the device; the array itself on the CPU."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        # The allocator of pinned memory uses it again when the copy has ended.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    # The allocator of pinned memory uses it again when the copy has ended.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Attention(Protocol):

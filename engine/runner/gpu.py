@@ -207,7 +207,7 @@ class GpuRunner:
                 # The others may have workspaces on the device.
                 self.attention.prefill, self.attention.candidates = chosen, [chosen]
             if capture is not None:
-                self._kept.capture(keep, max(*self._sizes, *self._step_sizes))
+                self._kept.capture(keep, max(self._sizes + self._step_sizes))
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
         if self._stream is not None:
