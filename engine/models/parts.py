@@ -10,6 +10,7 @@ from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.loader import MakeLinear
 from kvrelay.engine.sampling.sampler import Guess
+from kvrelay.kernels.ops import Ops
 
 MakeAttention = Callable[[KVPool, int, int], Attention]
 """Attention of one layer over a pool, with so many query heads, and for so many plans (`TritonAttention`)."""
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
     """Lays out a layer's weight and bias; quantizes them if the model's layers are quantized at load."""
     head: MakeLinear
     """The same for a projection to the vocabulary."""
+    ops: Ops
     attention: MakeAttention
     guess: Guess
     dtype: torch.dtype

@@ -269,7 +269,7 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, ch
         else (lambda pool, heads, plans: NativeAttention(pool, ALL_KEYS, heads, team))
     )
     activations = dtype if team is None else torch.float32
-    return Parts(linear, head, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)
+    return Parts(linear, head, ops, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

@@ -123,6 +123,7 @@ class GpuRunner:
         dtype = TORCH_DTYPES[spec.dtype]
         self.parts = Parts(
             *make,
+            gpu_ops.GpuOps(),
             lambda pool, heads, plans: TritonAttention(pool, dtype, ALL_KEYS, heads, rows, plans=plans),
             GpuGuesses(rows, self._scratch),
             dtype,

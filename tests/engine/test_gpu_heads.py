@@ -25,7 +25,7 @@ from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
 from kvrelay.engine.sampling.guesses import GpuGuesses
 from kvrelay.engine.sampling.sampler import Draw, guessing, sample
-from kvrelay.engine.speculate.base import Computed
+from kvrelay.engine.speculate.base import WARM_UP, Computed
 from kvrelay.engine.speculate.chains import read_chains
 from kvrelay.engine.speculate.eagle import EagleProposer
 from kvrelay.kernels import sample as sample_kernel
@@ -216,6 +216,25 @@ def assert_alike(found: Recorded, expected: Recorded, least: int) -> None:
         assert ours[:common] == theirs[:common]
     assert len(pairs) >= least
     assert max(min(len(ours), len(theirs)) for ours, theirs in pairs) == 3
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 10), ("eagle3", 25)])
+def test_a_further_guess_has_few_launches_and_waits_for_none(
+    model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, most: int
+) -> None:
+    """In 16 bits, because logits in 32 bits need no cast."""
+    runner = build_gpu_runner(model, "float16", OPTIONS, device="cpu")
+    engine, _ = engine_with(runner, model, method, heads[method])
+    assert engine.scheduler.speculation is not None
+    proposer = engine.scheduler.speculation._proposer
+    proposer.warm_up()
+    counted = []
+    for length in (1, 2):
+        with Launches(reads=False) as launches:
+            (guess,) = proposer.propose([WARM_UP._replace(most=length)])
+        assert len(guess.tokens) == length
+        counted.append(len(names(launches)))
+    assert counted[1] - counted[0] <= most
 
 
 def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: dict[SpeculationMethod, Path]) -> None:
