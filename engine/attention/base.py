@@ -84,8 +84,8 @@ def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], ND
 def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
     """Queues a copy to the device; the array itself on the CPU."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     # The allocator of pinned memory uses it again when the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True)
 
