@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,14 +15,16 @@ from kvrelay.engine.automatic import AUTO
 from kvrelay.engine.config import STATE_METHODS, Device, Dtype, EngineConfig, SpeculationConfig, require
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import BlockPool
+from kvrelay.engine.kv.memory import asking, memory_of
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.kv.prefix import PrefixIndex
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
 from kvrelay.engine.models.loader import OnLoaded, load_embedding
-from kvrelay.engine.runner.base import ChainRunner, Runner
-from kvrelay.engine.runner.cpu import CpuRunner, build_cpu_runner
+from kvrelay.engine.runner.base import ModelRunner, Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.speculate import eagle_model, medusa
 from kvrelay.engine.speculate.base import Proposer
 from kvrelay.engine.speculate.draft import DraftProposer
 from kvrelay.engine.speculate.eagle import EagleProposer
@@ -31,6 +34,7 @@ from kvrelay.engine.speculate.medusa import MedusaProposer, load_medusa
 from kvrelay.engine.speculate.ngram import NgramIndex
 from kvrelay.engine.speculate.speculation import Speculation
 from kvrelay.engine.speculate.suffix import SuffixIndex
+from kvrelay.engine.speculate.tensors import find_file
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +51,14 @@ def build_engine(
         ValueError: the checkpoint or an option can't be used; the text says which and why.
     """
     device = device_of(options.device)
-    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ChainRunner] = build_cpu_runner
+    build: Callable[[Path, Dtype, EngineConfig, OnLoaded | None], ModelRunner] = build_cpu_runner
     memory = 0
     if device == "cuda":
         # Imported here because it needs Triton, which doesn't exist for every platform with a CPU runner.
         from kvrelay.engine.runner.gpu import build_gpu_runner
 
-        build, memory = build_gpu_runner, torch.cuda.mem_get_info()[1]
+        build = partial(build_gpu_runner, later_bytes=heads_bytes(options.speculation))
+        memory = torch.cuda.mem_get_info()[1]
         logger.info("the engine computes on %s", torch.cuda.get_device_name())
     options = options.on(device, memory)
     proposer = proposer_of(options.speculation)
@@ -64,7 +69,7 @@ def build_engine(
     runner = build(folder, dtype, options, on_loaded)
     if isinstance(proposer, DraftProposer):
         proposer.check(runner.spec)
-    if options.speculation.method in STATE_METHODS and isinstance(runner, CpuRunner):
+    if options.speculation.method in STATE_METHODS:
         proposer = state_proposer(options, folder, runner)
         if isinstance(proposer, MedusaProposer):
             most = min(options.speculation.max_tokens, proposer.most)
@@ -142,18 +147,30 @@ def proposer_of(config: SpeculationConfig) -> Proposer | None:
     return None
 
 
-def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Proposer:
+def heads_bytes(config: SpeculationConfig) -> int:
+    """About what the weights of a proposer's heads take, by their file; 0 if it has none.
+
+    Raises:
+        ValueError: the file isn't there.
+    """
+    if config.method not in STATE_METHODS:
+        return 0
+    files = medusa.FILES if config.method == "medusa" else eagle_model.FILES
+    return find_file(Path(config.draft_model), files).stat().st_size
+
+
+def state_proposer(options: EngineConfig, folder: Path, runner: ModelRunner) -> Proposer:
     """The proposer that guesses from the runner's hidden states.
 
     Args:
         folder: of the served model.
 
     Raises:
-        ValueError: its checkpoint can't be used with the runner's model; the text says why.
+        ValueError: its checkpoint can't be used with the runner's model, or the device lacks memory; the text says why.
     """
     config, model, parts = options.speculation, runner.model, runner.parts
     own = Path(config.draft_model)
-    with torch.inference_mode():
+    with asking(f"what {config.method} needs beside the KV pool", memory_of(parts.device)), parts.running():
         if config.method == "medusa":
             return MedusaProposer(load_medusa(own, model.config, parts), model.config, model.norm, parts)
         embedding = model.embedding
@@ -167,5 +184,5 @@ def state_proposer(options: EngineConfig, folder: Path, runner: CpuRunner) -> Pr
             head_dim=eagle.config.head_dim,
             dtype=runner.spec.dtype,
         )
-        pool = KVPool(layout, runner.pool.num_blocks)
-        return EagleProposer(eagle, pool, parts, options.max_batch_tokens)
+        pool = KVPool(layout, runner.pool.num_blocks, parts.device)
+        return EagleProposer(eagle, pool, parts, options.max_batch_tokens, config.max_tokens)

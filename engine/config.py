@@ -60,7 +60,7 @@ class SpeculationConfig:
     method: SpeculationMethod = "off"
     """Who guesses: ngram looks up what followed the last tokens when the request had them before; suffix does so for as
     many last tokens as it can, and guesses the more, the more there are; draft asks a small model; medusa and eagle3
-    ask heads that were trained for the served model and read its hidden states (on CPU only)."""
+    ask heads that were trained for the served model and read its hidden states."""
 
     draft_model: str = ""
     """Folder of a Hugging Face checkpoint with the vocabulary of the served model, hf:ORG/NAME[@REVISION], or the name
@@ -187,16 +187,6 @@ class EngineConfig:
         require(self.device in get_args(Device), "device", self.device, ", ".join(get_args(Device)))
         require(0 <= self.graph_tokens <= 8192, "graph_tokens", self.graph_tokens, "0 to 8192")
         require(0 <= self.threads <= 1024, "threads", self.threads, "0 to 1024")
-        self._check_method()
-
-    def _check_method(self) -> None:
-        # A GPU's step is captured in graphs that keep no hidden states.
-        method, others = (
-            self.speculation.method,
-            ", ".join(name for name in get_args(SpeculationMethod) if name not in STATE_METHODS),
-        )
-        allowed = f"{others} on a GPU; {', '.join(STATE_METHODS)} need device cpu"
-        require(self.device != "cuda" or method not in STATE_METHODS, "speculation.method", method, allowed)
 
     def on(self, device: Device, device_bytes: int = 0) -> "EngineConfig":
         """These options on a device, with a number for each `auto` but that of `kv_memory_bytes`.

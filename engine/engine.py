@@ -44,9 +44,10 @@ class Engine:
         """Runs what would make the first steps slow, and measures what steps cost if that is needed. Before there are
         sequences.
         """
-        self.runner.warm_up()
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.measure(self.runner)
+        guesses = self.scheduler.speculation
+        self.runner.warm_up(() if guesses is None else guesses.layers)
+        if guesses is not None:
+            guesses.measure(self.runner)
 
     @property
     def computed_tokens(self) -> int:

@@ -173,14 +173,17 @@ def with_output(plan: StepPlan, out: StepOutput, reports: list[tuple[int, Progre
 
 
 def _with_states(plan: StepPlan, states: "Tensor", reports: Rows[tuple[int, Progress]]) -> list[tuple[int, Progress]]:
-    """With copies of the hidden states that leave with their sequences."""
+    """With the hidden states that leave with their sequences."""
     complete, ends = [], plan.lengths.cumsum().tolist()
     for row, report in reports:
         wanted = report.sequence.states
         layers = () if wanted is None or report.error is not None else wanted.layers_of(report.token is not None)
         if wanted is not None and layers:
             first = ends[row] - (1 if wanted.last else int(plan.lengths[row]))
-            kept = states[first : ends[row], [plan.keep.index(layer) for layer in layers]]
+            kept = states[first : ends[row]]
+            # On a GPU, the indexing waits for the device; the layers of one peer and no proposer here need none.
+            if layers != plan.keep:
+                kept = kept[:, [plan.keep.index(layer) for layer in layers]]
             report = report._replace(states=kept)
         complete.append((row, report))
     return complete

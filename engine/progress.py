@@ -45,7 +45,8 @@ class Progress(NamedTuple):
     prompt_first: int = 0
     states: "Tensor | None" = None
     """[n, layers, hidden] hidden states of the last n tokens before `computed`, which leave with their KV, as the
-    sequence's `states` asks for them. None if it asks for none."""
+    sequence's `states` asks for them: on the model's device, perhaps a part of what the step has kept (`Runner.fetch`).
+    None if it asks for none."""
 
 
 @dataclass(frozen=True, slots=True)

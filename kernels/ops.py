@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
+NONFINITE = -1
+"""The token of a row whose logits aren't finite."""
 
 
 class Feeds(NamedTuple):

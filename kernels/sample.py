@@ -4,7 +4,7 @@
     kept    = the tokens that pass top-k, then top-p, then min-p (`reference.token_probabilities`)
     token   = argmax over kept v of exp(s[v]) / e[v],  e exponential noise, a function of (keys, v) only
             = argmax of the logits, the first of equal ones, where the temperature is 0
-            = NONFINITE where a logit is NaN, or the largest one is infinite
+            = ops.NONFINITE where a logit is NaN, or the largest one is infinite
 
     logits       float32 [R, V] contiguous; those of banned tokens are overwritten
     temperature  float32 [R]; 0 is greedy
@@ -51,7 +51,6 @@ from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.sample_bounds import BINS, bin_of, load_listed, open_bins, smallest_kept
 from kvrelay.kernels.sample_race import NO_TOKEN, better, race
 
-NONFINITE = -1
 SLICE = 8192
 """Tokens of a slice."""
 LISTED = 4096

@@ -221,7 +221,7 @@ class KVSender(Endpoint[Sending]):
 
     def keep(self, key: Key, first: int, states: Any) -> None:
         """Takes hidden states of a prompt, [n, layers, hidden] of the tokens from `first` on, as `Peer.states` of the
-        receiver says. To be called before `progress` or `finished` says that these tokens are computed.
+        receiver says. To be called before `finished`; they leave with the next `progress`, or with that.
         """
         transfer = self._transfers.get(key)
         if transfer is not None and not transfer.machine.state.over:

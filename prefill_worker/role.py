@@ -19,10 +19,11 @@ Prefill offers only after its own blocks are allocated, so a reservation on deco
 deadlock. A first token that ends the request withdraws the offer. A request without a peer is computed here to its end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from kvrelay.engine.kv.blocks import Hold
-from kvrelay.engine.kv.pool import TORCH_DTYPES
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
@@ -41,6 +42,9 @@ from kvrelay.worker.handoff import HandoffRole, peer_of
 from kvrelay.worker.role import Key
 from kvrelay.worker.worker import Worker
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class PrefillRole(HandoffRole):
     """Prefill's side of the hand-off; implements `SenderHost`. Only the engine thread touches `_shipped`."""
@@ -54,6 +58,10 @@ class PrefillRole(HandoffRole):
         """Decode workers of requests whose prompt has not started yet."""
         self._shipped: dict[Key, int] = {}
         """Blocks of each computing sequence that the sender has already."""
+        self._fetched = 0
+        """Copies of hidden states that were asked for; the engine thread's."""
+        self._came = 0
+        """Those of them that came to the event loop."""
         self._client = HandoffClient(self.setup, self)
         self._sender = self._client.sender
         worker.watch_engine(self._on_start, self._on_launch)
@@ -61,6 +69,11 @@ class PrefillRole(HandoffRole):
     @property
     def endpoint(self) -> Endpoint[Sending]:
         return self._sender
+
+    @property
+    def active(self) -> int:
+        # What comes with hidden states may hold blocks of a request that was cancelled.
+        return super().active + self._fetched - self._came
 
     def epoch(self, incarnation: str) -> int:
         return self._sender.epoch(incarnation)
@@ -88,6 +101,13 @@ class PrefillRole(HandoffRole):
         """Hidden states that the peer wants and steps here can keep; where they can't, the hand-off is refused."""
         wanted = None if peer is None else peer.states
         return None if wanted is None or wanted.misfit(self.worker.states_shape) is not None else wanted
+
+    def _keep(self, key: Key, first: int, end: Callable[[], None] | None, states: "Tensor") -> None:
+        """Gives the sender hidden states in host memory; `end` tells it of the prompt's end, if the step had that."""
+        self._came += 1
+        self._sender.keep(key, first, states)
+        if end is not None:
+            end()
 
     def _offer(self, request: Request) -> None:
         """Begins the hand-off, once: a preempted sequence starts again."""
@@ -125,22 +145,26 @@ class PrefillRole(HandoffRole):
                 self._ship(step)
 
     def _ship(self, step: Progress) -> None:
-        """Gives the sender what the step computed."""
+        """Gives the sender what the step computed. Hidden states may come later, and the prompt's end behind them."""
         worker, key = self.worker, step.sequence.request.key
-        if step.states is not None and step.sequence.states is not None:
-            states = step.states.to(TORCH_DTYPES[step.sequence.states.dtype])
-            worker.post_to_loop(self._sender.keep, key, step.computed - len(states), states)
+        end: Callable[[], None] | None = None
         if step.token is None and step.error is None:
             chunk = (step.computed - 1) // worker.step_tokens
             failpoint("prefill.after_chunk", key, chunk=chunk)
-            self._give(step.sequence, step.computed, WRITTEN)
-            return
-        self._shipped.pop(key, None)
-        if step.hold is not None and step.token is not None:
-            failpoint("prefill.after_finish", key)
-            worker.post_to_loop(self._sender.finished, key, step.token, step.hold)
         else:
-            worker.post_to_loop(self._sender.cancel, key)
+            self._shipped.pop(key, None)
+            end = partial(self._sender.cancel, key)
+            if step.hold is not None and step.token is not None:
+                failpoint("prefill.after_finish", key)
+                end = partial(self._sender.finished, key, step.token, step.hold)
+        if step.states is not None and step.sequence.states is not None:
+            self._fetched += 1
+            keep = partial(worker.post_to_loop, self._keep, key, step.computed - len(step.states), end)
+            worker.fetch(step.states, step.sequence.states.dtype, keep)
+        elif end is not None:
+            worker.post_to_loop(end)
+        if end is None:
+            self._give(step.sequence, step.computed, WRITTEN)
 
     # SenderHost.
 

@@ -382,9 +382,11 @@ class PoolFrames:
         return SendJob(key, frame, claim, StatesFrame(states), self._kind(peer), announce, on_read)
 
     def make_states(self, layout: StatesLayout, tokens: int) -> Tensor:
-        """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized."""
+        """[tokens, layers, hidden] host memory for the hidden states of so many tokens, uninitialized; pinned if a GPU
+        is to read them, so that nobody waits for that.
+        """
         shape = tokens, len(layout.layers), layout.hidden_size
-        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=self._pool.tensor.is_cuda)
 
     def receive_states(
         self,

@@ -80,6 +80,7 @@ class Worker:
         self.pool = runner.pool
         self.layout = runner.layout
         self.states_shape = runner.states_shape
+        self.fetch = runner.fetch
         guesses = engine.scheduler.speculation
         self.states = None if guesses is None else guesses.states(runner)
         """Hidden states of prompts that its proposer guesses from."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvrelay.engine.plan import StepPlan
 
+CPU = torch.device("cpu")
+
 
 class HeadNorm(NamedTuple):
     """RMS norm of each head's query and key, applied before the rotation."""
@@ -53,14 +55,14 @@ class AttentionInputs:
     """[R] tokens of each row in this step."""
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, block_size: int) -> "AttentionInputs":
-        """The inputs of a step on the CPU; shares no memory with the plan."""
+    def from_plan(cls, plan: StepPlan, block_size: int, device: torch.device = CPU) -> "AttentionInputs":
+        """The inputs of a step, whose copies to the device are queued; shares no memory with the plan."""
         positions, slots = token_places(plan, block_size)
         return cls(
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            block_tables=torch.from_numpy(plan.block_tables.copy()),
-            contexts=torch.from_numpy(plan.starts + plan.lengths),
+            positions=to_device(positions, device),
+            slots=to_device(slots, device),
+            block_tables=to_device(plan.block_tables.copy(), device),
+            contexts=to_device(plan.starts + plan.lengths, device),
             starts=plan.starts.astype(np.int64),
             lengths=plan.lengths.astype(np.int64),
         )
@@ -77,6 +79,15 @@ def token_places(plan: StepPlan, block_size: int) -> tuple[NDArray[np.int64], ND
         positions = np.arange(len(row_of)) + (positions - first)[row_of]
     blocks = plan.block_tables[row_of, positions // block_size].astype(np.int64)
     return positions, blocks * block_size + positions % block_size
+
+
+def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
+    """Queues a copy to the device; the array itself on the CPU."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # The allocator of pinned memory uses it again when the copy has ended.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Attention(Protocol):

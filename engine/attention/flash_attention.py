@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from kvrelay.engine.attention.base import AttentionInputs
+from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.attention.packages import check_parameters, check_shapes, imported
-from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, Unavailable, to_device
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, Unavailable
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.kernels.paged import PagedKV
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.attention.base import AttentionInputs
+from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.attention.packages import check_parameters, check_shapes, imported
-from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes, to_device
+from kvrelay.engine.attention.prefill import PlannedPrefill, Shapes
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.kernels.paged import PagedKV
 

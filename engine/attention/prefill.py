@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrelay.engine.attention.base import AttentionInputs
@@ -70,11 +68,3 @@ class Prefill(Protocol):
     def plan(self, inputs: AttentionInputs, first: int) -> PlannedPrefill:
         """Prepares a step, for its rows from `first` on, of which there is at least one."""
         ...
-
-
-def to_device(array: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Queues a copy to the device."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

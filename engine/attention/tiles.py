@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.base import AttentionInputs
-from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes, Unavailable, to_device
+from kvrelay.engine.attention.base import AttentionInputs, to_device
+from kvrelay.engine.attention.prefill import PlannedPrefill, Prefill, Shapes, Unavailable
 from kvrelay.engine.config import PrefillKernel
 from kvrelay.kernels.flash_prefill import choose_tile, flash_prefill, plan_tiles
 from kvrelay.kernels.launch import Launch, Repeat

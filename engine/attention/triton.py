@@ -5,6 +5,7 @@ paged_decode    rows of one token, which come first in a step
 prefill         rows of several tokens, by one of `choice.py`
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,22 +55,24 @@ class DecodeSchedule:
     All batch sizes and all layers use them in turn.
     """
 
-    def __init__(self, layout: KVLayout, heads: int, rows: int, windows: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, heads: int, rows: int, windows: tuple[int, ...], device: torch.device, plans: int
+    ) -> None:
         """
         Args:
             heads: query heads.
             rows: of a batch at most.
             windows: of the layers, each once.
+            plans: as for `TritonAttention`.
         """
         self.programs = programs = count_programs(layout.kv_heads, processors_of(device))
         self.parts = DecodeParts.empty(programs, heads, layout.kv_heads, layout.head_dim, device)
         words = (len(windows), sum(DecodeWork.sizes(rows, programs)))
         pinned = device.type == "cuda"
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
-        # Two, because the copy of the step before may not have begun when this step's copy is queued.
-        self._host_words = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        self._host_words = deque([torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(plans)])
         host_works = [[DecodeWork.view(words, rows, programs) for words in host] for host in self._host_words]
-        self._host_works = [dict(zip(windows, works, strict=True)) for works in host_works]
+        self._host_works = deque([dict(zip(windows, works, strict=True)) for works in host_works])
         self.works = {
             window: DecodeWork.view(words, rows, programs) for window, words in zip(windows, self._words, strict=True)
         }
@@ -77,8 +80,8 @@ class DecodeSchedule:
 
     def load(self, contexts: NDArray[np.int64]) -> None:
         """Queues the copy to the device of the work lists of rows [R] with these contexts."""
-        self._host_words.reverse()
-        self._host_works.reverse()
+        self._host_words.rotate()
+        self._host_works.rotate()
         for window, work in self._host_works[0].items():
             plan_decode(contexts, window, work)
         self._words.copy_(self._host_words[0], non_blocking=True)
@@ -102,6 +105,7 @@ class TritonAttention:
         heads: int,
         rows: int,
         prefill: PrefillAttention = "triton",
+        plans: int = 2,
     ) -> None:
         """
         Args:
@@ -110,6 +114,8 @@ class TritonAttention:
             heads: query heads.
             rows: of a step at most.
             prefill: what attends for rows of several tokens; see `choose_prefill`.
+            plans: steps with decode rows that are planned at most while the copies of the first one may not have
+                begun. Two, because a step is planned while the one before it runs.
 
         Raises:
             ValueError: the pool's order isn't HND, or `prefill` can't be had.
@@ -130,7 +136,7 @@ class TritonAttention:
         self._heads, self._kv_heads = heads, layout.kv_heads
         self._head_grids = -(-(heads + 2 * layout.kv_heads) // HEADS)
         self._step: PlannedStep | None = None
-        self._schedule = DecodeSchedule(layout, heads, rows, kinds, device)
+        self._schedule = DecodeSchedule(layout, heads, rows, kinds, device, plans)
 
     def plan(self, inputs: AttentionInputs) -> None:
         """See `Attention.plan`. Rows of one token are taken as decode rows up to the first longer row."""

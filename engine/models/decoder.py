@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,11 @@ Taps = Mapping[int, Tensor]
 """By layer: where a step leaves the layer's input, before its norm, [T, hidden]; the number of layers stands for the
 last one's output."""
 NO_TAPS: Taps = MappingProxyType({})
+
+
+def taps_into(states: Tensor | None, keep: tuple[int, ...]) -> Taps:
+    """Taps for these layers into states [T, layers, hidden]; none into None."""
+    return NO_TAPS if states is None else {layer: states[:, place] for place, layer in enumerate(keep)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +54,23 @@ class Weights:
     """hidden -> vocab."""
     frequencies: Tensor
     """float32 [D / 2]; see `rope.frequencies`."""
+
+
+class Model(Protocol):
+    """`Decoder` and `NativeDecoder`; the former has the docstrings."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def embedding(self) -> Tensor | None: ...
+
+    @property
+    def norm(self) -> Tensor: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = ...) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:
@@ -106,13 +129,18 @@ class Decoder:
         return hidden
 
     def forward_logits(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, feeds: Feeds | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        feeds: Feeds | None = None,
+        taps: Taps = NO_TAPS,
     ) -> Tensor:
         """`logits(forward(...))`, the logits of all tokens, with one launch less."""
-        residual, update = self._run_layers(tokens, positions, attention, feeds, NO_TAPS)
-        if update is None:
-            return self.logits(residual)
-        x, _ = self._ops.add_rms_norm(update, residual, self._weights.norm, self.config.norm_eps)
+        residual, update = self._run_layers(tokens, positions, attention, feeds, taps)
+        x, hidden = self._norm(residual, update, self._weights.norm)
+        if self.config.layers in taps:
+            taps[self.config.layers].copy_(hidden)
         return self._weights.head(x).float()
 
     def _run_layers(
@@ -125,17 +153,21 @@ class Decoder:
         rotation = Rotation(cos, sin)
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
+            x, residual = self._norm(residual, update, layer.input_norm)
             if index in taps:
-                taps[index].copy_(residual if update is None else update + residual)
-            if update is None:
-                x = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                x, residual = ops.add_rms_norm(update, residual, layer.input_norm, eps)
+                taps[index].copy_(residual)
             qkv = layer.qkv(x).view(-1, heads + 2 * keys, config.head_dim)
             x = attention.run(index, qkv, rotation, layer.qk_norm)
             x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, eps)
             update = layer.down(ops.silu_mul(layer.gate_up(x)))
         return residual, update
+
+    def _norm(self, residual: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum of both, and that sum, all [T, hidden]."""
+        ops, eps = self._ops, self.config.norm_eps
+        if update is None:
+            return ops.rms_norm(residual, weight, eps), residual
+        return ops.add_rms_norm(update, residual, weight, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of rows of `forward`'s result, [N, hidden]."""

@@ -1,6 +1,7 @@
-"""What the layers that run beside a model, on its threads, are made with."""
+"""What the layers that run beside a model, on its device, are made with."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -8,10 +9,11 @@ import torch
 from kvrelay.engine.attention.base import Attention
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.loader import MakeLinear
-from kvrelay.engine.sampling.sampler import Sample
+from kvrelay.engine.sampling.sampler import Guess
+from kvrelay.kernels.ops import Ops
 
-MakeAttention = Callable[[KVPool, int], Attention]
-"""Attention of one layer over a pool, with so many query heads."""
+MakeAttention = Callable[[KVPool, int, int], Attention]
+"""Attention of one layer over a pool, with so many query heads, and for so many plans (`TritonAttention`)."""
 
 
 class Parts(NamedTuple):
@@ -21,9 +23,14 @@ class Parts(NamedTuple):
     """Lays out a layer's weight and bias; quantizes them if the model's layers are quantized at load."""
     head: MakeLinear
     """The same for a projection to the vocabulary."""
+    ops: Ops
     attention: MakeAttention
+    guess: Guess
     dtype: torch.dtype
     """Of weights."""
     activations: torch.dtype
     """Of what a linear layer takes and gives."""
-    sample: Sample
+    device: torch.device
+    """Of weights, and of the hidden states that steps keep."""
+    running: Callable[[], AbstractContextManager[object]]
+    """Makes the context in which they run: on a GPU, behind all that the runner has launched."""

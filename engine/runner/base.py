@@ -5,14 +5,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.writes import WRITTEN, KVWrites
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.states import StatesShape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from kvrelay.engine.kv.pool import KVPool
+    from kvrelay.engine.models.decoder import Model
+    from kvrelay.engine.models.parts import Parts
 
 
 class StepHandle(Protocol):
@@ -69,8 +75,17 @@ class Runner(Protocol):
         """What attends for prompts, of `PrefillKernel`; empty on CPU."""
         ...
 
-    def warm_up(self) -> None:
-        """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences."""
+    def fetch(self, states: "Tensor", dtype: FloatDtype, then: "Callable[[Tensor], object]") -> None:
+        """Copies hidden states of a step that has ended to host memory, in this type and contiguous; calls `then` with
+        the copy, in the order of the calls: at once, or later on a thread of its own if that takes the device's time.
+        """
+
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
+        """Runs what would make the first steps slow. May overwrite KV blocks: call it before there are sequences.
+
+        Args:
+            keep: what the plans of an engine with its own proposer begin with (`StepPlan.keep`).
+        """
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step: computes the plan's tokens, writes their KV and samples where asked.
@@ -95,6 +110,16 @@ class ChainRunner(Runner, Protocol):
             [R] lists of one length: `count`, or fewer if some row's logits aren't finite there.
         """
         ...
+
+
+class ModelRunner(ChainRunner, Protocol):
+    """A runner of a model from a checkpoint, which may have heads beside it."""
+
+    @property
+    def model(self) -> "Model": ...
+
+    @property
+    def parts(self) -> "Parts": ...
 
 
 def chain_of_steps(runner: Runner, plan: StepPlan, count: int) -> list[list[int]]:

@@ -3,16 +3,16 @@
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.base import Attention, AttentionInputs
+from kvrelay.engine.attention.base import CPU, Attention, AttentionInputs
 from kvrelay.engine.attention.native import NativeAttention, supports
 from kvrelay.engine.attention.torch import TorchAttention
 from kvrelay.engine.config import Dtype, EngineConfig, Quantization
@@ -21,7 +21,7 @@ from kvrelay.engine.kv.memory import DeviceMemory, HostMemory, make_pool
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import ModelConfig, read_config
-from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Taps, Weights
+from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Model, Taps, Weights, taps_into
 from kvrelay.engine.models.loader import NO_CACHE, LayerCache, Making, OnLoaded, load_weights
 from kvrelay.engine.models.native import NativeDecoder, fits
 from kvrelay.engine.models.packed_cache import DamagedCacheError, PackedCache, packed_path
@@ -34,7 +34,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, chain_of_steps
 from kvrelay.engine.sampling.logprobs import read_prompts, score_prompts
 from kvrelay.engine.sampling.native import NativeSampler, nonfinite_rows
-from kvrelay.engine.sampling.sampler import Choice, are_plain, choose, draws_of, sample, step_output
+from kvrelay.engine.sampling.sampler import Choice, Sample, are_plain, choose, draws_of, guessing, sample, step_output
 from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
@@ -49,23 +49,6 @@ ALL_KEYS = (0,)
 """The windows of one layer that has none."""
 
 
-class Model(Protocol):
-    """`Decoder` and `NativeDecoder`; the former has the docstrings."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def embedding(self) -> Tensor | None: ...
-
-    @property
-    def norm(self) -> Tensor: ...
-
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention, *, taps: Taps = ...) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 class CpuRunner:
     """Implements `Runner`."""
 
@@ -73,12 +56,20 @@ class CpuRunner:
     prefill_attention = ""
 
     def __init__(
-        self, spec: ModelSpec, model: Model, pool: KVPool, attention: Attention, threads: int, parts: Parts
+        self,
+        spec: ModelSpec,
+        model: Model,
+        pool: KVPool,
+        attention: Attention,
+        threads: int,
+        parts: Parts,
+        sample: Sample,
     ) -> None:
         """
         Args:
             threads: that torch uses in a step.
-            parts: chooses tokens, and makes layers that the model's proposer has.
+            parts: of a proposer that guesses from hidden states.
+            sample: chooses tokens.
         """
         self.spec = spec
         self.parts = parts
@@ -86,6 +77,7 @@ class CpuRunner:
         self.model = model
         self.attention = attention
         self._threads = threads
+        self._sample = sample
         self._thread: int | None = None
 
     @property
@@ -106,19 +98,18 @@ class CpuRunner:
             choice = Choice(chosen[0], nonfinite_rows(largest[0]), {}, None)
             return FinishedStep(step_output(plan, rows, choice))
         with torch.inference_mode():
-            states, taps = None, NO_TAPS
+            states = None
             if plan.keep:
                 shape = plan.num_tokens, len(plan.keep), self.model.config.hidden_size
                 states = torch.empty(shape, dtype=TORCH_DTYPES[self.spec.dtype])
-                taps = {layer: states[:, place] for place, layer in enumerate(plan.keep)}
-            hidden = self.forward(plan, taps)
+            hidden = self.forward(plan, taps_into(states, plan.keep))
             ends = np.cumsum(plan.lengths, dtype=np.int64)
             prompt_logprobs = read_prompts(score_prompts(plan, hidden, self.model.logits))
             if not len(rows):
                 nothing = (None,) * plan.num_rows
                 return FinishedStep(StepOutput(nothing, prompt_logprobs=prompt_logprobs, states=states))
             logits = self.model.logits(hidden[torch.from_numpy(ends[rows] - 1)])
-            choice = choose(logits, draws, self.parts.sample)
+            choice = choose(logits, draws, self._sample)
         output = step_output(plan, rows, choice, prompt_logprobs)
         return FinishedStep(output if states is None else replace(output, states=states))
 
@@ -143,7 +134,11 @@ class CpuRunner:
         tokens = torch.from_numpy(plan.tokens.astype(np.int64))
         return self.model.forward(tokens, inputs.positions, self.attention, taps=taps)
 
-    def warm_up(self) -> None:
+    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+        """See `Runner.fetch`."""
+        then(states.to(TORCH_DTYPES[dtype], memory_format=torch.contiguous_format, copy=True))
+
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""
         capacity = min(self.pool.num_tokens, self.spec.max_context)
         for step, length in enumerate((1, 8, 64, 256)):
@@ -206,20 +201,22 @@ def build_cpu_runner(
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     team = _team(config, run_dtype, layout, threads)
-    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization)
+    choice = sample if team is None else NativeSampler(team)
+    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
     with torch.inference_mode():
         weights = _load(checkpoint, spec, config, options, parts, team, on_loaded)
     pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
     spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
     if team is None:
-        return CpuRunner(spec, Decoder(config, weights, ops), pool, TorchAttention(pool, windows), threads, parts)
+        plain = Decoder(config, weights, ops)
+        return CpuRunner(spec, plain, pool, TorchAttention(pool, windows), threads, parts, choice)
     # torch has little left to do here. Its threads spin for a while after each call, which would take the cores from
     # the kernels' own threads.
     torch.set_num_threads(1)
     attention = NativeAttention(pool, windows, config.heads, team)
     with torch.inference_mode():
-        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1, parts)
+        return CpuRunner(spec, NativeDecoder(config, weights, attention, team), pool, attention, 1, parts, choice)
 
 
 def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int) -> Team | None:
@@ -259,7 +256,7 @@ def _load(
     return weights
 
 
-def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization) -> Parts:
+def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization, choice: Sample) -> Parts:
     """What lays weights out for `team`'s kernels, or for torch's without a team."""
     quantize, quantize_head = LAYERS.get(quantization), HEAD.get(quantization)
     if team is None and quantize is not None:
@@ -267,13 +264,12 @@ def _parts(dtype: torch.dtype, team: Team | None, quantization: Quantization) ->
     lay_out: LayOut[Linear] = partial(_dequantized, dtype) if team is None else packer(team)
     linear, head = quantizing(quantize, lay_out), quantizing(quantize_head, lay_out)
     attention: MakeAttention = (
-        (lambda pool, _: TorchAttention(pool, ALL_KEYS))
+        (lambda pool, heads, plans: TorchAttention(pool, ALL_KEYS))
         if team is None
-        else (lambda pool, heads: NativeAttention(pool, ALL_KEYS, heads, team))
+        else (lambda pool, heads, plans: NativeAttention(pool, ALL_KEYS, heads, team))
     )
-    if team is None:
-        return Parts(linear, head, attention, dtype, dtype, sample)
-    return Parts(linear, head, attention, dtype, torch.float32, NativeSampler(team))
+    activations = dtype if team is None else torch.float32
+    return Parts(linear, head, ops, attention, guessing(choice), dtype, activations, CPU, torch.inference_mode)
 
 
 def _dequantized(dtype: torch.dtype, weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:

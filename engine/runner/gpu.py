@@ -13,9 +13,8 @@ On CPU tensors the same runner works under Triton's interpreter, without graphs.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,95 +28,52 @@ from kvrelay.engine.attention.choice import fastest
 from kvrelay.engine.attention.prefill import Prefill
 from kvrelay.engine.attention.triton import TritonAttention, architecture_of
 from kvrelay.engine.config import Dtype, EngineConfig, require
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.kv.memory import DeviceMemory, asking, make_pool, memory_of
 from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool
 from kvrelay.engine.kv.writes import WRITTEN, EventWaiter, KVWrites
 from kvrelay.engine.models.checkpoint import Checkpoint
 from kvrelay.engine.models.config import read_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import Making, OnLoaded, load_weights
+from kvrelay.engine.models.decoder import NO_TAPS, Decoder, Taps, taps_into
+from kvrelay.engine.models.loader import MakeLinear, Making, OnLoaded, load_weights
+from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.stored import check_stored
-from kvrelay.engine.plan import StepOutput, StepPlan
+from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.quant.schemes import HEAD, LAYERS, quantizing
 from kvrelay.engine.runner.base import chain_of_steps
+from kvrelay.engine.runner.fetches import Fetches
+from kvrelay.engine.runner.gpu_step import Extras, GpuStep, StreamWrites
 from kvrelay.engine.runner.graphs import Capture, DecodeGraphs, batch_sizes, cuda_capture
 from kvrelay.engine.runner.inputs import InputBuffers
+from kvrelay.engine.runner.kept import KeptStates
 from kvrelay.engine.runner.pieces import Forward, StepPieces, step_sizes
 from kvrelay.engine.runner.special import SpecialRows
-from kvrelay.engine.sampling.logprobs import PromptScores, read_prompts, score_prompts
+from kvrelay.engine.sampling.guesses import GpuGuesses
+from kvrelay.engine.sampling.logprobs import score_prompts
+from kvrelay.engine.states import StatesShape
 from kvrelay.kernels import gpu_ops
 from kvrelay.kernels.codes import CodedWeight
-from kvrelay.kernels.ops import Feeds, Linear
+from kvrelay.kernels.ops import NONFINITE, Feeds, Linear
 from kvrelay.kernels.quant_linear import quant_linear
-from kvrelay.kernels.sample import NONFINITE, Sampler, Workspace
+from kvrelay.kernels.sample import Sampler, Workspace
 
 MAX_BANNED = 128
 """Token ids that may be forbidden to one row: more than a request's stop ids plus a model's end-of-sequence ids."""
 FP8_ARCHITECTURE = 89
 """Compute capability, times ten, from which on GPUs convert to and from E4M3."""
+Makers = tuple[MakeLinear, MakeLinear]
+"""`linear` and `head` of `Parts`."""
+ALL_KEYS = (0,)
+"""The windows of one layer that has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What a step yields beside the tokens of plain rows."""
-
-    special: SpecialRows | None = None
-    prompts: PromptScores = field(default_factory=list)
-    graph: bool = False
-    """Whether captured graphs were launched."""
+def dense(weight: Tensor | CodedWeight, bias: Tensor | None) -> Linear:
+    """Lays out what isn't quantized, or was."""
+    return gpu_ops.linear(weight.dequantize() if isinstance(weight, CodedWeight) else weight, bias)
 
 
-class StreamWrites:
-    """Implements `KVWrites`: what a stream was given until now."""
-
-    def __init__(self, stream: torch.cuda.Stream, waiter: EventWaiter) -> None:
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-        self._waiter = waiter
-
-    @property
-    def ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def follow(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def then(self, call: Callable[[], object]) -> None:
-        self._waiter.then(self._event, call)
-
-
-class GpuStep:
-    """Implements `StepHandle`."""
-
-    def __init__(
-        self, plan: StepPlan, tokens: Tensor, extras: Extras, written: KVWrites, done: torch.cuda.Event | None
-    ) -> None:
-        self.written = written
-        self._plan = plan
-        self._tokens = tokens
-        self._extras = extras
-        self._done = done
-
-    def result(self) -> StepOutput:
-        if self._done is not None:
-            self._done.synchronize()
-        plan = self._plan
-        tokens = self._tokens[: plan.num_rows].tolist()
-        sampled = plan.sample.tolist()
-        special = self._extras.special
-        refused = {} if special is None else special.refused()
-        invalid = [row for row, token in enumerate(tokens) if sampled[row] and token == NONFINITE]
-        return StepOutput(
-            tuple([token if yields else None for token, yields in zip(tokens, sampled, strict=True)]),
-            tuple([row for row in invalid if row not in refused]),
-            tuple(refused.items()),
-            None if special is None else special.logprobs(plan.num_rows),
-            read_prompts(self._extras.prompts),
-            self._extras.graph,
-        )
+DENSE: Makers = dense, dense
 
 
 class GpuRunner:
@@ -126,12 +82,19 @@ class GpuRunner:
     lag = 1
 
     def __init__(
-        self, spec: ModelSpec, model: Decoder, pool: KVPool, options: EngineConfig, capture: Capture | None = None
+        self,
+        spec: ModelSpec,
+        model: Decoder,
+        pool: KVPool,
+        options: EngineConfig,
+        capture: Capture | None = None,
+        make: Makers = DENSE,
     ) -> None:
         """
         Args:
             model: on the pool's device.
             capture: makes graphs in `warm_up`; CUDA's own if None and the pool is on a GPU.
+            make: layers of a proposer that guesses from hidden states.
         """
         self.spec = spec
         self.pool = pool
@@ -157,6 +120,19 @@ class GpuRunner:
             pool, TORCH_DTYPES[spec.dtype], windows, model.config.heads, rows, options.prefill_attention
         )
         self._scratch = Workspace.empty(rows, spec.vocab_size, self.device)
+        dtype = TORCH_DTYPES[spec.dtype]
+        self.parts = Parts(
+            *make,
+            gpu_ops.GpuOps(),
+            lambda pool, heads, plans: TritonAttention(pool, dtype, ALL_KEYS, heads, rows, plans=plans),
+            GpuGuesses(rows, self._scratch),
+            dtype,
+            dtype,
+            self.device,
+            self._running,
+        )
+        self._fetches = Fetches(self.device)
+        self._kept = KeptStates(model.config.hidden_size, dtype, self.device)
         self._sample_decode = Sampler(self._decode.choices, self._scratch)
         self._sample_mixed = Sampler(self._mixed.choices, self._scratch)
         self._sampled = torch.full((rows,), NONFINITE, dtype=torch.int64, device=self.device)
@@ -177,9 +153,8 @@ class GpuRunner:
         return self.pool.layout
 
     @property
-    def states_shape(self) -> None:
-        """None: graphs of steps keep no hidden states."""
-        return
+    def states_shape(self) -> StatesShape:
+        return StatesShape(self.model.config.layers, self.model.config.hidden_size)
 
     @property
     def prefill_attention(self) -> str:
@@ -208,9 +183,16 @@ class GpuRunner:
                 done.record(self._stream)
             return GpuStep(plan, tokens, extras, self._written, done)
 
+    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+        """See `Runner.fetch`."""
+        self._fetches.fetch(states, TORCH_DTYPES[dtype], then)
+
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Compiles the kernels, also those of the hand-off, and captures the graphs; changes nothing in the pool.
+
+        Args:
+            keep: what the graphs keep. A step that keeps anything else runs without them.
 
         Raises:
             ValueError: the device doesn't have the memory.
@@ -226,23 +208,25 @@ class GpuRunner:
                 # The others may have workspaces on the device.
                 self.attention.prefill, self.attention.candidates = chosen, [chosen]
             if capture is not None:
+                self._kept.capture(keep, max(self._sizes + self._step_sizes))
                 self._graphs = DecodeGraphs(self._sizes, self._prepare_decode, capture)
                 self._pieces = self._capture_pieces(capture)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _launch_decode(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
-        size = None if self._graphs is None else self._graphs.size_for(plan.num_rows)
+        graphs = self._graphs if self._kept.suits(plan.keep) else None
+        size = None if graphs is None else graphs.size_for(plan.num_rows)
         self.attention.plan(self._decode.load(plan, sampled, size or 0, size or 0))
-        if self._graphs is None or size is None:
-            self._decode_step(plan.num_rows)
-            logits = self._decode_logits.pop(plan.num_rows)
+        if graphs is None or size is None:
+            states = self._kept.make(plan.num_tokens, plan.keep)
+            logits = self._decode_logits_of(plan.num_rows, taps_into(states, plan.keep))
         else:
-            self._graphs.replay(size)
-            logits = self._decode_logits[size]
+            graphs.replay(size)
+            states, logits = self._kept.copy(plan), self._decode_logits[size]
         self._written = self._mark()
         special = self._choose_special(plan, sampled, logits, self._decode, self._sampled)
-        return Extras(special, graph=size is not None)
+        return Extras(special, states=states, graph=size is not None)
 
     def _prepare_decode(self, rows: int) -> Callable[[], None]:
         """Plans a decode step of padding rows only; returns what launches it."""
@@ -250,11 +234,16 @@ class GpuRunner:
         return partial(self._decode_step, rows)
 
     def _decode_step(self, rows: int) -> None:
-        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; a graph captures it."""
+        """A step that a graph captures."""
+        self._decode_logits[rows] = self._decode_logits_of(rows, self._kept.taps(rows))
+
+    def _decode_logits_of(self, rows: int, taps: Taps) -> Tensor:
+        """Computes one token for each of `rows` rows, from the input buffers to `_sampled`; returns the logits."""
         inputs = self._decode
         given = inputs.tokens[:rows], inputs.positions[:rows], self.attention, Feeds(inputs.feeds[:rows], self._sampled)
-        logits = self._decode_logits[rows] = self.model.forward_logits(*given)
+        logits = self.model.forward_logits(*given, taps)
         self._sample_decode(logits, self._sampled[:rows])
+        return logits
 
     def _choose_special(
         self, plan: StepPlan, sampled: NDArray[np.int64], logits: Tensor, inputs: InputBuffers, tokens: Tensor
@@ -268,12 +257,15 @@ class GpuRunner:
 
     def _launch_mixed(self, plan: StepPlan, sampled: NDArray[np.int64]) -> Extras:
         inputs, tokens = self._mixed, plan.num_tokens
-        size = None if self._pieces is None else self._pieces.size_for(tokens)
+        pieces = self._pieces if self._kept.suits(plan.keep) else None
+        size = None if pieces is None else pieces.size_for(tokens)
         self.attention.plan(inputs.load(plan, sampled, fill_tokens=size or 0))
-        if self._pieces is None or size is None:
-            hidden = self._forward(inputs, tokens, self.attention)
+        if pieces is None or size is None:
+            states = self._kept.make(tokens, plan.keep)
+            hidden = self._forward(inputs, tokens, self.attention, taps_into(states, plan.keep))
         else:
-            hidden = self._pieces.replay(size)[:tokens]
+            hidden = pieces.replay(size)[:tokens]
+            states = self._kept.copy(plan)
         # Logits and sampling need not end before a chunk's KV is sent.
         self._written = self._mark()
         prompts = score_prompts(plan, hidden, self.model.logits)
@@ -290,12 +282,12 @@ class GpuRunner:
             self._sample_mixed(logits, chosen)
             special = self._choose_special(plan, sampled, logits, inputs, chosen)
             self._sampled.index_copy_(0, which, chosen)
-        return Extras(special, prompts, graph=size is not None)
+        return Extras(special, prompts, states, graph=size is not None)
 
-    def _forward(self, inputs: InputBuffers, tokens: int, attention: Attention) -> Tensor:
+    def _forward(self, inputs: InputBuffers, tokens: int, attention: Attention, taps: Taps = NO_TAPS) -> Tensor:
         """[T, hidden] of the first `tokens` tokens, some of which the step before has sampled."""
         feeds = Feeds(inputs.feeds[:tokens], self._sampled)
-        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds)
+        return self.model.forward(inputs.tokens[:tokens], inputs.positions[:tokens], attention, feeds, taps)
 
     def _capture_pieces(self, capture: Capture) -> StepPieces | None:
         """None if no step is to run in pieces."""
@@ -308,7 +300,7 @@ class GpuRunner:
 
         def prepare(tokens: int) -> Forward:
             self.attention.plan(self._mixed.view(none, none, tokens))
-            return partial(self._forward, self._mixed, tokens)
+            return partial(self._forward, self._mixed, tokens, taps=self._kept.taps(tokens))
 
         return StepPieces(self._step_sizes, prepare, self.attention, (query, attended), capture)
 
@@ -337,6 +329,11 @@ class GpuRunner:
             times.append(time.perf_counter() - begin)
         return min(times[1:])
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode(), self._on_stream():
+            yield
+
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -348,6 +345,7 @@ def build_gpu_runner(
     on_loaded: OnLoaded | None = None,
     device: torch.device | str = "cuda",
     memory: DeviceMemory | None = None,
+    later_bytes: int = 0,
 ) -> GpuRunner:
     """Loads the checkpoint in `folder` onto a device and allocates its KV pool there.
 
@@ -355,6 +353,7 @@ def build_gpu_runner(
         dtype: of weights and KV; auto takes the checkpoint's.
         on_loaded: called with the loaded share of the weights, 0 to 1.
         memory: of the device; None asks CUDA.
+        later_bytes: what else will be loaded onto the device.
 
     Raises:
         ValueError: the checkpoint or an option can't be used; the text says which and why.
@@ -387,10 +386,11 @@ def build_gpu_runner(
         max_context=options.max_context,
         pool_tokens=0,
     )
-    later = 0 if options.kv_memory_bytes else _runner_bytes(unbounded, model, layout, options, memory, device)
-    pool = make_pool(layout, options, unbounded.max_context, memory, device, later)
+    if not options.kv_memory_bytes:
+        later_bytes += _runner_bytes(unbounded, model, layout, options, memory, device)
+    pool = make_pool(layout, options, unbounded.max_context, memory, device, later_bytes)
     with asking(f"buffers beside {pool.nbytes} bytes of KV (kv_memory_bytes)", memory):
-        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options)
+        return GpuRunner(unbounded.within(pool.num_tokens), model, pool, options, make=(linear, head))
 
 
 def _runner_bytes(

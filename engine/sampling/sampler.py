@@ -21,6 +21,7 @@ from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.noise import SEED_MASK, exponential, noise_keys
 from kvrelay.engine.sampling.processors import NO_TOKEN, ban, shape
 from kvrelay.engine.shaping import Shaping
+from kvrelay.kernels.ops import NONFINITE
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ class Draw(NamedTuple):
 
 Sample = Callable[[Tensor, Sequence[Draw]], tuple[list[int], list[int]]]
 """`sample` here, or a `NativeSampler`."""
+Guess = Callable[[Tensor, Sequence[Draw]], Tensor]
+"""Chooses a token for each row of float32 logits [R, V], which may be overwritten: int64 [R] on their device, NONFINITE
+where they aren't finite. It doesn't wait for the device, and `min_tokens` and shapings don't count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,18 @@ class Choice:
     """Rows for which the request leaves no token, and why."""
     logprobs: list[TokenLogprobs | None] | None
     """[R]; None if no row asked for them."""
+
+
+def guessing(sample: Sample) -> Guess:
+    """Chooses by `sample`."""
+
+    def guess(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        tokens, nonfinite = sample(logits, draws)
+        for row in nonfinite:
+            tokens[row] = NONFINITE
+        return torch.tensor(tokens)
+
+    return guess
 
 
 def choose(logits: Tensor, draws: Sequence[Draw], sample: Sample) -> Choice:

@@ -45,7 +45,8 @@ class Computed(NamedTuple):
     start: int
     """Position of the first token that was computed."""
     states: "Tensor"
-    """[n, layers, hidden] of the n tokens: what `Proposer.layers` names. Valid until the next step."""
+    """[n, layers, hidden] of the n tokens: what `Proposer.layers` names. On the model's device, as a part of what
+    the step has kept; in host memory of their own if another worker has computed them."""
 
 
 class Proposer(Protocol):

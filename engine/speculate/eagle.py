@@ -16,22 +16,25 @@ here or on the worker that computed the prompt. The layer sees none of the token
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvrelay.engine.attention.base import AttentionInputs
+from kvrelay.engine.attention.base import AttentionInputs, to_device
 from kvrelay.engine.kv.blocks import BlockPool, Hold
 from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampling.sampler import Draw
-from kvrelay.engine.speculate.base import WARM_UP, Computed, Guess, Want
-from kvrelay.engine.speculate.draft import Part, plan_of, undisturbed
+from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
+from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
+from kvrelay.engine.speculate.draft import Part, plan_of
 from kvrelay.engine.speculate.eagle_model import STATES, EagleModel
 
 MOST_WAITING = 64
 """Tokens of a sequence whose states wait for a guess, at most; more are read behind a step."""
 NO_SAMPLING = SamplingParams()
+UNKNOWN = (0,)
+"""A token that the device has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +66,8 @@ class Context:
             self.waiting[:1] = [states[count:]] if len(states) > count else []
             count -= len(taken[-1])
         if not self.waiting:
-            self.done, self.waiting = self.done - 1, [taken[-1][-1:].clone()]
+            last = taken[-1]
+            self.done, self.waiting = self.done - 1, [last if len(last) == 1 else last[-1:].clone()]
         return taken
 
 
@@ -74,18 +78,20 @@ class EagleProposer:
     kinds = 1
     last_state = False
 
-    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts, step_tokens: int) -> None:
+    def __init__(self, model: EagleModel, pool: KVPool, parts: Parts, step_tokens: int, most: int) -> None:
         """
         Args:
             pool: of one layer; nobody else uses it.
             step_tokens: that are read behind a step at most.
+            most: tokens of a guess at most.
         """
         self.layers = model.config.layers
         self._model = model
         self._layout = pool.layout
         self._pool = BlockPool(pool.num_blocks)
-        self._attention = parts.attention(pool, model.config.heads)
-        self._sample = parts.sample
+        # The host doesn't wait for the device before it has planned a pass for each guess.
+        self._attention = parts.attention(pool, model.config.heads, max(most, WARM_UP.most))
+        self._parts = parts
         self._step_tokens = step_tokens
         self._contexts: dict[int, Context] = {}
         self._behind: dict[int, Sequence[int]] = {}
@@ -97,6 +103,7 @@ class EagleProposer:
         self.propose([WARM_UP])
 
     def observe(self, computed: Sequence[Computed]) -> bool:
+        places: list[tuple[list[Tensor], int]] = []
         for handle, tokens, start, states in computed:
             context = self._contexts.get(handle)
             if context is None or not context.first <= start <= context.end:
@@ -105,30 +112,49 @@ class EagleProposer:
                 context = self._contexts[handle] = Context(hold, start, start, start + len(states))
             # A preempted sequence computes what is known here once more.
             if len(fresh := states[context.end - start :]):
-                context.waiting.append(fresh.clone())
+                context.waiting.append(fresh)
+                places.append((context.waiting, len(context.waiting) - 1))
             if context.end - context.done > MOST_WAITING:
                 self._behind[handle] = tokens
+        self._own(places)
         return bool(self._behind) and self._read()
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A sequence has no guess until a step has computed the token before its last one here."""
-        guesses: dict[int, list[int]] = {want.handle: [] for want in wants}
         ready = []
         for want in wants:
             context = self._contexts.get(want.handle)
             known = context is not None and context.end == len(want.tokens) - 1 and want.handle not in self._behind
             if context is not None and known and self._extend(context, want.most - 1):
                 ready.append((context, want))
-        if ready:
-            with torch.inference_mode():
-                self._guess(ready, guesses)
-        return [Guess(guesses[want.handle]) for want in wants]
+        if not ready:
+            return [NO_GUESS for _ in wants]
+        ready.sort(key=lambda pair: -pair[1].most)
+        found = self._guess(ready)
+        guesses = {want.handle: Guess(tokens) for (_, want), tokens in zip(ready, found, strict=True)}
+        return [guesses.get(want.handle, NO_GUESS) for want in wants]
 
     def forget(self, handle: int) -> None:
         context = self._contexts.pop(handle, None)
         self._behind.pop(handle, None)
         if context is not None:
             context.hold.release()
+
+    def _own(self, places: Sequence[tuple[list[Tensor], int]]) -> None:
+        """Copies states that wait in these places, because what their step has kept is large; single tokens in one go.
+        Those in host memory stay there until they are read: the device may not have room for long prompts.
+        """
+        device = self._parts.device
+        here = [(waiting, place) for waiting, place in places if waiting[place].device == device]
+        single = [(waiting, place) for waiting, place in here if len(waiting[place]) == 1]
+        with self._parts.running():
+            for waiting, place in here:
+                if len(waiting[place]) > 1:
+                    waiting[place] = waiting[place].clone()
+            if single:
+                copied = torch.cat([waiting[place] for waiting, place in single]).unbind()
+                for (waiting, place), states in zip(single, copied, strict=True):
+                    waiting[place] = states[None]
 
     def _read(self) -> bool:
         """Computes what waits of the sequences that are behind, in the order in which they came.
@@ -153,7 +179,7 @@ class EagleProposer:
             if not left:
                 break
         if rows:
-            with torch.inference_mode():
+            with self._parts.running():
                 self._catch_up(rows)
         return prompts
 
@@ -162,29 +188,24 @@ class EagleProposer:
         lacking = self._layout.blocks_for(context.end - context.first + more) - len(context.hold.blocks)
         return lacking <= 0 or context.hold.extend(lacking)
 
-    def _guess(self, rows: list[tuple[Context, Want]], guesses: dict[int, list[int]]) -> None:
-        """Appends to the guesses, by handle."""
-        hidden = self._catch_up([(context, want.tokens, context.end - context.done) for context, want in rows])
-        level = 0
-        while True:
-            draws = [Draw(undisturbed(want.request.sampling), len(want.tokens) + level, 0) for _, want in rows]
-            tokens, nonfinite = self._sample(self._model.logits(hidden), draws)
-            going = []
-            for row, ((_, want), token) in enumerate(zip(rows, tokens, strict=True)):
-                if row not in nonfinite:
-                    guesses[want.handle].append(token)
-                    if level + 1 < want.most:
-                        going.append(row)
-            if not going:
-                return
-            rows, tokens = [rows[row] for row in going], [tokens[row] for row in going]
-            # The first of these tokens stands at the position behind the last one that is known.
-            parts = [
-                Part(context.hold.blocks, context.end - context.first + level, [token], NO_SAMPLING)
-                for (context, _), token in zip(rows, tokens, strict=True)
-            ]
-            hidden = self._run(parts, hidden[going])
-            level += 1
+    def _guess(self, rows: list[tuple[Context, Want]]) -> list[list[int]]:
+        """Guesses for rows in descending order of their length; those that wait are computed first."""
+        wants = [want for _, want in rows]
+        levels: list[Tensor] = []
+        with self._parts.running():
+            hidden = self._catch_up([(context, want.tokens, context.end - context.done) for context, want in rows])
+            for level in range(wants[0].most):
+                count = wanting(wants, level)
+                if level:
+                    # The token before stands at the position behind the last one that is known.
+                    places = [context.end - context.first + level - 1 for context, _ in rows[:count]]
+                    parts = [
+                        Part(context.hold.blocks, place, UNKNOWN, NO_SAMPLING)
+                        for (context, _), place in zip(rows, places, strict=False)
+                    ]
+                    hidden = self._run(parts, hidden[:count], levels[-1][:count].clamp(min=0))
+                levels.append(self._parts.guess(self._model.logits(hidden), draws_at(wants[:count], level)))
+            return read_chains(levels)
 
     def _catch_up(self, rows: Sequence[tuple[Context, Sequence[int], int]]) -> Tensor:
         """Computes the first positions that wait in each context: so many, of a sequence with these tokens.
@@ -192,18 +213,24 @@ class EagleProposer:
         Returns:
             [N, hidden] of the last position of each.
         """
+        device = self._parts.device
         parts, states = [], []
         for context, tokens, count in rows:
             following = tokens[context.done + 1 : context.done + 1 + count]
             parts.append(Part(context.hold.blocks, context.done - context.first, following, NO_SAMPLING))
             states += context.take(count)
-        hidden = self._run(parts, self._model.fuse(torch.cat(states)))
-        ends = torch.tensor([len(part.tokens) for part in parts]).cumsum(0)
-        return hidden[ends - 1]
+        # Those that came from another worker are in host memory.
+        known = torch.cat([part.to(device, non_blocking=True) for part in states])
+        hidden = self._run(parts, self._model.fuse(known))
+        ends = np.cumsum([len(part.tokens) for part in parts])
+        return hidden[to_device(ends - 1, device)]
 
-    def _run(self, parts: Sequence[Part], features: Tensor) -> Tensor:
-        """[T, hidden] of the parts' tokens."""
+    def _run(self, parts: Sequence[Part], features: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """[T, hidden] of the parts' tokens; `tokens`, int64 [T] on the device, if the parts don't have them."""
+        device = self._parts.device
         plan = plan_of(parts, self._layout, 0)
-        inputs = AttentionInputs.from_plan(plan, self._layout.block_size)
+        inputs = AttentionInputs.from_plan(plan, self._layout.block_size, device)
         self._attention.plan(inputs)
-        return self._model.forward(features, torch.from_numpy(plan.tokens).long(), inputs.positions, self._attention)
+        if tokens is None:
+            tokens = to_device(plan.tokens.astype(np.int64), device)
+        return self._model.forward(features, tokens, inputs.positions, self._attention)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvrelay.engine.attention.base import Attention, Rotation
 from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_rope
@@ -25,7 +24,6 @@ from kvrelay.engine.models.parts import Parts
 from kvrelay.engine.models.rope import frequencies
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
-from kvrelay.kernels.reference import rotations
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 LAYER = "midlayer"
@@ -52,7 +50,7 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """All its weights; norms are float32."""
+    """All its weights; norms are of the type of activations."""
 
     embedding: Tensor
     """[vocab, hidden]."""
@@ -77,20 +75,14 @@ class EagleWeights:
 class EagleModel:
     """One that is ready to run."""
 
-    def __init__(
-        self, config: EagleConfig, weights: EagleWeights, target: ModelConfig, activations: torch.dtype
-    ) -> None:
-        """
-        Args:
-            target: the served model's config.
-            activations: as `Parts.activations`.
-        """
+    def __init__(self, config: EagleConfig, weights: EagleWeights, target: ModelConfig, parts: Parts) -> None:
+        """`target` is the served model's config."""
         self.config = config
         self.states_width = target.hidden_size
         """Of the served model's hidden states."""
         self._weights = weights
         self._vocab_size = target.vocab_size
-        self._activations = activations
+        self._ops, self._activations = parts.ops, parts.activations
 
     def fuse(self, states: Tensor) -> Tensor:
         """[T, hidden] the features of states [T, STATES, hidden of the served model]."""
@@ -100,34 +92,32 @@ class EagleModel:
         """Runs tokens through the layer and writes their KV.
 
         Args:
-            features: [T, hidden] of the positions before the tokens.
+            features: [T, hidden] of the positions before the tokens; overwritten.
             tokens, positions: int64 [T].
             attention: has planned this step.
 
         Returns:
             [T, hidden]: h.
         """
-        config, weights = self.config, self._weights
-        tokens_in = self._norm(functional.embedding(tokens, weights.embedding), weights.token_norm)
-        normed = self._norm(features, weights.feature_norm)
+        config, weights, ops = self.config, self._weights, self._ops
+        embedded, cos, sin = ops.embed(tokens, None, positions, weights.embedding, weights.frequencies)
+        tokens_in = ops.rms_norm(embedded.to(self._activations), weights.token_norm, config.norm_eps)
+        normed = ops.rms_norm(features, weights.feature_norm, config.norm_eps)
         residual = normed if config.norm_before_residual else features
-        qkv = weights.qkv(torch.cat((tokens_in, normed), -1))
-        rotation = Rotation(*rotations(positions, weights.frequencies))
-        seen = attention.run(0, qkv.view(-1, config.heads + 2 * config.kv_heads, config.head_dim), rotation, None)
-        hidden = residual + weights.output(seen)
-        gate, up = weights.gate_up(self._norm(hidden, weights.mlp_norm)).chunk(2, -1)
-        return hidden + weights.down(functional.silu(gate) * up)
+        qkv = weights.qkv(torch.cat((tokens_in, normed), -1)).view(
+            -1, config.heads + 2 * config.kv_heads, config.head_dim
+        )
+        seen = attention.run(0, qkv, Rotation(cos, sin), None)
+        x, hidden = ops.add_rms_norm(weights.output(seen), residual, weights.mlp_norm, config.norm_eps)
+        return hidden + weights.down(ops.silu_mul(weights.gate_up(x)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, vocab] of the served model's tokens, of rows of `forward`'s result."""
         weights = self._weights
-        logits = weights.head(self._norm(hidden, weights.norm)).float()
+        logits = weights.head(self._ops.rms_norm(hidden, weights.norm, self.config.norm_eps)).float()
         if weights.targets is None:
             return logits
         return logits.new_full((len(logits), self._vocab_size), -torch.inf).index_copy_(1, weights.targets, logits)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(self._activations)
 
 
 def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Parts) -> EagleModel:
@@ -142,14 +132,14 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
     """
     fields = Fields("config.json", read_json(folder / "config.json"))
     config, rope = _read_config(fields, target)
-    tensors = Tensors(folder, FILES)
+    tensors = Tensors(folder, FILES, parts.device)
     for old, new in (("model.", ""), ("layers.0.", f"{LAYER}.")):
         tensors.rename(old, new)
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.draft_vocab_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
     def norm(name: str) -> Tensor:
-        return tensors.take(f"{name}.weight", hidden).float()
+        return tensors.take(f"{name}.weight", hidden).to(parts.activations)
 
     def linear(inputs: int, outputs: dict[str, int]) -> Linear:
         """Of projections by name, one below the other."""
@@ -176,10 +166,10 @@ def load_eagle(folder: Path, target: ModelConfig, embedding: Tensor, parts: Part
         norm=norm("norm"),
         head=parts.head(tensors.take("lm_head.weight", vocab, hidden).to(parts.dtype), None),
         targets=_targets(tensors, vocab, target.vocab_size),
-        frequencies=frequencies(rope, config.head_dim),
+        frequencies=frequencies(rope, config.head_dim).to(parts.device),
     )
     tensors.finish()
-    return EagleModel(config, weights, target, parts.activations)
+    return EagleModel(config, weights, target, parts)
 
 
 def _read_config(fields: Fields, target: ModelConfig) -> tuple[EagleConfig, RopeConfig]:
@@ -246,7 +236,8 @@ def _targets(tensors: Tensors, draft_vocab: int, vocab: int) -> Tensor | None:
         tensors.take("t2d", vocab)
     if draft_vocab == vocab and "d2t" not in tensors.left:
         return None
-    targets = torch.arange(draft_vocab) + tensors.take("d2t", draft_vocab).long()
+    shifts = tensors.take("d2t", draft_vocab).long()
+    targets = torch.arange(draft_vocab, device=shifts.device) + shifts
     if int(targets.min()) < 0 or int(targets.max()) >= vocab or len(set(targets.tolist())) != draft_vocab:
         raise ValueError(f"{tensors.path}: d2t doesn't give each token an id of its own from 0 to {vocab - 1}")
     return targets

@@ -23,9 +23,8 @@ from torch.nn import functional
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.fields import Fields, read_json
 from kvrelay.engine.models.parts import Parts
-from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.speculate.base import NO_GUESS, WARM_UP, Computed, Guess, Want
-from kvrelay.engine.speculate.draft import undisturbed
+from kvrelay.engine.speculate.chains import draws_at, read_chains, wanting
 from kvrelay.engine.speculate.tensors import Tensors
 from kvrelay.kernels.ops import Linear
 
@@ -59,7 +58,7 @@ def load_medusa(folder: Path, config: ModelConfig, parts: Parts) -> tuple[Medusa
     Raises:
         ValueError: they can't be used with that model; names the tensor or field, and what is expected.
     """
-    fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILES)
+    fields, tensors = Fields("config.json", read_json(folder / "config.json")), Tensors(folder, FILES, parts.device)
     for prefix in PREFIXES:
         tensors.rename(prefix, "")
     hidden = config.hidden_size
@@ -100,8 +99,7 @@ class MedusaProposer:
         """Tokens of a guess at most."""
         self._heads = heads
         self._norm, self._eps = norm.float(), config.norm_eps
-        self._activations = parts.activations
-        self._sample = parts.sample
+        self._parts = parts
         self._states: dict[int, tuple[int, Tensor]] = {}
         """By handle: the position of the last token that was computed, and its state [hidden]."""
 
@@ -110,35 +108,36 @@ class MedusaProposer:
         self.propose([WARM_UP])
 
     def observe(self, computed: Sequence[Computed]) -> bool:
-        for handle, _, start, states in computed:
-            self._states[handle] = start + len(states) - 1, states[-1, 0].clone()
+        if computed:
+            device = self._parts.device
+            with self._parts.running():
+                # Of a step they are one copy, because what the step has kept is large.
+                copied = torch.stack([one.states[-1, 0].to(device, non_blocking=True) for one in computed]).unbind()
+            for (handle, _, start, states), state in zip(computed, copied, strict=True):
+                self._states[handle] = start + len(states) - 1, state
         return False
 
     def propose(self, wants: Sequence[Want]) -> list[Guess]:
         """A sequence has no guess until a step has computed the token before its last one here."""
         known = [(want, self._states.get(want.handle)) for want in wants]
         ready = [(want, state[1]) for want, state in known if state is not None and state[0] == len(want.tokens) - 2]
-        guesses: dict[int, list[int]] = {want.handle: [] for want, _ in ready}
-        if ready:
-            with torch.inference_mode():
-                states = functional.rms_norm(
-                    torch.stack([state for _, state in ready]).float(), self._norm.shape, self._norm, self._eps
-                )
-                self._guess([want for want, _ in ready], states.to(self._activations), guesses)
-        return [Guess(guesses[want.handle]) if want.handle in guesses else NO_GUESS for want in wants]
+        if not ready:
+            return [NO_GUESS for _ in wants]
+        ready.sort(key=lambda pair: -pair[0].most)
+        found = self._guess([want for want, _ in ready], [state for _, state in ready])
+        guesses = {want.handle: Guess(tokens) for (want, _), tokens in zip(ready, found, strict=True)}
+        return [guesses.get(want.handle, NO_GUESS) for want in wants]
 
     def forget(self, handle: int) -> None:
         self._states.pop(handle, None)
 
-    def _guess(self, wants: list[Want], states: Tensor, guesses: dict[int, list[int]]) -> None:
-        """Appends to each guess, by handle, what the heads say of normed `states` [N, hidden]."""
-        for level, head in enumerate(self._heads):
-            rows = [row for row, want in enumerate(wants) if want.most > level]
-            if not rows:
-                return
-            draws = [Draw(undisturbed(wants[row].request.sampling), len(wants[row].tokens) + level, 0) for row in rows]
-            tokens, nonfinite = self._sample(head.logits(states[rows]), draws)
-            for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-                guess = guesses[wants[row].handle]
-                if place not in nonfinite and len(guess) == level:
-                    guess.append(token)
+    def _guess(self, wants: list[Want], states: list[Tensor]) -> list[list[int]]:
+        """What the heads say of the last states, [hidden] each, of wants in descending order of their length."""
+        levels: list[Tensor] = []
+        with self._parts.running():
+            normed = functional.rms_norm(torch.stack(states).float(), self._norm.shape, self._norm, self._eps)
+            normed = normed.to(self._parts.activations)
+            for level, head in enumerate(self._heads[: wants[0].most]):
+                count = wanting(wants, level)
+                levels.append(self._parts.guess(head.logits(normed[:count]), draws_at(wants[:count], level)))
+            return read_chains(levels)

@@ -11,20 +11,31 @@ from torch import Tensor
 SHOWN = 4
 
 
+def find_file(folder: Path, files: tuple[str, ...]) -> Path:
+    """The first of these files that is in the folder.
+
+    Raises:
+        ValueError: none is.
+    """
+    path = next((folder / name for name in files if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder}: has none of the files {', '.join(files)}")
+    return path
+
+
 class Tensors:
     """Those of one file, each to be taken once."""
 
-    def __init__(self, folder: Path, files: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, files: tuple[str, ...], device: torch.device) -> None:
         """
         Args:
             files: the first of these that is in the folder is read.
+            device: where tensors go that are taken.
 
         Raises:
             ValueError: none is there, or it can't be read as tensors by name; the text names the file.
         """
-        self.path = next((folder / name for name in files if (folder / name).is_file()), folder)
-        if self.path == folder:
-            raise ValueError(f"{folder}: has none of the files {', '.join(files)}")
+        self.path = find_file(folder, files)
         try:
             if self.path.suffix == ".safetensors":
                 found = load_file(self.path)
@@ -35,6 +46,7 @@ class Tensors:
             raise ValueError(f"{self.path}: not readable as tensors: {str(error).splitlines()[0]}") from error
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise ValueError(f"{self.path}: holds a {type(found).__name__}; allowed: tensors by name")
+        self._device = device
         self._left: dict[str, Tensor] = {str(name): tensor for name, tensor in found.items()}
 
     @property
@@ -59,7 +71,7 @@ class Tensors:
         tensor = self._left.pop(name)
         if tensor.shape != shape:
             raise ValueError(f"{self.path}: tensor {name} has shape {list(tensor.shape)}; expected: {list(shape)}")
-        return tensor
+        return tensor.to(self._device)
 
     def finish(self) -> None:
         """Raises ValueError, naming some, if tensors are left."""

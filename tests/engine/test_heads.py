@@ -21,11 +21,18 @@ from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.base import StepHandle
 from kvrelay.engine.speculate.base import Computed, Guess, Want
 from kvrelay.engine.speculate.eagle import EagleProposer
-from kvrelay.engine.states import StatesLayout
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
-from support.guesses import HashGuesses
+from support.guesses import HashGuesses, Recorded
 from support.hash_runner import HashRunner, expected_tokens, hash_spec
-from support.heads import eagle_config, eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from support.heads import (
+    eagle_config,
+    eagle_tensors,
+    handed_over,
+    medusa_tensors,
+    wanted_by,
+    write_eagle,
+    write_medusa,
+)
 
 HIDDEN = COMMON["hidden_size"]
 LAYERS = COMMON["num_hidden_layers"]
@@ -298,65 +305,6 @@ def test_a_proposer_gets_the_states_of_the_tokens_that_are_kept(lag: int) -> Non
     assert not watching.reach
 
 
-class Recorded:
-    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
-
-    def __init__(self, engine: Engine) -> None:
-        assert engine.scheduler.speculation is not None
-        self.guesses: dict[tuple[str, int], list[int]] = {}
-        self._proposer = engine.scheduler.speculation._proposer
-        self._propose = self._proposer.propose
-        self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
-
-    def propose(self, wants: Sequence[Want]) -> list[Guess]:
-        found = self._propose(wants)
-        for want, guess in zip(wants, found, strict=True):
-            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
-        return found
-
-
-def handed_over(
-    engine: Engine, asked: Sequence[Request], wanted: StatesLayout | None, most: int = 0
-) -> dict[str, list[int]]:
-    """The streams of requests whose prompts come from another worker: this engine stands for both.
-
-    Args:
-        wanted: hidden states that come along.
-        most: tokens whose hidden states come along at most; 0 for all.
-    """
-    scheduler = engine.scheduler
-    states: dict[str, list[Tensor]] = {one.request_id: [] for one in asked}
-    for one in asked:
-        scheduler.add(one, handoff=True, states=wanted)
-    done = []
-    while engine.has_work:
-        for report in engine.step():
-            if report.states is not None:
-                states[report.sequence.request.request_id].append(report.states)
-            if report.token is not None:
-                done.append(report)
-    heard = {}
-    for report in done:
-        request, hold = report.sequence.request, report.hold
-        assert hold is not None
-        heard[request.request_id] = [report.token or 0]
-        came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
-        scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)
-    while engine.has_work:
-        for report in engine.step():
-            assert report.token is not None
-            heard[report.sequence.request.request_id].append(report.token)
-    scheduler.check_integrity(idle=True)
-    return heard
-
-
-def wanted_by(engine: Engine) -> StatesLayout:
-    assert engine.scheduler.speculation is not None
-    wanted = engine.scheduler.speculation.states(engine.runner)
-    assert wanted is not None
-    return wanted
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_guesses_behind_a_hand_off_are_those_of_a_co_located_worker(
@@ -472,17 +420,10 @@ def test_streams_are_the_same_without_the_native_kernels(
     assert run(with_heads(request.getfixturevalue(method), eight, method), asked) == plain
 
 
-def test_a_gpu_refuses_them() -> None:
-    for method in ("medusa", "eagle3"):
-        speculation = SpeculationConfig(method, "heads")  # type: ignore[arg-type]  # a literal
-        expected = f"speculation.method is '{method}'; allowed: off, ngram, suffix, draft on a GPU"
-        with pytest.raises(ValueError, match=expected):
-            EngineConfig(device="cuda", speculation=speculation)
-        with pytest.raises(ValueError, match=expected):
-            EngineConfig(speculation=speculation).on("cuda")
-        assert EngineConfig(speculation=speculation).on("cpu").speculation.method == method
-    with pytest.raises(ValueError, match=r"speculation.draft_model is ''; allowed: a model with .*medusa"):
-        SpeculationConfig("medusa")
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_heads_need_a_folder(method: str) -> None:
+    with pytest.raises(ValueError, match=rf"speculation.draft_model is ''; allowed: a model with .*{method}"):
+        SpeculationConfig(method)  # type: ignore[arg-type]  # a literal
 
 
 def test_medusa_heads_that_do_not_fit_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.faults import OUT, PROMPT, Scene, oracle, over, prompt_of, scene
-from support.hash_worker import WORKER_LAYOUT
+from support.hash_worker import FETCH_SECONDS, LAG, WORKER_LAYOUT
 from support.processes import wait_until
 
 BLOCK = WORKER_LAYOUT.block_size
@@ -48,3 +48,29 @@ def test_a_stream_that_moves_to_another_decode_worker_has_them_there(it: Scene) 
     done = request.result()
     assert done.timeline.proposed_tokens > 0
     it.settle(3, but=[serving])
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Workers that copy hidden states for a while after their step, as on a GPU."""
+    chosen = over("states")
+    variables = {**chosen.pop("variables"), LAG: 1, FETCH_SECONDS: 0.3}
+    with scene(tmp_path_factory.mktemp("late"), prefill=1, variables=variables, **chosen) as it:
+        yield it
+
+
+def test_states_that_come_after_the_prompts_end_are_there_for_the_first_guess(late: Scene) -> None:
+    for name, length in (("late", PROMPT), ("late and long", 100)):
+        done = late.ask(name, length)
+        assert done.timeline.retries == 0
+        assert done.timeline.proposed_tokens > 0
+    late.settle(3)
+
+
+def test_a_cancel_before_the_states_have_come_frees_everything(late: Scene) -> None:
+    """The prompt's blocks wait for them, and meanwhile the worker doesn't take itself for idle."""
+    request = late.begin("cancelled", count=200)
+    wait_until(lambda: request.tokens >= 1, "its first token has come")
+    request.cancel()
+    assert late.ask("after the cancel").timeline.retries == 0
+    late.settle(3)

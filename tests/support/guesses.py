@@ -1,10 +1,11 @@
-"""Guesses for the hash model: right ones and wrong ones, in an order that never changes."""
+"""Guesses for the hash model, right ones and wrong ones, in an order that never changes; and a record of guesses."""
 
 from collections.abc import Sequence
 
 import torch
 import xxhash
 
+from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.sampling.sampler import Draw
 from kvrelay.engine.speculate.base import NO_GUESS, Computed, Guess, Want
@@ -84,3 +85,20 @@ class HashHeads(HashGuesses):
     def _has(self, want: Want) -> bool:
         first, end = self._known.get(want.handle, (0, 0))
         return first < len(want.request.tokens) and end == len(want.tokens) - 1
+
+
+class Recorded:
+    """What a proposer guessed, by request and by the number of tokens that it guessed behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.scheduler.speculation is not None
+        self.guesses: dict[tuple[str, int], list[int]] = {}
+        self._proposer = engine.scheduler.speculation._proposer
+        self._propose = self._proposer.propose
+        self._proposer.propose = self.propose  # type: ignore[method-assign]  # watched
+
+    def propose(self, wants: Sequence[Want]) -> list[Guess]:
+        found = self._propose(wants)
+        for want, guess in zip(wants, found, strict=True):
+            self.guesses[want.request.request_id, len(want.tokens)] = guess.tokens
+        return found

@@ -7,7 +7,7 @@ sampler. A greedy row takes some ten microseconds.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrelay.engine.kv.layout import KVLayout
-from kvrelay.engine.kv.pool import KVPool, fields
+from kvrelay.engine.attention.base import CPU
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
+from kvrelay.engine.kv.pool import TORCH_DTYPES, KVPool, fields
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import PromptPart, StepOutput, StepPlan, TokenLogprobs
 from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.engine.runner.base import FinishedStep, StepHandle
+from kvrelay.engine.runner.fetches import Fetches
 from kvrelay.engine.sampling.logprobs import Scores
 from kvrelay.engine.sampling.sampler import Choice, Draw, choose, draws_of, sample, step_output
 from kvrelay.engine.shaping import Shaping
@@ -156,8 +158,15 @@ class HashRunner:
         self.steps = 0
         self.states_shape: StatesShape | None = StatesShape(layout.layers, STATES_WIDTH)
         self._last: HashStep | None = None
+        self._fetches = Fetches(CPU)
 
-    def warm_up(self) -> None:
+    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+        if self.lag:
+            self._fetches.fetch(states, TORCH_DTYPES[dtype], then)
+        else:
+            then(states.to(TORCH_DTYPES[dtype], copy=True))
+
+    def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         pass
 
     def launch(self, plan: StepPlan) -> StepHandle:

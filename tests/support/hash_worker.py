@@ -22,11 +22,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from kvrelay.decode_worker.role import DecodeRole
 from kvrelay.engine.build import engine_on
 from kvrelay.engine.config import Dtype, EngineConfig
 from kvrelay.engine.engine import Engine
-from kvrelay.engine.kv.layout import KVLayout
+from kvrelay.engine.kv.layout import FloatDtype, KVLayout
 from kvrelay.engine.plan import StepOutput, StepPlan
 from kvrelay.engine.runner.base import Runner
 from kvrelay.engine.speculate.costs import StepCosts
@@ -50,6 +52,7 @@ LAG = "HASH_LAG"
 NEWS_SECONDS = "HASH_NEWS_SECONDS"
 BEAT_SECONDS = "HASH_BEAT_SECONDS"
 STATES = "HASH_STATES"
+FETCH_SECONDS = "HASH_FETCH_SECONDS"
 MAX_CONTEXT = 4096
 # 1 KiB per token, so that a link needs some time to send a frame.
 WORKER_LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -64,6 +67,15 @@ class SlowHashRunner(HashRunner):
     """A hash runner with slow steps. Drafts make them slower, so that no stream is faster than without."""
 
     step_seconds = 0.0
+    fetch_seconds = 0.0
+    """That a copy of hidden states takes; with a lag, on a thread of its own."""
+
+    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+        def late(copy: Tensor) -> None:
+            time.sleep(self.fetch_seconds)
+            then(copy)
+
+        super().fetch(states, dtype, late)
 
     def run(self, plan: StepPlan) -> StepOutput:
         time.sleep(self.step_seconds * max(Counter(plan.handles).values()))
@@ -77,6 +89,7 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
     runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT), lag=int(os.environ.get(LAG, "0")))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
+    runner.fetch_seconds = float(os.environ.get(FETCH_SECONDS, "0"))
     loaded(1.0)
     proposer = HashHeads if float(os.environ.get(STATES, "0")) else HashGuesses
     guesses = None if config.speculation.method == "off" else proposer(WORKER_LAYOUT)

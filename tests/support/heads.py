@@ -1,11 +1,17 @@
-"""Random Medusa heads and EAGLE-3 checkpoints for tiny models, in the files that people publish."""
+"""Random Medusa heads and EAGLE-3 checkpoints for tiny models, in the files that people publish; and a hand-off."""
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.request import Request
+from kvrelay.engine.states import StatesLayout
 
 
 def medusa_tensors(heads: int, blocks: int, hidden: int, vocab: int, seed: int = 0) -> dict[str, Tensor]:
@@ -92,3 +98,45 @@ def write_eagle(folder: Path, tensors: dict[str, Tensor], config: dict[str, obje
     else:
         save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def handed_over(
+    engine: Engine, asked: Sequence[Request], wanted: StatesLayout | None, most: int = 0
+) -> dict[str, list[int]]:
+    """The streams of requests whose prompts come from another worker: this engine stands for both.
+
+    Args:
+        wanted: hidden states that come along.
+        most: tokens whose hidden states come along at most; 0 for all.
+    """
+    scheduler = engine.scheduler
+    states: dict[str, list[Tensor]] = {one.request_id: [] for one in asked}
+    for one in asked:
+        scheduler.add(one, handoff=True, states=wanted)
+    done = []
+    while engine.has_work:
+        for report in engine.step():
+            if report.states is not None:
+                states[report.sequence.request.request_id].append(report.states)
+            if report.token is not None:
+                done.append(report)
+    heard = {}
+    for report in done:
+        request, hold = report.sequence.request, report.hold
+        assert hold is not None
+        heard[request.request_id] = [report.token or 0]
+        came = torch.cat(states[request.request_id])[-most:] if wanted is not None else None
+        scheduler.resume(dataclasses.replace(request, attempt=2), report.token or 0, hold, came)
+    while engine.has_work:
+        for report in engine.step():
+            assert report.token is not None
+            heard[report.sequence.request.request_id].append(report.token)
+    scheduler.check_integrity(idle=True)
+    return heard
+
+
+def wanted_by(engine: Engine) -> StatesLayout:
+    assert engine.scheduler.speculation is not None
+    wanted = engine.scheduler.speculation.states(engine.runner)
+    assert wanted is not None
+    return wanted

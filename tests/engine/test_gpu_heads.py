@@ -1,0 +1,296 @@
+"""Hidden states and heads on the GPU's runner, on CPU tensors and with kernels interpreted, equal those on the CPU's.
+
+Graphs are recorded and replayed.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.engine.attention.base import CPU
+from kvrelay.engine.attention.triton import TritonAttention
+from kvrelay.engine.build import engine_on, state_proposer
+from kvrelay.engine.config import EngineConfig, SpeculationConfig, SpeculationMethod
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.plan import StepOutput
+from kvrelay.engine.request import Request, SamplingParams
+from kvrelay.engine.runner.base import ModelRunner, Runner
+from kvrelay.engine.runner.cpu import build_cpu_runner
+from kvrelay.engine.runner.fetches import Fetches
+from kvrelay.engine.runner.gpu import GpuRunner, build_gpu_runner
+from kvrelay.engine.sampling.guesses import GpuGuesses
+from kvrelay.engine.sampling.sampler import Draw, guessing, sample
+from kvrelay.engine.speculate.base import WARM_UP, Computed
+from kvrelay.engine.speculate.chains import read_chains
+from kvrelay.engine.speculate.eagle import EagleProposer
+from kvrelay.kernels import sample as sample_kernel
+from kvrelay.kernels.ops import NONFINITE
+from kvrelay.kernels.sample import Workspace
+from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
+from support.guesses import Recorded
+from support.heads import eagle_config, eagle_tensors, handed_over, medusa_tensors, wanted_by, write_eagle, write_medusa
+from support.launches import Launches, RecordedGraphs
+from support.paged import GREEDY, PagedSequences, make_plan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+OPTIONS = EngineConfig(
+    block_size=16, kv_memory_bytes=2**20, max_batch_tokens=48, max_sequences=8, graph_tokens=20, threads=1
+)
+SMALL = replace(OPTIONS, max_sequences=2, graph_tokens=16)
+HIDDEN = COMMON["hidden_size"]
+LAYERS = 2
+KEEP = (0, 1, 2)
+METHODS: tuple[SpeculationMethod, ...] = ("medusa", "eagle3")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time goes by the lanes of a block as well."""
+    monkeypatch.setattr(sample_kernel, "SLICE", 512)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[SpeculationMethod, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, 200)
+    config = eagle_config(tensors, VOCAB_SIZE) | {"eagle_aux_hidden_state_layer_ids": list(KEEP)}
+    return {
+        "medusa": write_medusa(folder / "medusa", medusa_tensors(3, 1, HIDDEN, VOCAB_SIZE)),
+        "eagle3": write_eagle(folder / "eagle3", tensors, config),
+    }
+
+
+def names(launches: Launches) -> list[str]:
+    return [launch.name for launch in launches.all if launch.on_device]
+
+
+def prompt(length: int, seed: int) -> tuple[int, ...]:
+    return tuple((7 * place + 11 * seed) % VOCAB_SIZE for place in range(length))
+
+
+def kept_by(runner: Runner, keep: tuple[int, ...]) -> list[StepOutput]:
+    """The outputs of a chunk with a whole prompt, a decode row beside a chunk, and two decode rows."""
+    sequences = PagedSequences(runner)  # type: ignore[arg-type]  # it has what they need
+    first, second = sequences.add(prompt(9, 1), extra=4), sequences.add(prompt(16, 2), extra=4)
+    found = []
+    for lengths in ((9, 7), (1, 9), (1, 1)):
+        plan = make_plan([(first, lengths[0], GREEDY), (second, lengths[1], GREEDY)])
+        out = runner.launch(replace(plan, keep=keep)).result()
+        found.append(out)
+        for sequence, length, token in zip((first, second), lengths, out.tokens, strict=True):
+            sequence.computed += length
+            if sequence.computed == len(sequence.tokens):
+                assert token is not None
+                sequence.tokens.append(token)
+    return found
+
+
+@pytest.fixture(scope="module")
+def captured(model: Path) -> GpuRunner:
+    """Its graphs keep the layers KEEP."""
+    plain = build_gpu_runner(model, "float32", SMALL, device="cpu")
+    graphs = RecordedGraphs()
+    runner = GpuRunner(plain.spec, plain.model, plain.pool, SMALL, capture=graphs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_kernel, "SLICE", 512)
+        runner.warm_up(KEEP)
+    runner.graphs = graphs  # type: ignore[attr-defined]  # for the tests
+    return runner
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("keep", [KEEP, (1,), ()], ids=str)
+def test_states_equal_the_cpus(
+    model: Path, request: pytest.FixtureRequest, keep: tuple[int, ...], graphs: bool
+) -> None:
+    """Of chunks and of single tokens. Graphs that keep other layers aren't used; plans that keep nothing use all."""
+    runner = request.getfixturevalue("captured") if graphs else build_gpu_runner(model, "float32", SMALL, device="cpu")
+    expected = kept_by(build_cpu_runner(model, "float32", SMALL), keep)
+    for out, true in zip(kept_by(runner, keep), expected, strict=True):
+        assert out.tokens == true.tokens
+        assert out.graph == (graphs and keep in (KEEP, ()))
+        assert (out.states is None) == (true.states is None) == (keep == ())
+        if out.states is not None:
+            torch.testing.assert_close(out.states, true.states, atol=2e-5, rtol=1e-4)
+
+
+def test_a_captured_step_copies_each_kept_layer_once(captured: GpuRunner, model: Path) -> None:
+    """And a runner that keeps nothing launches no copy."""
+    plain = build_gpu_runner(model, "float32", replace(SMALL, max_sequences=1, graph_tokens=0), device="cpu")
+    graphs = RecordedGraphs()
+    GpuRunner(plain.spec, plain.model, plain.pool, replace(SMALL, max_sequences=1, graph_tokens=0), graphs).warm_up()
+    without = names(graphs.captured[-1])
+    one_row = names(captured.graphs.captured[1])  # type: ignore[attr-defined]  # as the fixture says
+    assert sorted(one_row) == sorted([*without, *["aten.copy_.default"] * len(KEEP)])
+    assert "aten.copy_.default" not in without
+
+
+def engine_with(runner: ModelRunner, folder: Path, method: SpeculationMethod, heads: Path) -> tuple[Engine, Recorded]:
+    config = SpeculationConfig(method, str(heads), max_tokens=3, adaptive=False)
+    options = replace(OPTIONS, speculation=config)
+    engine = engine_on(runner, options, state_proposer(options, folder, runner))
+    return engine, Recorded(engine)
+
+
+def asked(count: int) -> list[Request]:
+    """Drawn and greedy, the second one of several steps. With a step in flight, guesses begin at 32 or 64 tokens."""
+    params = (
+        SamplingParams(max_tokens=8, temperature=0.9, top_k=100, top_p=0.9, min_p=0.01, seed=2**63),
+        SamplingParams(max_tokens=8, temperature=0.0),
+    )
+    prompts = [prompt(length, length) for length in (31, 63)[:count]]
+    return [Request(str(index), 1, tokens, len(tokens), params[index]) for index, tokens in enumerate(prompts)]
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    for request in requests:
+        engine.scheduler.add(request)
+    heard: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            if report.token is not None:
+                heard[report.sequence.request.request_id].append(report.token)
+    engine.scheduler.check_integrity(idle=True)
+    return heard
+
+
+class Unread:
+    """Proposes within a context in which nothing may wait for single numbers of the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.scheduler.speculation is not None
+        self._proposer = engine.scheduler.speculation._proposer
+        self._observe = self._proposer.observe
+        self._proposer.observe = self.observe  # type: ignore[method-assign]  # watched
+
+    def observe(self, computed: Sequence[Computed]) -> bool:
+        with Launches(reads=False):
+            return self._observe(computed)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("count", "handoff"), [(1, False), pytest.param(2, False, marks=slow), pytest.param(2, True, marks=slow)]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_guesses_and_streams_equal_the_cpus(
+    model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, count: int, handoff: bool
+) -> None:
+    """Behind prompts of one step and of several, in steps with other rows, and a step ahead; also where the prompts'
+    states come from another worker.
+    """
+    requests = asked(count)
+
+    def serve(engine: Engine) -> dict[str, list[int]]:
+        return handed_over(engine, requests, wanted_by(engine)) if handoff else run(engine, requests)
+
+    cpu = build_cpu_runner(model, "float32", OPTIONS)
+    engine, expected = engine_with(cpu, model, method, heads[method])
+    streams = serve(engine)
+    assert run(engine_on(cpu, OPTIONS), requests) == streams
+    engine, found = engine_with(build_gpu_runner(model, "float32", OPTIONS, device="cpu"), model, method, heads[method])
+    Unread(engine)
+    assert serve(engine) == streams
+    assert_alike(found, expected, least=4 * count)
+
+
+def assert_alike(found: Recorded, expected: Recorded, least: int) -> None:
+    """The room for guesses differs, so those of one are the beginning of the other's."""
+    pairs = [(found.guesses[place], expected.guesses[place]) for place in found.guesses.keys() & expected.guesses]
+    pairs = [pair for pair in pairs if all(pair)]
+    for ours, theirs in pairs:
+        common = min(len(ours), len(theirs))
+        assert ours[:common] == theirs[:common]
+    assert len(pairs) >= least
+    assert max(min(len(ours), len(theirs)) for ours, theirs in pairs) == 3
+
+
+@pytest.mark.parametrize(("method", "most"), [("medusa", 10), ("eagle3", 25)])
+def test_a_further_guess_has_few_launches_and_waits_for_none(
+    model: Path, heads: dict[SpeculationMethod, Path], method: SpeculationMethod, most: int
+) -> None:
+    """In 16 bits, because logits in 32 bits need no cast."""
+    runner = build_gpu_runner(model, "float16", OPTIONS, device="cpu")
+    engine, _ = engine_with(runner, model, method, heads[method])
+    assert engine.scheduler.speculation is not None
+    proposer = engine.scheduler.speculation._proposer
+    proposer.warm_up()
+    counted = []
+    for length in (1, 2):
+        with Launches(reads=False) as launches:
+            (guess,) = proposer.propose([WARM_UP._replace(most=length)])
+        assert len(guess.tokens) == length
+        counted.append(len(names(launches)))
+    assert counted[1] - counted[0] <= most
+
+
+def test_a_chain_is_planned_before_the_device_has_begun_it(model: Path, heads: dict[SpeculationMethod, Path]) -> None:
+    """No pass of it overwrites what an earlier one is to copy from the host."""
+    runner = build_gpu_runner(model, "float32", OPTIONS, device="cpu")
+    engine, _ = engine_with(runner, model, "eagle3", heads["eagle3"])
+    assert engine.scheduler.speculation is not None
+    proposer = engine.scheduler.speculation._proposer
+    assert isinstance(proposer, EagleProposer)
+    assert isinstance(proposer._attention, TritonAttention)
+    schedule = proposer._attention._schedule
+    seen = []
+    for context in range(1, 5):
+        with torch.inference_mode():
+            schedule.load(np.array([100 * context]))
+        seen.append((schedule._host_words[0], schedule._host_words[0].clone()))
+    assert all(torch.equal(memory, content) for memory, content in seen)
+    assert len({memory.data_ptr() for memory, _ in seen}) == 4
+
+
+@pytest.mark.parametrize("count", [5, 2])
+def test_guesses_are_chosen_as_on_the_cpu(count: int) -> None:
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=20, seed=3),
+        SamplingParams(temperature=1.0, top_p=0.8, min_p=0.02, seed=2**64 - 1),
+        SamplingParams(temperature=1.3, seed=5),
+        SamplingParams(temperature=1.0),
+    ]
+    draws = [Draw(param, 40 + row, 0) for row, param in enumerate(params[:count])]
+    logits = 4 * torch.randn(count, VOCAB_SIZE, generator=torch.Generator().manual_seed(count))
+    logits[:, ::3] = -torch.inf
+    logits[-1] = torch.nan
+    guess = GpuGuesses(5, Workspace.empty(5, VOCAB_SIZE, "cpu"))
+    # The second call repeats the launches of the first one.
+    for _ in range(2):
+        assert guess(logits, draws).tolist() == guessing(sample)(logits.clone(), draws).tolist()
+    assert guess(logits, draws).tolist()[-1] == NONFINITE
+
+
+def test_a_chain_ends_at_a_guess_that_is_not_finite() -> None:
+    levels = [torch.tensor([1, 2, NONFINITE]), torch.tensor([4, NONFINITE, 5]), torch.tensor([6, 7])]
+    assert read_chains(levels) == [[1, 4, 6], [2], []]
+
+
+def test_states_are_fetched_in_order_and_are_copies() -> None:
+    """On another thread; a copy that fails hides none behind it."""
+    fetches, came, done = Fetches(CPU), [], threading.Event()
+    states = torch.arange(24.0).view(4, 2, 3)
+    fetches.fetch(states[1:3, :1], torch.float16, came.append)
+    fetches.fetch(torch.empty(2, device="meta"), torch.float32, came.append)
+    fetches.fetch(states[3:], torch.float32, lambda copy: (came.append(copy), done.set()))
+    assert done.wait(30)
+    first, second = came
+    assert first.is_contiguous()
+    assert first.dtype == torch.float16
+    assert first.tolist() == states[1:3, :1].tolist()
+    states.zero_()
+    assert second.sum() > 0
