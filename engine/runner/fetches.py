@@ -49,13 +49,9 @@ class Fetches:
         while True:
             fetch = self._queue.get()
             try:
-                copy = self._copy(fetch, stream)
-            except RuntimeError:
-                # The engine's next step gets the same error.
+                fetch.then(self._copy(fetch, stream))
+            except Exception:  # those of other requests must still come; if the device has failed, the next step tells
                 logger.exception("hidden states could not be copied from the device")
-            else:
-                fetch.then(copy)
-                del copy
             del fetch
 
     def _copy(self, fetch: Fetch, stream: torch.cuda.Stream | None) -> Tensor:
