@@ -180,11 +180,8 @@ def _with_states(plan: StepPlan, states: "Tensor", reports: Rows[tuple[int, Prog
         layers = () if wanted is None or report.error is not None else wanted.layers_of(report.token is not None)
         if wanted is not None and layers:
             first = ends[row] - (1 if wanted.last else int(plan.lengths[row]))
-            kept = states[first : ends[row]]
-            # On a GPU, the indexing waits for the device; the layers of one peer and no proposer here need none.
-            if layers != plan.keep:
-                kept = kept[:, [plan.keep.index(layer) for layer in layers]]
-            report = report._replace(states=kept)
+            places = tuple([plan.keep.index(layer) for layer in layers])
+            report = report._replace(states=states[first : ends[row]], state_places=places)
         complete.append((row, report))
     return complete
 

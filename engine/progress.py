@@ -44,9 +44,11 @@ class Progress(NamedTuple):
     """Of the prompt's tokens [prompt_first, ...)."""
     prompt_first: int = 0
     states: "Tensor | None" = None
-    """[n, layers, hidden] hidden states of the last n tokens before `computed`, which leave with their KV, as the
-    sequence's `states` asks for them: on the model's device, perhaps a part of what the step has kept (`Runner.fetch`).
-    None if it asks for none."""
+    """[n, layers, hidden] hidden states of the last n tokens before `computed`, some of which leave with their KV, as
+    the sequence's `states` asks for them: the step's own memory on the model's device, all layers that it has kept
+    (`Runner.fetch`). None if it asks for none."""
+    state_places: tuple[int, ...] = ()
+    """Which of these layers leave, by their places in `states`."""
 
 
 @dataclass(frozen=True, slots=True)

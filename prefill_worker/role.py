@@ -160,7 +160,7 @@ class PrefillRole(HandoffRole):
         if step.states is not None and step.sequence.states is not None:
             self._fetched += 1
             keep = partial(worker.post_to_loop, self._keep, key, step.computed - len(step.states), end)
-            worker.fetch(step.states, step.sequence.states.dtype, keep)
+            worker.fetch(step.states, step.state_places, step.sequence.states.dtype, keep)
         elif end is not None:
             worker.post_to_loop(end)
         if end is None:

@@ -75,9 +75,15 @@ class Runner(Protocol):
         """What attends for prompts, of `PrefillKernel`; empty on CPU."""
         ...
 
-    def fetch(self, states: "Tensor", dtype: FloatDtype, then: "Callable[[Tensor], object]") -> None:
+    def fetch(
+        self, states: "Tensor", places: tuple[int, ...], dtype: FloatDtype, then: "Callable[[Tensor], object]"
+    ) -> None:
         """Copies hidden states of a step that has ended to host memory, in this type and contiguous; calls `then` with
         the copy, in the order of the calls: at once, or later on a thread of its own if that takes the device's time.
+
+        Args:
+            states: [n, layers, hidden].
+            places: of the layers to copy.
         """
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:

@@ -134,9 +134,12 @@ class CpuRunner:
         tokens = torch.from_numpy(plan.tokens.astype(np.int64))
         return self.model.forward(tokens, inputs.positions, self.attention, taps=taps)
 
-    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+    def fetch(
+        self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
+    ) -> None:
         """See `Runner.fetch`."""
-        then(states.to(TORCH_DTYPES[dtype], memory_format=torch.contiguous_format, copy=True))
+        # Indexed with a list, it is a copy.
+        then(states[:, list(places)].to(TORCH_DTYPES[dtype]))
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         """Runs steps of a few shapes, so that the first request finds code and buffers ready. Overwrites KV blocks."""

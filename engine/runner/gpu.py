@@ -183,9 +183,11 @@ class GpuRunner:
                 done.record(self._stream)
             return GpuStep(plan, tokens, extras, self._written, done)
 
-    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+    def fetch(
+        self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
+    ) -> None:
         """See `Runner.fetch`."""
-        self._fetches.fetch(states, TORCH_DTYPES[dtype], then)
+        self._fetches.fetch(states, places, TORCH_DTYPES[dtype], then)
 
     @torch.inference_mode()
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:

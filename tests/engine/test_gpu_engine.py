@@ -211,7 +211,7 @@ def heads_change_no_token(tmp_path: Path, method: SpeculationMethod, device: str
         config = eagle_config(tensors, VOCAB_SIZE) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         write_eagle(heads, tensors, config)
     guesses = SpeculationConfig(method, str(heads), max_tokens=3, adaptive=False)
-    wanted = replace(options(16), speculation=guesses)
+    wanted = replace(options(16), speculation=guesses, max_sequences=8)
     requests = [
         Request(f"{length}", 1, prompt(length), length, SamplingParams(max_tokens=40, temperature=0.0))
         for length in (9, 150, 31)

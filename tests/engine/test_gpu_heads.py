@@ -281,16 +281,17 @@ def test_a_chain_ends_at_a_guess_that_is_not_finite() -> None:
 
 
 def test_states_are_fetched_in_order_and_are_copies() -> None:
-    """On another thread; a copy that fails hides none behind it."""
+    """On another thread; a copy or a call that fails hides none behind it."""
     fetches, came, done = Fetches(CPU), [], threading.Event()
     states = torch.arange(24.0).view(4, 2, 3)
-    fetches.fetch(states[1:3, :1], torch.float16, came.append)
-    fetches.fetch(torch.empty(2, device="meta"), torch.float32, came.append)
-    fetches.fetch(states[3:], torch.float32, lambda copy: (came.append(copy), done.set()))
+    fetches.fetch(states[1:3], (1,), torch.float16, came.append)
+    fetches.fetch(torch.empty(2, 1, 3, device="meta"), (0,), torch.float32, came.append)
+    fetches.fetch(states, (0,), torch.float32, lambda _: 1 / 0)
+    fetches.fetch(states[3:], (0, 1), torch.float32, lambda copy: (came.append(copy), done.set()))
     assert done.wait(30)
     first, second = came
     assert first.is_contiguous()
     assert first.dtype == torch.float16
-    assert first.tolist() == states[1:3, :1].tolist()
+    assert first.tolist() == states[1:3, 1:].tolist()
     states.zero_()
     assert second.sum() > 0

@@ -160,11 +160,13 @@ class HashRunner:
         self._last: HashStep | None = None
         self._fetches = Fetches(CPU)
 
-    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+    def fetch(
+        self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
+    ) -> None:
         if self.lag:
-            self._fetches.fetch(states, TORCH_DTYPES[dtype], then)
+            self._fetches.fetch(states, places, TORCH_DTYPES[dtype], then)
         else:
-            then(states.to(TORCH_DTYPES[dtype], copy=True))
+            then(states[:, list(places)].to(TORCH_DTYPES[dtype]))
 
     def warm_up(self, keep: tuple[int, ...] = ()) -> None:
         pass

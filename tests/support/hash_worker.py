@@ -70,12 +70,14 @@ class SlowHashRunner(HashRunner):
     fetch_seconds = 0.0
     """That a copy of hidden states takes; with a lag, on a thread of its own."""
 
-    def fetch(self, states: Tensor, dtype: FloatDtype, then: Callable[[Tensor], object]) -> None:
+    def fetch(
+        self, states: Tensor, places: tuple[int, ...], dtype: FloatDtype, then: Callable[[Tensor], object]
+    ) -> None:
         def late(copy: Tensor) -> None:
             time.sleep(self.fetch_seconds)
             then(copy)
 
-        super().fetch(states, dtype, late)
+        super().fetch(states, places, dtype, late)
 
     def run(self, plan: StepPlan) -> StepOutput:
         time.sleep(self.step_seconds * max(Counter(plan.handles).values()))

@@ -117,7 +117,7 @@ def handed_over(
     while engine.has_work:
         for report in engine.step():
             if report.states is not None:
-                states[report.sequence.request.request_id].append(report.states)
+                states[report.sequence.request.request_id].append(report.states[:, list(report.state_places)])
             if report.token is not None:
                 done.append(report)
     heard = {}
