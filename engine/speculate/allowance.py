@@ -10,18 +10,18 @@ off over the tokens that follow.
 """
 
 SHARE = 0.01
-FIRST = 8.0
+FIRST = 4.0
 """The account at the start."""
 AGAIN = 2.0
-MOST = 16.0
+MOST = 8.0
 """What was won with some texts may be lost with others."""
-LEAST = -2.0
+LEAST = -6.0
 """One very slow step, which says more about the machine, shouldn't end guesses for long."""
 PARTS = 64
 
 
 class Allowance:
-    """The account of one engine."""
+    """The account of one engine's steps of one kind."""
 
     def __init__(self) -> None:
         self.steps = FIRST

@@ -76,7 +76,7 @@ class Flight(NamedTuple):
     """What was guessed for a plan that isn't committed yet."""
 
     kinds: dict[int, int]
-    """By handle: the kind of its guess."""
+    """By handle: the kind of its guess, of `Shares`."""
     seconds: float
     """That it took to have or to choose guesses."""
     invested: float
@@ -101,8 +101,12 @@ class Speculation:
         self.counts = Counts()
         self._clock = clock
         self._costs = StepCosts(most_rows, clock)
+        self._allowances: dict[tuple[int, Choosing], Allowance] = {}
+        """By what decides whether guesses pay: about how many sequences there are, and how their tokens are chosen.
+        What single streams have won isn't for large batches to lose."""
         self._allowance = Allowance()
-        self._shares = Shares(proposer.kinds)
+        """That of the steps that run."""
+        self._shares = Shares(len(Choosing) * proposer.kinds)
         self._config = config
         self._proposer = proposer
         self._flights: deque[Flight] = deque()
@@ -126,7 +130,7 @@ class Speculation:
         self._guessing = choice.FREE
         """What guesses of a proposer with passes take."""
         self._observed = 0.0
-        """Seconds that the proposer took to observe the step before."""
+        """Seconds that learning from the step before took."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -192,9 +196,11 @@ class Speculation:
         began = self._clock()
         if not self._flights:
             self._began = began - self._observed
+        choosing = [Choosing.of(sequence.request.sampling) for sequence in sequences]
+        self._allowance = self._allowances.setdefault((len(sequences).bit_length(), max(choosing)), Allowance())
         wants = self._wants(sequences, room)
         if not wants:
-            self._flights.append(Flight({}, self._clock() - began, 0.0))
+            self._flights.append(Flight({}, self._clock() - began + self._observed, 0.0))
             return []
         guesses = self._proposer.propose(wants)
         found = {want.handle: guess for want, guess in zip(wants, guesses, strict=True) if guess.tokens}
@@ -205,7 +211,11 @@ class Speculation:
         self._eager.difference_update([sequence.handle for sequence in sequences])
         self._eager.update(found)
         chains = [_chain(sequence, found.get(sequence.handle)) for sequence in sequences] if found else []
-        kinds = {handle: guess.kind for handle, guess in found.items()}
+        kinds = {
+            sequence.handle: _kind(found[sequence.handle].kind, chosen)
+            for sequence, chosen in zip(sequences, choosing, strict=True)
+            if sequence.handle in found
+        }
         self._flights.append(Flight(kinds, self._clock() - began + self._observed, invested))
         return chains
 
@@ -227,10 +237,15 @@ class Speculation:
             self._began = self._clock() if self._flights and self._flights[0] is not RESTING else None
             return
         ended = self._clock()
-        if states is not None and self.layers:
-            read = self._observe(plan, kept, sequences, states)
-            # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
-            self._observed = 0.0 if read else self._clock() - ended
+        read = states is not None and bool(self.layers) and self._observe(plan, kept, sequences, states)
+        self._account(plan, kept, sequences, flight, ended)
+        # What a prompt takes to be read is spent whether guesses pay or not, so it isn't held against them.
+        self._observed = 0.0 if read else self._clock() - ended
+
+    def _account(
+        self, plan: StepPlan, kept: Items[bool], sequences: Items[Sequence], flight: Flight, ended: float
+    ) -> None:
+        """Learns from a step that ended at `ended`; other arguments as for `settle`."""
         began, self._began = self._began, ended
         drafts = None if plan.drafts is None else plan.drafts.tolist()
         if drafts is not None:
@@ -336,8 +351,9 @@ class Speculation:
         return chosen
 
     def _candidate(self, sequence: Sequence, kind: int, count: int) -> choice.Candidate:
-        share = self._shares.expected(sequence.handle, kind)
-        return choice.Candidate(share, count, sequence.num_tokens, Choosing.of(sequence.request.sampling))
+        choosing = Choosing.of(sequence.request.sampling)
+        share = self._shares.expected(sequence.handle, _kind(kind, choosing))
+        return choice.Candidate(share, count, sequence.num_tokens, choosing)
 
     def _follow(self, found: dict[int, Guess], wanted: int, seconds: float) -> float:
         """A proposer with passes has taken `seconds` for the guesses that were found, of as many as were wanted.
@@ -390,6 +406,11 @@ class Speculation:
                 self._shares.learn(sequence.handle, kinds[sequence.handle], right)
                 if sequence.ended:
                     self._shares.forget(sequence.handle)
+
+
+def _kind(guess: int, choosing: Choosing) -> int:
+    """The kind of a share, by `Guess.kind` and how the tokens are chosen that guesses are compared with."""
+    return len(Choosing) * guess + choosing
 
 
 def _chain(sequence: Sequence, guess: Guess | None) -> Chain:
