@@ -289,14 +289,13 @@ class Speculation:
         self._eager.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)
-        # What comes in its place may be worth guesses.
-        self._rests, self._next_rest = 0, SHORTEST_REST
 
     def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
         """What to ask the proposer for."""
         most, depths = self._config.max_tokens, self._depths
         if self._config.adaptive:
             if not self._allowance.open:
+                self._next_rest = LONGEST_REST
                 return self._rest(sequences)
             if self._proposer.passes and not self._decided(sequences, room):
                 return self._rest(sequences)
