@@ -289,6 +289,9 @@ class Speculation:
         self._eager.discard(sequence.handle)
         self._depths.pop(sequence.handle, None)
         self._proposer.forget(sequence.handle)
+        if self._allowance.open:
+            # What comes in its place may be worth guesses.
+            self._rests, self._next_rest = 0, SHORTEST_REST
 
     def _wants(self, sequences: Items[Sequence], room: int) -> list[Want]:
         """What to ask the proposer for."""
