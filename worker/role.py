@@ -78,7 +78,9 @@ class Role:
         return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        """A step has ended, and its tokens are queued for the routers."""
+        """A step has ended, and its tokens are queued for the routers; without progress, perhaps a sequence was cancelled
+        between two steps. Blocks may be free.
+        """
 
     def tell(self, found: Description) -> None:
         """Adds what this role knows of its pairs. Event loop."""

@@ -405,7 +405,7 @@ class Worker:
     def _release(self, key: Key, cause: Failure.Cause = Failure.CAUSE_UNSPECIFIED) -> None:
         """Frees what the request has in the engine and in the role; `cause` as in `Role.cancel`."""
         self.role.cancel(key, cause)
-        self._thread.post(lambda: self._engine.scheduler.cancel(key))
+        self._thread.post(partial(self._cancel, key))
         self._refresh_load()
 
     def _forget(self, key: Key) -> None:
@@ -453,6 +453,11 @@ class Worker:
                 live.sent(1)
 
     # Engine thread.
+
+    def _cancel(self, key: Key) -> None:
+        if self._engine.scheduler.cancel(key):
+            # Its blocks may be free now, and no step may follow that would tell.
+            self.role.on_step(())
 
     def _on_step(self, progress: Sequence[Progress]) -> None:
         events = [event_of(step) for step in progress]
