@@ -78,7 +78,7 @@ class Role:
         return 0 if self.endpoint is None else self.endpoint.active
 
     def on_step(self, progress: Sequence[Progress]) -> None:
-        """A step has ended, and its tokens are queued for the routers; without progress, perhaps a sequence was cancelled
+        """A step has ended, and its tokens are queued for the routers; or, without progress, a sequence was cancelled
         between two steps. Blocks may be free.
         """
 
