@@ -3,7 +3,8 @@
 Every step earns SHARE, up to MOST, and one with guesses wins or loses what it took less or more than its tokens would
 have taken without them. Once the account is empty there are no guesses until it has AGAIN, enough for several steps:
 the first guesses after a pause say too little, since caches are cold and shares are old. So n steps lose
-SHARE * n + FIRST at most, and one step more, whatever the guesses are worth and whatever was expected of them.
+SHARE * n + FIRST at most, one step more, and what LEAST cuts off, whatever the guesses are worth and whatever was
+expected of them.
 
 What is spent to be able to guess at all, such as a draft model's reading of a prompt, is paid in parts: it should pay
 off over the tokens that follow.

@@ -33,7 +33,16 @@ from kvrelay.kernels.ops import NONFINITE
 from kvrelay.kernels.sample import Workspace
 from support.checkpoints import COMMON, VOCAB_SIZE, make_checkpoint
 from support.guesses import Recorded
-from support.heads import eagle_config, eagle_tensors, handed_over, medusa_tensors, wanted_by, write_eagle, write_medusa
+from support.heads import (
+    eagle_config,
+    eagle_tensors,
+    handed_over,
+    medusa_tensors,
+    run,
+    wanted_by,
+    write_eagle,
+    write_medusa,
+)
 from support.launches import Launches, RecordedGraphs
 from support.paged import GREEDY, PagedSequences, make_plan
 
@@ -150,19 +159,6 @@ def asked(count: int) -> list[Request]:
     )
     prompts = [prompt(length, length) for length in (31, 63)[:count]]
     return [Request(str(index), 1, tokens, len(tokens), params[index]) for index, tokens in enumerate(prompts)]
-
-
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
-    for request in requests:
-        engine.scheduler.add(request)
-    heard: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for report in engine.step():
-            assert report.error is None
-            if report.token is not None:
-                heard[report.sequence.request.request_id].append(report.token)
-    engine.scheduler.check_integrity(idle=True)
-    return heard
 
 
 class Unread:

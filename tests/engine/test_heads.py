@@ -29,6 +29,7 @@ from support.heads import (
     eagle_tensors,
     handed_over,
     medusa_tensors,
+    run,
     wanted_by,
     write_eagle,
     write_medusa,
@@ -49,19 +50,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def medusa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = medusa_tensors(3, 1, HIDDEN, VOCAB_SIZE)
     return write_medusa(tmp_path_factory.mktemp("models") / "medusa", tensors, medusa_num_heads=2)
-
-
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
-    for request in requests:
-        engine.scheduler.add(request)
-    heard: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for report in engine.step():
-            assert report.error is None
-            if report.token is not None:
-                heard[report.sequence.request.request_id].append(report.token)
-    engine.scheduler.check_integrity(idle=True)
-    return heard
 
 
 def requests(count: int) -> list[Request]:

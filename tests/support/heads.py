@@ -140,3 +140,17 @@ def wanted_by(engine: Engine) -> StatesLayout:
     wanted = engine.scheduler.speculation.states(engine.runner)
     assert wanted is not None
     return wanted
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Runs them to their ends; the tokens of each, by request id."""
+    for request in requests:
+        engine.scheduler.add(request)
+    heard: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            if report.token is not None:
+                heard[report.sequence.request.request_id].append(report.token)
+    engine.scheduler.check_integrity(idle=True)
+    return heard

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from queue import SimpleQueue
 
@@ -74,8 +73,13 @@ def test_a_step_without_progress_is_reported_too(started: Started) -> None:
 
 def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
     """All of its sequences wait for blocks. Whoever asks for blocks after each report would ask for ever."""
-    engine, reports = ScriptedEngine(work=1), list[object]()
-    engine.step = list  # type: ignore[method-assign]
+    engine, reports, stepped = ScriptedEngine(work=1), list[object](), threading.Event()
+
+    def step() -> list[object]:
+        stepped.set()
+        return []
+
+    engine.step = step  # type: ignore[method-assign]
 
     def ask_again(progress: object) -> None:
         reports.append(progress)
@@ -84,7 +88,7 @@ def test_an_engine_that_can_compute_nothing_reports_nothing() -> None:
     thread = EngineThread(engine, ask_again, lambda error: None)  # type: ignore[arg-type]  # scripted
     thread.start()
     thread.post(lambda: None)
-    time.sleep(0.05)
+    assert stepped.wait(5)
     assert thread.stop(5)
     assert len(reports) == 0
 

@@ -133,3 +133,22 @@ def test_a_co_located_worker_has_a_digest_too(checkpoint: Path) -> None:
             assert heartbeat(server).compatibility
 
     asyncio.run(test())
+
+
+def test_who_waits_for_blocks_hears_of_a_cancel_that_no_step_follows(checkpoint: Path) -> None:
+    async def test() -> None:
+        async with worker(checkpoint) as server, relay(server) as router:
+            release, reports = threading.Event(), list[object]()
+            server.worker.post_to_engine(lambda: release.wait(SECONDS))
+            server.worker.role.on_step = reports.append  # type: ignore[assignment, method-assign]
+            await router.send(submit=submit("only"))
+            await until(lambda: server.worker._live)
+            await router.send(cancel={"request_id": "only", "attempt": 1})
+            await until(lambda: not server.worker._live)
+            # The engine's thread takes up the request and its end together.
+            release.set()
+            await until(lambda: reports)
+            assert reports == [()]
+            assert server.worker._engine.steps == 0
+
+    asyncio.run(test())
