@@ -10,6 +10,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import UsageError
 from kvrelay.engine.models.checkpoint import Checkpoint, expected_tensors
 from kvrelay.engine.models.config import read_config
+from kvrelay.kernels.cpu.library import named_set
 from kvrelay.models import resolve
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.rpc.certificates import part_files
@@ -39,11 +40,13 @@ def check_files(config: ClusterConfig) -> ClusterConfig:
     """As `check`, without the ports: for a configuration that follows that of a running cluster.
 
     Raises:
-        UsageError: the model or another file is missing or can't be used.
+        UsageError: the model or another file is missing or can't be used, or the environment names an instruction set
+            that this CPU doesn't have.
     """
     if not config.local:
         return config
     try:
+        named_set()
         folder = resolve(config.model.path)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -38,7 +38,7 @@ from kvrelay.engine.sampling.sampler import Choice, Sample, are_plain, choose, d
 from kvrelay.engine.states import StatesShape
 from kvrelay.kernels.codes import CodedWeight
 from kvrelay.kernels.cpu import ops
-from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.library import instruction_set, library
 from kvrelay.kernels.cpu.packed import packer
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.ops import Linear
@@ -226,7 +226,10 @@ def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int
     """The threads of the native kernels; None if those aren't available, or don't support the model."""
     served = dtype != "float16" and supports(TORCH_DTYPES[layout.dtype]) and fits(config)
     kernels = library() if served else None
-    return None if kernels is None else Team(kernels, threads)
+    if kernels is None:
+        return None
+    logger.info("the engine computes with native kernels for %s, on %d threads", instruction_set(kernels), threads)
+    return Team(kernels, threads)
 
 
 def _load(

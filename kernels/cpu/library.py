@@ -1,11 +1,11 @@
 """The native kernels (`native/*.cpp`): called through ctypes, compiled beforehand or for the machine that they run on.
 
 An image without a compiler has them for several instruction sets (`python -m kvrelay.kernels.cpu.prebuild`), of which
-the best that the CPU knows is taken. Elsewhere they are compiled once, when they are first needed. They include only
-headers of the compiler and libc, so a build takes a few seconds. The library is cached in
-`$XDG_CACHE_HOME/kvrelay`; its name is a hash of sources, compiler, flags and CPU features. torch's own extension loader
-isn't used: if a builder is killed, its lock file stays, and every later builder waits forever. The lock here is a
-flock, which the operating system releases when the process ends.
+the best that the CPU knows is taken. Elsewhere they are compiled once, when they are first needed. The environment
+variable KVRELAY_INSTRUCTION_SET names a lesser one. They include only headers of the compiler and libc, so a build
+takes a few seconds. The library is cached in `$XDG_CACHE_HOME/kvrelay`; its name is a hash of sources, compiler, flags
+and CPU features. torch's own extension loader isn't used: if a builder is killed, its lock file stays, and every later
+builder waits forever. The lock here is a flock, which the operating system releases when the process ends.
 """
 
 import ctypes
@@ -25,13 +25,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["build", "library", "prebuild", "user_cache"]
+__all__ = ["build", "instruction_set", "library", "load", "named_set", "prebuild", "user_cache"]
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image has the kernels for INSTRUCTION_SETS."""
+VARIABLE = "KVRELAY_INSTRUCTION_SET"
+"""The environment variable that names one of INSTRUCTION_SETS; empty or not set takes the best that the CPU has."""
 NATIVE = ("-march=native",)
 FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-pthread")
 """-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma."""
@@ -73,19 +75,59 @@ INSTRUCTION_SETS = (
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason."""
+    """The kernels, built if necessary; None where that is impossible, with a warning that gives the reason.
+
+    Raises:
+        ValueError: KVRELAY_INSTRUCTION_SET names a set that isn't known or that this CPU doesn't have.
+    """
+    instructions = named_set()
     try:
-        kernels = _load_prebuilt() or ctypes.CDLL(str(build()))
-        kernels.kvrelay_use_tiles(1)
-        return kernels
+        return load(instructions)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning("no native CPU kernels; using torch's, which are slower: %s", error)
         return None
 
 
-def _load_prebuilt() -> ctypes.CDLL | None:
+def named_set() -> InstructionSet | None:
+    """The set that KVRELAY_INSTRUCTION_SET names; None if it names none.
+
+    Raises:
+        ValueError: the set isn't known, or this CPU doesn't have it; the text says what is allowed.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        return None
+    features = cpu_features()
+    allowed = ", ".join(each.name for each in INSTRUCTION_SETS if each.needed <= features) or "none on this CPU"
+    for each in INSTRUCTION_SETS:
+        if each.name == name:
+            if missing := each.needed - features:
+                lacks = ", ".join(sorted(missing))
+                raise ValueError(f"{VARIABLE} is {name!r}, but this CPU has no {lacks}; allowed here: {allowed}")
+            return each
+    raise ValueError(f"{VARIABLE} is {name!r}; allowed here: {allowed}")
+
+
+def instruction_set(kernels: ctypes.CDLL) -> str:
+    """The name of the instruction set that `kernels` were compiled for."""
+    kernels.kvrelay_instruction_set.restype = ctypes.c_char_p
+    return bytes(kernels.kvrelay_instruction_set()).decode()
+
+
+def load(instructions: InstructionSet | None = None) -> ctypes.CDLL:
+    """The kernels for `instructions`, or for the best set that the CPU has, built if necessary.
+
+    Raises:
+        RuntimeError, OSError: as `build`.
+    """
+    kernels = _load_prebuilt(instructions) or ctypes.CDLL(str(build(instructions=instructions)))
+    kernels.kvrelay_use_tiles(1)
+    return kernels
+
+
+def _load_prebuilt(instructions: InstructionSet | None) -> ctypes.CDLL | None:
     """The kernels that are there already; None if there are none, or with a warning if they can't be loaded."""
-    path = prebuilt()
+    path = prebuilt(instructions=instructions)
     try:
         return None if path is None else ctypes.CDLL(str(path))
     except OSError as error:  # such as a damaged file, or another libc
@@ -93,10 +135,12 @@ def _load_prebuilt() -> ctypes.CDLL | None:
         return None
 
 
-def prebuilt(folder: Path = PREBUILT) -> Path | None:
-    """The file in `folder` for the best instruction set that this CPU has; None if there is none of these sources."""
+def prebuilt(folder: Path = PREBUILT, instructions: InstructionSet | None = None) -> Path | None:
+    """The file in `folder` for `instructions`, or for the best set that this CPU has; None if there is none of these
+    sources."""
     features = cpu_features()
-    files = (folder / _prebuilt_name(each) for each in INSTRUCTION_SETS if each.needed <= features)
+    sets = INSTRUCTION_SETS if instructions is None else (instructions,)
+    files = (folder / _prebuilt_name(each) for each in sets if each.needed <= features)
     return next((file for file in files if file.is_file()), None)
 
 
@@ -123,11 +167,12 @@ def _source_bytes() -> bytes:
     return b"".join(path.name.encode() + path.read_bytes() for path in files)
 
 
-def build(folder: Path | None = None) -> Path:
+def build(folder: Path | None = None, instructions: InstructionSet | None = None) -> Path:
     """The shared library's file, built unless it exists. Several processes may call this at once.
 
     Args:
         folder: the cache; the user's unless given.
+        instructions: the set to compile for, which this CPU needn't have; None for everything that this CPU has.
 
     Raises:
         RuntimeError: the CPU lacks a feature, there is no compiler, or the compiler failed; the text says which.
@@ -138,16 +183,17 @@ def build(folder: Path | None = None) -> Path:
         raise RuntimeError(f"the CPU has no {', '.join(sorted(missing))}")
     compiler = _compiler()
     version = _run(compiler, "--version")
-    digest = hashlib.sha256("\0".join((compiler, *FLAGS, *NATIVE, *sorted(features), version)).encode())
+    machine, name = (NATIVE, "native") if instructions is None else (instructions.flags, instructions.name)
+    digest = hashlib.sha256("\0".join((compiler, *FLAGS, *machine, *sorted(features), version)).encode())
     digest.update(_source_bytes())
     folder = folder or _cache_folder()
-    built = folder / f"kernels-{digest.hexdigest()[:24]}.so"
+    built = folder / f"kernels-{name}-{digest.hexdigest()[:24]}.so"
     if built.exists():
         return built
     with (folder / "build.lock").open("w") as lock:
         _wait_for(lock)
         if not built.exists():
-            _compile(compiler, NATIVE, built)
+            _compile(compiler, machine, built)
     return built
 
 

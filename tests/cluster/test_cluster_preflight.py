@@ -32,6 +32,12 @@ def test_a_relative_folder_becomes_absolute(checkpoint: Path, monkeypatch: pytes
     assert check(config(model={"path": "./model"})).model.path == str(checkpoint)
 
 
+def test_an_instruction_set_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_INSTRUCTION_SET", "sse2")
+    with pytest.raises(UsageError, match=r"KVRELAY_INSTRUCTION_SET is 'sse2'; allowed here:"):
+        check(config())
+
+
 @pytest.mark.parametrize("path", ["/nope", "", "pico2"])
 def test_a_model_that_is_not_there(path: str) -> None:
     with pytest.raises(UsageError, match=f"{path!r}.*neither a folder nor a bundled model"):

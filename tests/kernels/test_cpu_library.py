@@ -133,6 +133,7 @@ def test_without_kernels_torch_runs_the_model_and_it_is_said_once(
         return sequence.logits[0]
 
     kinds: list[type] = []
+    monkeypatch.delenv(module.VARIABLE, raising=False)
     expected = logits()
     module.library.cache_clear()
     try:
@@ -223,6 +224,11 @@ def test_the_best_prebuilt_kernels_that_the_cpu_can_run_are_taken(
         assert module.prebuilt(tmp_path) == files[name]
     cpu_with(monkeypatch, "avx512")
     assert module.prebuilt(tmp_path) == files["avx512"]
+    assert (
+        module.prebuilt(tmp_path, next(each for each in module.INSTRUCTION_SETS if each.name == "avx2"))
+        == files["avx2"]
+    )
+    assert module.prebuilt(tmp_path, module.INSTRUCTION_SETS[0]) is None
     cpu_with(monkeypatch)
     assert module.prebuilt(tmp_path) is None
 
@@ -245,7 +251,7 @@ import pathlib, sys
 from kvrelay.kernels.cpu import library
 library.SOURCES = pathlib.Path(sys.argv[2])
 found = library.prebuilt(pathlib.Path(sys.argv[1]))
-library.prebuilt = lambda: found
+library.prebuilt = lambda **_: found
 assert found is not None and library.library() is not None
 """
     environment = os.environ | {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -261,8 +267,8 @@ def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
 ) -> None:
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"no library")
-    built = build()
-    monkeypatch.setattr(module, "prebuilt", lambda: damaged)
+    built = build(instructions=module.named_set())
+    monkeypatch.setattr(module, "prebuilt", lambda **_: damaged)
     module.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -273,6 +279,35 @@ def test_kernels_are_compiled_where_the_prebuilt_ones_can_t_be_loaded(
     assert kernels._name == str(built)
     (said,) = [record.getMessage() for record in caplog.records if record.name == module.__name__]
     assert "damaged.so" in said
+
+
+@needs_kernels
+def test_the_variable_names_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are those of the set that is named; a set that this CPU lacks is refused, not replaced."""
+    features = module.cpu_features()
+    monkeypatch.setenv(module.VARIABLE, "avx2")
+    library.cache_clear()
+    try:
+        kernels = library()
+        assert kernels is not None
+        assert module.instruction_set(kernels) == "avx2"
+        allowed = ", ".join(each.name for each in module.INSTRUCTION_SETS if each.needed <= features)
+        for each in module.INSTRUCTION_SETS:
+            monkeypatch.setenv(module.VARIABLE, each.name)
+            if each.needed <= features:
+                assert module.named_set() is each
+                continue
+            lacks = ", ".join(sorted(each.needed - features))
+            library.cache_clear()
+            with pytest.raises(ValueError, match=rf"{each.name}.*no {lacks}; allowed here: {allowed}$"):
+                library()
+        monkeypatch.setenv(module.VARIABLE, "sse2")
+        with pytest.raises(ValueError, match=rf"^{module.VARIABLE} is 'sse2'; allowed here: {allowed}$"):
+            library()
+    finally:
+        library.cache_clear()
+    monkeypatch.setenv(module.VARIABLE, "")
+    assert module.named_set() is None
 
 
 @pytest.mark.slow

@@ -22,3 +22,19 @@ int32_t kvrelay_use_tiles(int32_t) { return 0; }
 #endif
 
 int32_t kvrelay_tiles_used() { return tiles::used; }
+
+const char* kvrelay_instruction_set() {
+#if defined(KVRELAY_TILES) && defined(KVRELAY_BYTE_TILES)
+    return "amx";
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+    return "avx512bf16";
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return "avx512vnni";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVXVNNI__)
+    return "avxvnni";
+#else
+    return "avx2";
+#endif
+}

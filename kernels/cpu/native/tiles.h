@@ -22,6 +22,8 @@ extern "C" {
 // system have them; returns whether they are.
 int32_t kvrelay_use_tiles(int32_t wanted);
 int32_t kvrelay_tiles_used();
+// The name of the instruction set that the kernels were compiled for, one of INSTRUCTION_SETS in `library.py`.
+const char* kvrelay_instruction_set();
 }
 
 namespace tiles {
