@@ -16,12 +16,14 @@ class Alarm:
     def __init__(self, ring: Callable[[], object]) -> None:
         self._ring = ring
         self._at = math.inf
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._fires_at = math.inf
+        """When the timer fires, on the monotonic clock. uvloop's handle of a near time doesn't tell it."""
 
     def set(self, at: float) -> None:
         """Rings once at `at` on the monotonic clock, unless set again before; infinite for never."""
         self._at = at
-        if at < math.inf and (self._timer is None or at < self._timer.when()):
+        if at < math.inf and (self._timer is None or at < self._fires_at):
             self._start_timer()
 
     def close(self) -> None:
@@ -35,6 +37,7 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
+        self._fires_at = self._at
         # The clock of some event loops is not the monotonic one.
         self._timer = loop.call_at(loop.time() + self._at - time.monotonic(), self._on_timer)
 

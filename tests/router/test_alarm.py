@@ -5,6 +5,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from kvrelay.router.alarm import Alarm
 
 
@@ -44,6 +47,24 @@ def test_it_can_be_set_earlier_again_and_off() -> None:
         alarm.close()
         await asyncio.sleep(0.15)
         assert len(rung) == 1
+
+    run(test)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1e-6, 0.0004, 0.0011, 0.005, 60.0]), min_size=1, max_size=8))
+def test_times_that_are_past_or_near_ring_once(pauses: list[float]) -> None:
+    async def test() -> None:
+        rung = asyncio.Event()
+        alarm = Alarm(rung.set)
+        for pause in pauses:
+            alarm.set(time.monotonic() + pause)
+        if pauses[-1] < 1:
+            await asyncio.wait_for(rung.wait(), 5)
+            rung.clear()
+            await asyncio.sleep(0)
+        assert not rung.is_set()
+        alarm.close()
 
     run(test)
 
