@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from kvrelay.engine.constrain.grammar import Constraint, Grammar
 
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 2.0**-7
+"""A logit that is divided by it stays finite."""
 """Likeliest tokens that a request may ask for beside each of its own."""
 
 
@@ -83,8 +85,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(value := getattr(self, name)):
                 raise ValueError(f"{name} is {value}; allowed: finite numbers")
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; allowed: above 0, finite")
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty < math.inf:
+            limit = f"{MIN_REPETITION_PENALTY:g} or more, finite"
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; allowed: {limit}")
         for token, bias in self.logit_bias:
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias of token {token} is {bias}; allowed: finite numbers")

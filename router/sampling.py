@@ -18,6 +18,8 @@ from kvrelay.v1.inference_pb2 import Constraint, SamplingParams, TokenIds
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+"""A logit that is divided by it stays finite."""
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
@@ -131,11 +133,9 @@ def check_choice(params: SamplingParams) -> None:
     _check_number("sampling.min_p", params.min_p, 0.0, 1.0)
     _check_number("sampling.presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_number("sampling.frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    penalty = params.repetition_penalty
-    if params.HasField("repetition_penalty") and not 0.0 < penalty <= MAX_REPETITION_PENALTY:
-        raise InvalidRequest(
-            "sampling.repetition_penalty", _number(penalty), f"above 0, up to {MAX_REPETITION_PENALTY:g}"
-        )
+    if params.HasField("repetition_penalty"):
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_number("sampling.repetition_penalty", params.repetition_penalty, least, most)
 
 
 def check_ids(field: str, token_ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
@@ -200,7 +200,8 @@ def _check_count(field: str, count: int, most: int) -> None:
 
 
 def _check_number(field: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
+    # A limit that no 32-bit float equals still allows the one beside it.
+    if not least <= _number(value) <= most:
         raise InvalidRequest(field, _number(value), f"{least:g} to {most:g}")
 
 

@@ -1,7 +1,8 @@
 """How the supported architectures differ. All are pre-norm decoders with rotary positions and gated SiLU."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.engine.models.fields import Fields
 
@@ -29,6 +30,8 @@ class Architecture:
     """What `architectures` in config.json must be, if it is there."""
     traits: Callable[[Fields, int], Traits]
     """Makes the traits from config.json and the number of layers."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values that transformers takes for fields that are absent from config.json; a field that is null is null."""
 
 
 def layer_windows(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -47,8 +50,14 @@ def layer_windows(fields: Fields, layers: int) -> tuple[int, ...]:
         if kinds is not None and "sliding_attention" in kinds:
             fields.refuse("use_sliding_window", "true, because layer_types holds sliding_attention")
         return (0,) * layers
+    if fields.get("sliding_window") is None:
+        return (0,) * layers
     window = fields.integer("sliding_window")
     if kinds is None:
         full = fields.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= full else 0 for layer in range(layers))
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+QWEN_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+"""`Architecture.defaults` of Qwen2, and a part of those of Qwen3."""

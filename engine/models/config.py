@@ -70,8 +70,9 @@ def read_config(folder: Path) -> ModelConfig:
         ValueError: a file is missing or unreadable, or a field is missing, of the wrong type or not supported; the text
             names file, field, value and what is allowed.
     """
-    fields = Fields("config.json", read_json(folder / "config.json"))
-    architecture = _architecture(fields)
+    values = read_json(folder / "config.json")
+    architecture = _architecture(Fields("config.json", values))
+    fields = Fields("config.json", {**architecture.defaults, **values})
     fields.choice("hidden_act", ("silu",), default="silu")
     layers = fields.integer("num_hidden_layers")
     hidden_size = fields.integer("hidden_size")
@@ -115,33 +116,59 @@ def _architecture(fields: Fields) -> Architecture:
     return architecture
 
 
+_ROPE_FIELDS: dict[RopeKind, frozenset[str]] = {
+    "default": frozenset({"rope_theta", "rope_type", "type"}),
+    "linear": frozenset({"factor", "partial_rotary_factor"}),
+    "llama3": frozenset(
+        {"factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"}
+    ),
+}
+"""The fields that each kind reads. Each reads those of the default kind too."""
+_OTHER_ROPE_FIELDS = frozenset(
+    {"attention_factor", "beta_fast", "beta_slow", "long_factor", "mrope_section", "mscale", "mscale_all_dim"}
+    | {"short_factor", "truncate"}
+)
+"""Fields that transformers reads for kinds that aren't served."""
+
+
 def read_rope(fields: Fields) -> RopeConfig:
-    """From `rope_parameters`, as transformers 5 writes it, or `rope_theta` and `rope_scaling`, as older ones do."""
-    scaling = fields.fields("rope_parameters")
-    if scaling is not None:
-        theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    else:
-        scaling = fields.fields("rope_scaling")
-        theta = fields.number("rope_theta", default=10000.0)
-    for source in (fields, scaling):
-        if source is not None and source.get("partial_rotary_factor") not in (None, 1):
-            source.refuse("partial_rotary_factor", "1.0")
-    if scaling is None:
-        return RopeConfig(theta)
+    """Rotary positions, as transformers 5 reads them (`RotaryEmbeddingConfigMixin` in `modeling_rope_utils.py`).
+
+    `rope_scaling`, which older versions write, wins over `rope_parameters` unless it is empty. `rope_theta` inside of
+    it wins over the one beside it. `original_max_position_embeddings` beside it wins over the one inside, and
+    `max_position_embeddings` stands in for both. A field that the kind doesn't read is ignored if transformers reads it
+    for another kind, and refused if it doesn't.
+    """
+    scaling = fields.fields("rope_scaling")
+    if scaling is None or not scaling.names:
+        scaling = fields.fields("rope_parameters") or Fields("config.json: rope_parameters", {})
+    theta = scaling.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     name = "rope_type" if scaling.get("rope_type") is not None else "type"
     kind = scaling.choice(name, get_args(RopeKind), default="default")
+    for unknown in sorted(scaling.names - _OTHER_ROPE_FIELDS.union(*_ROPE_FIELDS.values())):
+        scaling.refuse(unknown, ", ".join(sorted(_ROPE_FIELDS["default"] | _ROPE_FIELDS[kind])))
+    if kind == "default":
+        return RopeConfig(theta)
+    for source in (scaling, fields):
+        share = source.get("partial_rotary_factor")
+        if share not in (None, 1):
+            source.refuse("partial_rotary_factor", "1.0")
+        if share is not None:
+            break
+    factor = scaling.number("factor")
     if kind == "linear":
-        return RopeConfig(theta, "linear", factor=scaling.number("factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor=scaling.number("factor"),
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
-            original_max_positions=scaling.integer("original_max_position_embeddings"),
-        )
-    return RopeConfig(theta)
+        return RopeConfig(theta, "linear", factor)
+    original = fields if fields.get("original_max_position_embeddings") is not None else scaling
+    return RopeConfig(
+        theta,
+        "llama3",
+        factor,
+        low_freq_factor=scaling.number("low_freq_factor"),
+        high_freq_factor=scaling.number("high_freq_factor"),
+        original_max_positions=original.integer(
+            "original_max_position_embeddings", default=fields.integer("max_position_embeddings")
+        ),
+    )
 
 
 def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:

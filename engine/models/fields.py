@@ -37,6 +37,11 @@ class Fields:
         self.source = source
         self._values = values
 
+    @property
+    def names(self) -> set[str]:
+        """The fields that are there, those that are null too."""
+        return set(self._values)
+
     def get(self, name: str) -> Any:
         """The raw value; None where it is absent or null."""
         return self._values.get(name)

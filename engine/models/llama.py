@@ -9,4 +9,4 @@ def traits(fields: Fields, layers: int) -> Traits:
     return Traits((0,) * layers, qkv_bias=bias, output_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))
 
 
-LLAMA = Architecture("llama", "LlamaForCausalLM", traits)
+LLAMA = Architecture("llama", "LlamaForCausalLM", traits, {"eos_token_id": 2})

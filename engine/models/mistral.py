@@ -1,4 +1,4 @@
-"""Mistral: a sliding window on every layer, or none."""
+"""Mistral: a sliding window on every layer, or none where it is null."""
 
 from kvrelay.engine.models.architecture import Architecture, Traits
 from kvrelay.engine.models.fields import Fields
@@ -9,4 +9,6 @@ def traits(fields: Fields, layers: int) -> Traits:
     return Traits((window,) * layers)
 
 
-MISTRAL = Architecture("mistral", "MistralForCausalLM", traits)
+MISTRAL = Architecture(
+    "mistral", "MistralForCausalLM", traits, {"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2}
+)

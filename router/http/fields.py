@@ -31,6 +31,7 @@ from kvrelay.router.sampling import (
     MAX_STOP_IDS,
     MAX_STOPS,
     MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
 )
 from kvrelay.router.validation import MAX_COMPLETIONS, MAX_REQUEST_ID_CHARACTERS
 from kvrelay.v1.inference_pb2 import Choice, Constraint, GenerateRequest, SamplingParams
@@ -202,7 +203,7 @@ class GenerateFields(Fields):
     """Keep the k likeliest tokens; 0 and -1 keep all."""
     min_p: float | None = Field(None, ge=0, le=1)
     """Drop tokens less likely than this times the likeliest one."""
-    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     """Divides positive logits of tokens that prompt or completion have, and multiplies negative ones."""
     min_tokens: Integer = Field(None, ge=0, le=MAX_UINT32)
     """Tokens before which nothing ends the text."""

@@ -3,12 +3,22 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from kvrelay.engine.models.config import ModelConfig, RopeConfig, read_config
+from kvrelay.engine.models.rope import frequencies
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,18 +74,70 @@ def test_head_dim_need_not_be_the_hidden_size_over_the_heads(tmp_path: Path) -> 
     assert read(tmp_path, {"head_dim": 80}).head_dim == 80
 
 
-@pytest.mark.parametrize(
-    ("fields", "rope"),
-    [
-        ({"rope_theta": 5e5}, RopeConfig(5e5)),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(5e5, "linear", 4.0)),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
-        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, RopeConfig(1e6)),
-    ],
+ROPE = st.fixed_dictionaries(
+    {},
+    optional={
+        "rope_theta": st.sampled_from([5e5, 1e6]),
+        "rope_type": st.sampled_from(["default", "linear", "llama3"]),
+        "type": st.sampled_from(["default", "linear", "llama3"]),
+        "factor": st.sampled_from([2, 8.0]),
+        "low_freq_factor": st.just(1.0),
+        "high_freq_factor": st.just(4.0),
+        "original_max_position_embeddings": st.sampled_from([512, 8192]),
+        "partial_rotary_factor": st.just(1.0),
+        "beta_fast": st.just(32.0),
+    },
 )
-def test_both_spellings_of_rotary_positions(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
-    assert read(tmp_path, fields).rope == rope
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", modeling_llama.LlamaRotaryEmbedding),
+    "mistral": ("MistralForCausalLM", modeling_mistral.MistralRotaryEmbedding),
+    "qwen2": ("Qwen2ForCausalLM", modeling_qwen2.Qwen2RotaryEmbedding),
+    "qwen3": ("Qwen3ForCausalLM", modeling_qwen3.Qwen3RotaryEmbedding),
+}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    given_fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "rope_parameters": st.none() | ROPE,
+            "rope_scaling": st.none() | ROPE,
+            "rope_theta": st.just(2e5),
+            "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+            "original_max_position_embeddings": st.sampled_from([256, 4096]),
+            "head_dim": st.just(32),
+            "sliding_window": st.sampled_from([None, 64]),
+            "use_sliding_window": st.booleans(),
+            "max_window_layers": st.sampled_from([0, 2]),
+            "num_key_value_heads": st.just(4),
+        },
+    ),
+)
+def test_positions_windows_and_heads_are_read_as_transformers_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, family: str, given_fields: dict[str, Any]
+) -> None:
+    model_class, rotary = FAMILIES[family]
+    changes = {"architectures": [model_class], "model_type": family, "num_attention_heads": 32, "hidden_size": 512}
+    values = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | changes | given_fields
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_text(json.dumps(values))
+    expected = None
+    with suppress(KeyError):  # a field that the kind needs is missing
+        hugging_face = AutoConfig.from_pretrained(folder)
+        head_dim = getattr(hugging_face, "head_dim", 512 // 32)
+        expected = rotary(hugging_face).inv_freq
+    if expected is None or len(expected) != head_dim // 2:
+        with pytest.raises(ValueError, match=r"is missing|partial_rotary_factor is 0\.5"):
+            read_config(folder)
+        return
+    config = read_config(folder)
+    assert (config.head_dim, config.kv_heads) == (head_dim, hugging_face.num_key_value_heads)
+    torch.testing.assert_close(frequencies(config.rope, config.head_dim), expected)
+    window = 0 if family == "llama" else hugging_face.sliding_window or 0
+    kinds = getattr(hugging_face, "layer_types", None) or ["sliding_attention"] * config.layers
+    assert config.traits.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +196,12 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"torch_dtype": "int8"}, "torch_dtype is 'int8'; allowed: float32, bfloat16, float16"),
         ({"eos_token_id": 320}, r"eos_token_id is 320; allowed: ids below vocab_size \(320\)"),
         ({"eos_token_id": [1, "</s>"]}, "eos_token_id is"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters: partial_rotary_factor is 0.25"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2}},
+            "json: partial_rotary_factor is 0.5",
+        ),
+        ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.25}}, "rope_parameters: partial_rotary_factor is"),
+        ({"rope_parameters": {"rope_base": 5e5}}, "rope_parameters: rope_base is 500000.0; allowed: rope_theta, "),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; allowed: an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         (
@@ -144,7 +210,7 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type is 'dynamic'"),
         ({"quantization_config": {"bits": 4}}, "quant_method is missing; allowed: fp8"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types is"),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is missing; allowed: true"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "layer_types is"),

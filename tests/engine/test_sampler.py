@@ -6,15 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.request import MIN_REPETITION_PENALTY, SamplingParams
 from kvrelay.engine.sampling.native import NativeSampler
 from kvrelay.engine.sampling.noise import exponential, noise_keys
-from kvrelay.engine.sampling.sampler import Draw, Sample
+from kvrelay.engine.sampling.sampler import Draw, Sample, choose
 from kvrelay.engine.sampling.sampler import sample as in_torch
+from kvrelay.engine.shaping import Shaping
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.reference import token_probabilities
@@ -293,3 +294,27 @@ def test_the_kernel_finds_the_largest_of_a_row(native: Sample, rows: list[list[f
     for row, token in zip(logits, tokens, strict=True):
         missing = row.isnan()
         assert token == int((missing if missing.any() else row == row.max()).long().argmax())
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    params=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 1e-45, 1e-38, 1.0, 100.0]),
+        top_k=st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]),
+        top_p=st.sampled_from([1e-45, 1.0]),
+        min_p=st.sampled_from([0.0, 1e-45, 1.0]),
+        seed=st.sampled_from([0, 2**64 - 1]),
+        repetition_penalty=st.sampled_from([MIN_REPETITION_PENALTY, 10.0]),
+        presence_penalty=st.sampled_from([-2.0, 2.0]),
+        frequency_penalty=st.sampled_from([-2.0, 2.0]),
+        logit_bias=st.sampled_from([(), ((0, 100.0), (1, -100.0))]),
+    ),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+)
+def test_the_ends_of_what_is_allowed_leave_a_token(sample: Sample, params: SamplingParams, scale: float) -> None:
+    params.check()
+    draws = [Draw(params, 5, 0, Shaping(params, [0, 3], [1, 3], None))]
+    choice = choose(scale * LOGITS[None], draws, sample)
+    assert (choice.nonfinite, choice.refused) == ([], {})
+    assert 0 <= choice.tokens[0] < len(LOGITS)

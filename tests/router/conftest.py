@@ -1,4 +1,4 @@
-"""The router's tests run on both event loops that it may have: uvloop's, and asyncio's own where uvloop isn't installed."""
+"""The router's tests run on uvloop's event loop, and on asyncio's own, which runs where uvloop isn't installed."""
 
 import asyncio
 from collections.abc import Iterator
