@@ -40,6 +40,7 @@ LONGEST = (
     "tests/transfer/test_transfer_simulation.py",
     "tests/faults/test_structured_kills.py",
     "tests/kernels/test_cpu_library.py",
+    "tests/kernels/test_cpu_attention.py",
     "tests/kernels/test_paged_decode.py",
     "tests/kernels/test_flash_prefill.py",
     "tests/faults/test_supervisor_kills.py",

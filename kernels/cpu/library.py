@@ -35,8 +35,9 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 VARIABLE = "KVRELAY_INSTRUCTION_SET"
 """The environment variable that names one of INSTRUCTION_SETS; empty or not set takes the best that the CPU has."""
 NATIVE = ("-march=native",)
-FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-pthread")
-"""-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma."""
+FLAGS = ("-std=c++20", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-pthread")
+"""-O3 takes 1.5 times as long to compile, and the kernels aren't faster: loops that must be unrolled have a pragma. The
+sources say which products and sums are fused (`simd.h`)."""
 NEEDED = frozenset({"avx2", "fma"})
 """Features that the CPU must have; without them, torch's own kernels are as fast."""
 BUILD_SECONDS = 120.0
@@ -190,7 +191,7 @@ def build(folder: Path | None = None, instructions: InstructionSet | None = None
     built = folder / f"kernels-{name}-{digest.hexdigest()[:24]}.so"
     if built.exists():
         return built
-    with (folder / "build.lock").open("w") as lock:
+    with (folder / f"build-{name}.lock").open("w") as lock:
         _wait_for(lock)
         if not built.exists():
             _compile(compiler, machine, built)

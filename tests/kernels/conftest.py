@@ -1,17 +1,30 @@
 """Kernel tests run on a GPU where there is one, else in Triton's interpreter, with the same code and assertions.
 
 The default run has each property once, and compiles one representative launch of each kernel for every architecture.
+Tests of the native CPU kernels that use `kernels` or `team_of` run on each instruction set that the CPU has.
 The marker `slow` is for more shapes and for all other launches.
 """
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
 from triton_compile import Compiler
 
-from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.library import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    build,
+    cpu_features,
+    instruction_set,
+    library,
+    load,
+)
+from kvrelay.kernels.cpu.program import Team
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -37,16 +50,25 @@ def compiler() -> Iterator[Compiler]:
         yield compiler
 
 
-@pytest.fixture(scope="module", params=["vectors", "tiles"])
-def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the native CPU kernels multiply bfloat16: both ways where the CPU has both."""
-    kernels = library()
-    wanted = request.param == "tiles"
-    used = kernels is not None and bool(kernels.kvrelay_use_tiles(int(wanted)))
-    try:
-        if used != wanted:
-            pytest.skip("this CPU, or its kernel, has no AMX")
-        yield
-    finally:
-        if kernels is not None:
-            kernels.kvrelay_use_tiles(1)
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS, ids=lambda each: each.name)
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The native CPU kernels for each instruction set that this CPU has; those for the others are only compiled."""
+    instructions: InstructionSet = request.param
+    own = library()
+    if own is None:
+        pytest.skip("no native kernels here: no compiler, or the CPU lacks AVX2")
+    if instruction_set(own) == instructions.name:
+        return own
+    if missing := instructions.needed - cpu_features():
+        build(instructions=instructions)
+        pytest.skip(f"compiled, not run: this CPU has no {', '.join(sorted(missing))}")
+    if instructions.name == "avx2":
+        # As on a CPU that has no more: GCC fuses fewer products and sums when it tunes for one of these.
+        instructions = replace(instructions, flags=(*instructions.flags, "-mtune=znver2"))
+    return load(instructions)
+
+
+@pytest.fixture(scope="module")
+def team_of(kernels: ctypes.CDLL) -> Callable[[int], Team]:
+    """Makes a team of so many threads that run `kernels`, once for each number."""
+    return cache(partial(Team, kernels))

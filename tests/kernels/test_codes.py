@@ -13,11 +13,9 @@ from torch import Tensor
 
 from kvrelay.kernels import codes, reference
 from kvrelay.kernels.codes import NUMBERS, CodedWeight, CodeType
-from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import EMBED, Arena, EmbedArgs, Epilogue, PackedLinear
 from kvrelay.kernels.cpu.program import Program, Team
 
-native = pytest.mark.skipif(library() is None, reason="no native kernels here")
 ROUNDED = 2e-2
 """Weights and, on some CPUs, inputs are rounded to bfloat16."""
 
@@ -37,18 +35,6 @@ def random_codes(kind: CodeType, outputs: int, inputs: int, group: int, *, zeros
     scales = (0.5 + torch.rand(shape, generator=generator)) / largest
     points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8) if zeros else None
     return CodedWeight(kind, found, scales, points, group)
-
-
-@pytest.fixture(scope="module")
-def team_of() -> Callable[[int], Team]:
-    teams: dict[int, Team] = {}
-
-    def make(threads: int) -> Team:
-        kernels = library()
-        assert kernels is not None
-        return teams.setdefault(threads, Team(kernels, threads))
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -78,8 +64,6 @@ def test_groups_that_cannot_be_are_refused(group: int, shape: tuple[int, int]) -
         CodedWeight(CodeType.INT8, torch.zeros(4, 96, dtype=torch.uint8), torch.ones(shape), None, group)
 
 
-@native
-@pytest.mark.usefixtures("products")
 @settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(CodeType),
@@ -109,8 +93,6 @@ def test_a_product_with_codes(
     torch.testing.assert_close(found, expected, atol=ROUNDED * math.sqrt(inputs), rtol=ROUNDED)
 
 
-@native
-@pytest.mark.usefixtures("products")
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 40), st.sampled_from([64, 200, 500])),
@@ -131,8 +113,6 @@ def test_a_product_with_rounded_inputs(
     assert (found - expected).norm() <= 3e-3 * expected.norm() + 2 * scales.max()
 
 
-@native
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("kind", [CodeType.INT8, CodeType.INT4])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_inputs_that_are_not_finite_show(team_of: Callable[[int], Team], kind: CodeType, rows: int) -> None:
@@ -148,8 +128,6 @@ def whole(kind: CodeType, *, round_inputs: bool = False) -> CodedWeight:
     return replace(random_codes(kind, 100, 200, 200, zeros=False), round_inputs=round_inputs)
 
 
-@native
-@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     "weight",
     [whole(CodeType.INT8), whole(CodeType.INT8, round_inputs=True), whole(CodeType.FP8)],
@@ -165,7 +143,6 @@ def test_a_row_does_not_depend_on_its_company(team_of: Callable[[int], Team], we
             assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
-@native
 @pytest.mark.parametrize("kind", CodeType)
 @pytest.mark.parametrize("width", [1, 33, 70])
 def test_looking_up_is_exact(team_of: Callable[[int], Team], kind: CodeType, width: int) -> None:

@@ -1,6 +1,6 @@
 """Both backends of attention on CPU equal `kernels/reference.py` for any mixture of rows on scattered blocks."""
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,8 @@ from kvrelay.engine.kv.pool import KVPool
 from kvrelay.engine.plan import StepPlan
 from kvrelay.engine.request import SamplingParams
 from kvrelay.kernels import reference
-from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.program import Team
 from kvrelay.kernels.kv_codes import dequantize, quantize
-
-LIBRARY = library()
-native_only = pytest.mark.skipif(LIBRARY is None, reason="no native kernels: no compiler, or the CPU lacks AVX2")
-
-pytestmark = pytest.mark.usefixtures("products")
 
 TOLERANCE = {torch.float32: 6e-6, torch.bfloat16: 3e-2, torch.int8: 3e-2}
 LAYERS = 2
@@ -97,11 +91,6 @@ class Step:
         return AttentionInputs.from_plan(plan, self.shape.block)
 
     @property
-    def tiled(self) -> bool:
-        wide = self.pool.tensor.dtype == torch.float32
-        return LIBRARY is not None and not wide and bool(LIBRARY.kvrelay_tiles_used())
-
-    @property
     def held(self) -> Tensor:
         """The numbers in the pool."""
         pool = self.pool
@@ -113,9 +102,11 @@ class Step:
         out = attention.run(layer, self.qkv.to(dtype, copy=True), self.rotation, norm)
         return out.view(self.tokens, self.shape.heads, self.shape.dim)
 
-    def check(self, attention: Attention, scale: float = 1.0) -> None:
+    def check(self, attention: Attention, *, tiled: bool = False, scale: float = 1.0) -> None:
         """
         Args:
+            tiled: whether the attention multiplies bfloat16 by tiles, which round queries and weights to it, like any
+                prefill attention in that type.
             scale: of the scores, relative to those of normally distributed numbers; errors have the same scale.
         """
         shape = self.shape
@@ -136,8 +127,7 @@ class Step:
                 expected = reference.paged_attention(
                     turned[here, : shape.heads], self.held, layer, blocks, context, layer * shape.window
                 )
-                # Tiles round queries and weights to bfloat16, like any prefill attention in that type.
-                near = 2e-2 if self.tiled else 6e-6 * scale
+                near = 2e-2 if tiled else 6e-6 * scale
                 torch.testing.assert_close(found[here], expected, atol=near, rtol=near)
                 positions = np.arange(start, context)
                 written = self.held[self.tables[row, positions // shape.block], layer, :, positions % shape.block]
@@ -159,29 +149,39 @@ def windows(shape: Shape) -> tuple[int, ...]:
     return 0, shape.window
 
 
-def torch_backend(step: Step) -> Attention:
-    return TorchAttention(step.pool, windows(step.shape))
+def native(step: Step, kernels: ctypes.CDLL, threads: int = 2) -> NativeAttention:
+    return NativeAttention(step.pool, windows(step.shape), step.shape.heads, Team(kernels, threads))
 
 
-def native(step: Step, threads: int = 2) -> NativeAttention:
-    assert LIBRARY is not None
-    return NativeAttention(step.pool, windows(step.shape), step.shape.heads, Team(LIBRARY, threads))
+def check_native(step: Step, kernels: ctypes.CDLL, threads: int = 2, scale: float = 1.0) -> None:
+    tiled = step.pool.tensor.dtype != torch.float32 and bool(kernels.kvrelay_tiles_used())
+    step.check(native(step, kernels, threads), tiled=tiled, scale=scale)
 
 
-@pytest.mark.parametrize("backend", [torch_backend, pytest.param(native, marks=native_only)])
-@settings(max_examples=15, deadline=None)
-@given(
+any_rows = given(
     st.sampled_from(["float32", "int8"]),
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 2, 7, 16, 130, 150])), min_size=1, max_size=6),
     st.sampled_from([0, 1, 20, 140]),
     st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     st.integers(0, 2**16),
 )
+
+
+@settings(max_examples=15, deadline=None)
+@any_rows
 def test_any_mixture_of_rows(
-    backend: Callable[[Step], Attention], dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
+    kernels: ctypes.CDLL, dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
+) -> None:
+    check_native(Step(Shape(*heads, dim=16, window=window), rows, seed, dtype), kernels)
+
+
+@settings(max_examples=15, deadline=None)
+@any_rows
+def test_any_mixture_of_rows_in_torch(
+    dtype: KVDtype, rows: Rows, window: int, heads: tuple[int, int], seed: int
 ) -> None:
     step = Step(Shape(*heads, dim=16, window=window), rows, seed, dtype)
-    step.check(backend(step))
+    step.check(TorchAttention(step.pool, windows(step.shape)))
 
 
 any_shape = given(
@@ -197,30 +197,36 @@ any_shape = given(
 
 
 def check_shape(
-    dim: int, kv_heads: int, group: int, block: int, window: int, dtype: KVDtype, threads: int, seed: int
+    kernels: ctypes.CDLL,
+    dim: int,
+    kv_heads: int,
+    group: int,
+    block: int,
+    window: int,
+    dtype: KVDtype,
+    threads: int,
+    seed: int,
 ) -> None:
     shape = Shape(group * kv_heads, kv_heads, dim, block, window)
     random = np.random.default_rng(seed)
     rows = [(int(random.integers(600)), int(random.choice([1, 1, 2, 3, 17, 65, 200]))) for _ in range(4)]
     step = Step(shape, rows, seed, dtype)
-    step.check(native(step, threads))
+    check_native(step, kernels, threads)
 
 
-test_any_shape = native_only(settings(max_examples=20, deadline=None)(any_shape(check_shape)))
-test_many_shapes = pytest.mark.slow(native_only(settings(max_examples=150, deadline=None)(any_shape(check_shape))))
+test_any_shape = settings(max_examples=12, deadline=None)(any_shape(check_shape))
+test_many_shapes = pytest.mark.slow(settings(max_examples=150, deadline=None)(any_shape(check_shape)))
 
 
-@native_only
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_long_context(dtype: KVDtype) -> None:
+def test_a_long_context(kernels: ctypes.CDLL, dtype: KVDtype) -> None:
     step = Step(Shape(9, 3, 64, 16, 3000), [(9000, 1), (7777, 70), (5, 1)], 7, dtype)
-    step.check(native(step, 3))
+    check_native(step, kernels, 3)
 
 
-@native_only
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("length", [1, 3, 100])
-def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: KVDtype) -> None:
+def test_a_row_does_not_depend_on_its_company_or_on_threads(kernels: ctypes.CDLL, length: int, dtype: KVDtype) -> None:
     """Bit by bit, so that a sequence's tokens don't depend on the other requests."""
     shape = Shape(9, 3, 64, 16, 200)
     rows = [(700, length), (31, 1), (0, 50), (1500, 1), (129, 200)]
@@ -234,7 +240,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(length: int, dtype: 
     together.norm = alone.norm
     results = []
     for step, threads in ((alone, 1), (alone, 4), (together, 1), (together, 3)):
-        attention = native(step, threads)
+        attention = native(step, kernels, threads)
         attention.plan(step.inputs)
         results.append([step.run(attention, layer)[:length] for layer in range(LAYERS)])
     for result in results[1:]:
@@ -251,11 +257,10 @@ def decode(step: Step, attention: NativeAttention, layer: int, first: int, count
     return attention.run(layer, step.qkv[first : first + count].clone(), rotation, norm)
 
 
-@native_only
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([(4, 2), (3, 3), (6, 1), (9, 3), (10, 2), (7, 1)]),
-    st.sampled_from([16, 32, 40, 64, 128]),
+    st.sampled_from([8, 16, 24, 40, 64, 120, 128]),
     st.sampled_from(["float32", "bfloat16", "int8"]),
     st.sampled_from([0, 3, 100, 118, 120, 127, 250, 700]),
     st.integers(2, 17),
@@ -263,23 +268,29 @@ def decode(step: Step, attention: NativeAttention, layer: int, first: int, count
     st.integers(1, 3),
 )
 def test_guesses_are_computed_as_if_one_by_one(
-    heads: tuple[int, int], dim: int, dtype: KVDtype, start: int, count: int, window: int, threads: int
+    kernels: ctypes.CDLL,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: KVDtype,
+    start: int,
+    count: int,
+    window: int,
+    threads: int,
 ) -> None:
     """Bit by bit, and whatever the guesses behind a token are."""
     shape = Shape(*heads, dim, 16, window)
     for layer in range(LAYERS):
         step = Step(shape, [(start, count)], 5, dtype)
-        attention = native(step, threads)
+        attention = native(step, kernels, threads)
         alone = torch.cat([decode(step, attention, layer, index, 1) for index in range(count)])
         assert torch.equal(decode(step, attention, layer, 0, count), alone)
         step.qkv[-1] = torch.nan
         assert torch.equal(decode(step, attention, layer, 0, count)[:-1], alone[:-1])
 
 
-@native_only
-def test_activations_of_another_type_are_converted() -> None:
+def test_activations_of_another_type_are_converted(kernels: ctypes.CDLL) -> None:
     step = Step(Shape(4, 2, 32), [(30, 1), (0, 40)], 3, "bfloat16")
-    attention = native(step)
+    attention = native(step, kernels)
     attention.plan(step.inputs)
     exact = step.run(attention, 0)
     rounded = step.run(attention, 0, torch.bfloat16)
@@ -287,14 +298,13 @@ def test_activations_of_another_type_are_converted() -> None:
     torch.testing.assert_close(rounded.float(), exact, atol=4e-2, rtol=4e-2)
 
 
-@native_only
-def test_scores_that_are_far_apart_or_not_numbers() -> None:
+def test_scores_that_are_far_apart_or_not_numbers(kernels: ctypes.CDLL) -> None:
     """Weights down to zero are accurate, and a NaN query changes only its own result."""
     step = Step(Shape(3, 1, 64), [(300, 1), (0, 200)], 11)
     step.qkv[:, :3] *= 100
-    step.check(native(step), scale=100)
+    check_native(step, kernels, scale=100)
     step.qkv[1 + 150, 0] = torch.nan  # a query
-    attention = native(step)
+    attention = native(step, kernels)
     attention.plan(step.inputs)
     found = step.run(attention, 0)
     nonfinite = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
@@ -303,19 +313,16 @@ def test_scores_that_are_far_apart_or_not_numbers() -> None:
     assert found[151, 1:].isfinite().all()
 
 
-@native_only
-def test_a_step_may_be_planned_again_and_again() -> None:
+def test_a_step_may_be_planned_again_and_again(kernels: ctypes.CDLL) -> None:
     """The counters of split rows are reset after each step."""
     step = Step(Shape(6, 2, 64, 16, 100), [(1000, 1), (300, 60), (257, 3)], 2)
-    attention = native(step, 3)
+    attention = native(step, kernels, 3)
     for _ in range(3):
         step.check(attention)
 
 
-@native_only
-def test_what_the_kernels_cannot_read_is_refused() -> None:
-    assert LIBRARY is not None
-    team = Team(LIBRARY, 1)
+def test_what_the_kernels_cannot_read_is_refused(kernels: ctypes.CDLL) -> None:
+    team = Team(kernels, 1)
     for layout in (
         KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float16"),
         KVLayout(layers=1, kv_heads=1, head_dim=8, block_size=4, dtype="float32", order="HND"),

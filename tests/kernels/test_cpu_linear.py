@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrelay.kernels import reference
-from kvrelay.kernels.cpu.library import cpu_features, library
+from kvrelay.kernels.cpu.library import instruction_set
 from kvrelay.kernels.cpu.packed import (
     BLOCK,
     EMBED,
@@ -24,33 +24,20 @@ from kvrelay.kernels.cpu.packed import (
 )
 from kvrelay.kernels.cpu.program import Program, Team
 
-pytestmark = [
-    pytest.mark.skipif(library() is None, reason="no native kernels here"),
-    pytest.mark.usefixtures("products"),
-]
-
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = 2e-6
-# A CPU with AVX512_BF16 rounds activations to bfloat16 too.
-ROUNDED = 2e-2 if "avx512_bf16" in cpu_features() else EXACT
+ROUNDED = 2e-2
+"""Where products of bfloat16 round activations to bfloat16 too."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-@pytest.fixture(scope="module")
-def team_of() -> Callable[[int], Team]:
-    teams: dict[int, Team] = {}
-
-    def make(threads: int) -> Team:
-        kernels = library()
-        assert kernels is not None
-        if threads not in teams:
-            teams[threads] = Team(kernels, threads)
-        return teams[threads]
-
-    return make
+def error_of(dtype: torch.dtype, team: Team) -> float:
+    """The error of a product of normally distributed numbers."""
+    rounded = dtype == torch.bfloat16 and instruction_set(team.library) in ("amx", "avx512bf16")
+    return ROUNDED if rounded else EXACT
 
 
 class Product:
@@ -113,7 +100,7 @@ def test_a_product_with_all_that_is_fused(
     found = product.run(args)
     source = x if scale is None else reference.rms_norm(x, scale, 1e-5)
     expected = reference.linear(weight.float(), offset)(source) + (before if add else 0)
-    bound = 4 * (ROUNDED if dtype == torch.bfloat16 else EXACT)
+    bound = 4 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
 
@@ -129,7 +116,7 @@ def test_a_gated_product(team_of: Callable[[int], Team], dtype: torch.dtype, row
     product = Product(team, PackedLinear.pack(team, Arena(), weight, offset), x, half)
     found = product.run(product._linear.args(Epilogue.SILU_MUL))
     expected = reference.silu_mul(reference.linear(weight.float(), offset)(x))
-    bound = 8 * (ROUNDED if dtype == torch.bfloat16 else EXACT)
+    bound = 8 * error_of(dtype, team)
     torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
 
 

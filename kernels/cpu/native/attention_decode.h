@@ -40,13 +40,13 @@ inline void score(const float* query, const T* const (&key)[KEYS], int64_t dim, 
         for (int i = 0; i < KEYS; i++) loaded[i] = load(key[i] + d);
         for (int h = 0; h < H; h++) {
             vf q = load(query + h * dim + d);
-            for (int i = 0; i < KEYS; i++) x[h * KEYS + i] += q * loaded[i];
+            for (int i = 0; i < KEYS; i++) x[h * KEYS + i] = fused(q, loaded[i], x[h * KEYS + i]);
         }
     }
     if (d < dim) {
         for (int h = 0; h < H; h++) {
             vf q = load(query + h * dim + d, dim - d);
-            for (int i = 0; i < KEYS; i++) x[h * KEYS + i] += q * load(key[i] + d, dim - d);
+            for (int i = 0; i < KEYS; i++) x[h * KEYS + i] = fused(q, load(key[i] + d, dim - d), x[h * KEYS + i]);
         }
     }
     alignas(64) float lanes[SUMS];
@@ -103,7 +103,7 @@ inline void weigh(
             vf loaded[N];
             for (int n = 0; n < N; n++) loaded[n] = part ? load(value, part) : load(value + n * W);
             for (int h = 0; h < H; h++) {
-                for (int n = 0; n < N; n++) x[h][n] += weights[h * SCORES] * loaded[n];
+                for (int n = 0; n < N; n++) x[h][n] = fused(splat(weights[h * SCORES]), loaded[n], x[h][n]);
             }
         }
     }

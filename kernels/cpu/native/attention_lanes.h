@@ -85,12 +85,12 @@ inline vf exp2_nonpositive(vf x) {
     vf shifted = clamped + magic;
     vf r = clamped - (shifted - magic);
     vf y = splat(1.534581242594868e-4f);
-    y = y * r + 1.3399930903688073e-3f;
-    y = y * r + 9.618489071726799e-3f;
-    y = y * r + 5.550328642129898e-2f;
-    y = y * r + 0.24022646248340607f;
-    y = y * r + 0.6931471824645996f;
-    y = y * r + 1.0f;
+    y = fused(y, r, splat(1.3399930903688073e-3f));
+    y = fused(y, r, splat(9.618489071726799e-3f));
+    y = fused(y, r, splat(5.550328642129898e-2f));
+    y = fused(y, r, splat(0.24022646248340607f));
+    y = fused(y, r, splat(0.6931471824645996f));
+    y = fused(y, r, splat(1.0f));
     y = (vf)((vi)y + ((vi)shifted << 23));
     return x < splat(-126.0f) ? vf{} : y;
 }

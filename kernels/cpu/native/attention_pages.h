@@ -50,22 +50,27 @@ public:
     template <typename T>
     void begin(const T* const* rows, int64_t count, int64_t width, int64_t calls) {
         rows_ = reinterpret_cast<const char* const*>(rows);
-        end_ = rows_ + count;
         width_ = width * int64_t{sizeof(T)};
         offset_ = 0;
-        step_ = divide_up(count * divide_up(width_, 64), std::max<int64_t>(calls, 1));
+        left_ = count * divide_up(width_, 64);
+        step_ = divide_up(left_, std::max<int64_t>(calls, 1));
     }
 
     void fetch() {
-        for (int64_t i = 0; i < step_ && rows_ < end_; i++) {
-            __builtin_prefetch(*rows_ + offset_, 0, 2);
-            offset_ += 64;
-            if (offset_ >= width_) offset_ = 0, rows_++;
+        const char* const* row = rows_;
+        int64_t offset = offset_;
+        for (int64_t left = std::min(step_, left_); left > 0; left--) {
+            __builtin_prefetch(*row + offset, 0, 2);
+            offset += 64;
+            if (offset >= width_) offset = 0, row++;
         }
+        rows_ = row;
+        offset_ = offset;
+        left_ -= step_;
     }
 
 private:
     const char* const* rows_ = nullptr;
-    const char* const* end_ = nullptr;
     int64_t width_ = 0, offset_ = 0, step_ = 0;
+    int64_t left_ = 0;  // cache lines
 };

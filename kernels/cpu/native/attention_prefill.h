@@ -77,7 +77,7 @@ inline void multiply(
         for (int n = 0; n < N; n++) y[n] = load(b + k * PANEL + n * W);
         for (int i = 0; i < ROWS; i++) {
             vf z = splat(a[i * row + k * column]);
-            for (int n = 0; n < N; n++) x[i][n] += z * y[n];
+            for (int n = 0; n < N; n++) x[i][n] = fused(z, y[n], x[i][n]);
         }
     }
     for (int i = 0; i < ROWS; i++) {

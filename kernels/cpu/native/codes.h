@@ -106,7 +106,7 @@ void decode(const Codes& from, int64_t block, bf16* out) {
         } else {
             vf shifts[2];
             twice((vf)__builtin_convertvector(load_codes(from.zeros + at), vf) * load(from.scales + at), shifts);
-            out = decode_run<TYPE>(codes, last, out, [&](vf x, int half) { return x * scales[half] - shifts[half]; });
+            out = decode_run<TYPE>(codes, last, out, [&](vf x, int half) { return fused(x, scales[half], -shifts[half]); });
         }
         codes = last;
     }

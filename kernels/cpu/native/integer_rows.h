@@ -70,7 +70,7 @@ float round_row(const LinearArgs& args, const float* from, Put put) {
     vf squares = {};
     vi most = {};
     each([&](int64_t, vf x, vf norm) {
-        squares += x * x;
+        squares = fused(x, x, squares);
         const vi magnitude = (vi)(x * norm) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
     });

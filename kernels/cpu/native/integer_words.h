@@ -172,8 +172,8 @@ private:
             const vf scale1 = scaled_last(args) ? splat(1.0f) : load(args.scales + at1);
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
-                totals[m][0] += __builtin_convertvector(whole(sums[m][0]), vf) * scale0;
-                totals[m][1] += __builtin_convertvector(whole(sums[m][1]), vf) * scale1;
+                totals[m][0] = fused(__builtin_convertvector(whole(sums[m][0]), vf), scale0, totals[m][0]);
+                totals[m][1] = fused(__builtin_convertvector(whole(sums[m][1]), vf), scale1, totals[m][1]);
             }
         }
         for (int m = 0; m < M; m++) {

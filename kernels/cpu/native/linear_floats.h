@@ -32,8 +32,8 @@ inline void multiply(vf (&sums)[M][2], const float* a, int64_t stride, const T* 
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             vf x = splat(a[m * stride + i]);
-            sums[m][0] += x * b0;
-            sums[m][1] += x * b1;
+            sums[m][0] = fused(x, b0, sums[m][0]);
+            sums[m][1] = fused(x, b1, sums[m][1]);
         }
     }
 }

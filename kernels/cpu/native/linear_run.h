@@ -85,14 +85,14 @@ inline void finish(const LinearArgs& args, int64_t row, int64_t rows, int64_t b0
     float *out0 = args.out + row * stride + b0 * W, *out1 = args.out + row * stride + b1 * W;
     if (args.epilogue == SILU_MUL) {
         for (int64_t m = 0; m < rows; m++, out0 += stride) {
-            store(out0, silu(sums(m, 0) * scale0 + bias0) * (sums(m, 1) * scale1 + bias1));
+            store(out0, silu(fused(sums(m, 0), scale0, bias0)) * fused(sums(m, 1), scale1, bias1));
         }
         return;
     }
     const bool add = args.epilogue == ADD;
     for (int64_t m = 0; m < rows; m++, out0 += stride, out1 += stride) {
-        write(out0, sums(m, 0) * scale0 + bias0, left0, add);
-        if (left1 > 0) write(out1, sums(m, 1) * scale1 + bias1, left1, add);
+        write(out0, fused(sums(m, 0), scale0, bias0), left0, add);
+        if (left1 > 0) write(out1, fused(sums(m, 1), scale1, bias1), left1, add);
     }
 }
 
@@ -164,7 +164,7 @@ void prepare(const LinearArgs& args, const float* from, A* to) {
         vf squares[2] = {};
         for (int64_t i = 0; i < whole; i += W) {
             vf x = load(from + i);
-            squares[i / W % 2] += x * x;
+            squares[i / W % 2] = fused(x, x, squares[i / W % 2]);
         }
         float total = sum(squares[0] + squares[1]);
         for (int64_t i = whole; i < inputs; i++) total += from[i] * from[i];

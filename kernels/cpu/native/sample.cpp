@@ -91,20 +91,20 @@ inline vf noise(vu tokens, uint32_t first, uint32_t second) {
     // 1 - u = m 2^e with m from sqrt(1/2) to sqrt(2). m - 1 is rounded once, so small u keep all of their bits.
     const vi e = ((vi)(1.0f - u) - 0x3f3504f3) >> 23;
     const vf s = (vf)((127 - e) << 23);
-    const vf f = (s - 1.0f) - u * s, z = f * f, exponent = __builtin_convertvector(e, vf);
+    const vf f = fused(-u, s, s - 1.0f), z = f * f, exponent = __builtin_convertvector(e, vf);
     vf y = splat(7.0376836292e-2f);  // Cephes' logf
-    y = y * f - 1.1514610310e-1f;
-    y = y * f + 1.1676998740e-1f;
-    y = y * f - 1.2420140846e-1f;
-    y = y * f + 1.4249322787e-1f;
-    y = y * f - 1.6668057665e-1f;
-    y = y * f + 2.0000714765e-1f;
-    y = y * f - 2.4999993993e-1f;
-    y = y * f + 3.3333331174e-1f;
+    y = fused(y, f, splat(-1.1514610310e-1f));
+    y = fused(y, f, splat(1.1676998740e-1f));
+    y = fused(y, f, splat(-1.2420140846e-1f));
+    y = fused(y, f, splat(1.4249322787e-1f));
+    y = fused(y, f, splat(-1.6668057665e-1f));
+    y = fused(y, f, splat(2.0000714765e-1f));
+    y = fused(y, f, splat(-2.4999993993e-1f));
+    y = fused(y, f, splat(3.3333331174e-1f));
     y = y * f * z;
-    y = y - exponent * 2.12194440e-4f;
-    y = y - z * 0.5f;
-    return -(f + y + exponent * 0.693359375f);
+    y = fused(exponent, splat(-2.12194440e-4f), y);
+    y = fused(z, splat(-0.5f), y);
+    return -fused(exponent, splat(0.693359375f), f + y);
 }
 
 // Filters compare keys: the bits of -s, which ascend as s descends, since s is 0 or less.

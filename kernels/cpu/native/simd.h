@@ -80,6 +80,16 @@ inline void put(bf16* p, float x) {
     *p = x == x ? (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : (bf16)0x7fc0;
 }
 
+// a * b + c, rounded once. Compilers may not fuse a product and a sum by themselves (FLAGS in `library.py`): GCC does it in one
+// instance of a template and not in another, depending on the CPU that it tunes for, and their results would differ.
+inline vf fused(vf a, vf b, vf c) {
+#ifdef __AVX512F__
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
 inline float sum(vf x) {
     float total = 0;
     for (int i = 0; i < W; i++) total += x[i];
@@ -94,17 +104,17 @@ inline vf exp(vf x) {
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vf clamped = x > splat(88.7228f) ? splat(88.7228f) : x;
     clamped = clamped < splat(-87.3365f) ? splat(-87.3365f) : clamped;
-    vf shifted = clamped * 1.44269504f + magic;
+    vf shifted = fused(clamped, splat(1.44269504f), magic);
     vf n = shifted - magic;
-    vf r = clamped - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
+    vf r = fused(n, splat(-0.693359375f), clamped);
+    r = fused(n, splat(2.12194440e-4f), r);
     vf y = splat(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * (r * r) + r + 1.0f;
+    y = fused(y, r, splat(1.3981999507e-3f));
+    y = fused(y, r, splat(8.3334519073e-3f));
+    y = fused(y, r, splat(4.1665795894e-2f));
+    y = fused(y, r, splat(1.6666665459e-1f));
+    y = fused(y, r, splat(5.0000001201e-1f));
+    y = fused(y, r * r, r) + 1.0f;
     // 2^n in two factors, because n may be 128.
     vi exponent = __builtin_convertvector(n, vi);
     vi half = exponent >> 1;

@@ -1,0 +1,43 @@
+"""Products of integers and drawn tokens are the same on each instruction set that kernels are compiled for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from test_codes import normal, random_codes
+
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.sampling.native import NativeSampler
+from kvrelay.engine.sampling.sampler import Draw
+from kvrelay.kernels.codes import CodeType
+from kvrelay.kernels.cpu.library import library
+from kvrelay.kernels.cpu.packed import Arena, PackedLinear
+from kvrelay.kernels.cpu.program import Team
+
+
+@pytest.fixture(scope="module")
+def own_team() -> Team:
+    kernels = library()
+    if kernels is None:
+        pytest.skip("no native kernels here")
+    return Team(kernels, 1)
+
+
+@pytest.mark.parametrize("round_inputs", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 13, 40])
+@pytest.mark.parametrize("inputs", [7, 200, 1536])
+def test_int8_to_the_last_bit(
+    team_of: Callable[[int], Team], own_team: Team, rows: int, inputs: int, round_inputs: bool
+) -> None:
+    weight = replace(random_codes(CodeType.INT8, 70, inputs, inputs, zeros=False), round_inputs=round_inputs)
+    x = normal(rows, inputs)
+    found, expected = (PackedLinear.pack(each, Arena(), weight, None)(x) for each in (team_of(2), own_team))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_tokens(team_of: Callable[[int], Team], own_team: Team) -> None:
+    logits = 3 * normal(4000, 333)
+    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.01}, {"temperature": 0.0}]
+    draws = [Draw(SamplingParams(seed=row, **options[row % 5]), row, 0) for row in range(len(logits))]
+    assert NativeSampler(team_of(2))(logits.clone(), draws) == NativeSampler(own_team)(logits.clone(), draws)
