@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrelay.engine.models.config import ModelConfig
 from kvrelay.engine.models.fields import Fields, read_json
+from kvrelay.engine.models.hashes import State, hash_bytes, hash_range, recall, remember, state_of
 from kvrelay.engine.models.stored import HEAD, StoredTensor
 
 SINGLE = "model.safetensors"
@@ -21,7 +22,6 @@ SIZES = {**FLOATS, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 Expected = tuple[int, ...] | StoredTensor
 """What a tensor must be: the shape of one of floats, or as quantized layers have it."""
 MAX_HEADER_BYTES = 100 * 2**20
-SAMPLE_BYTES = 4096
 # Written by old exporters; their values follow from the config.
 HARMLESS = (".rotary_emb.inv_freq", ".attention.masked_bias")
 SHOWN = 4
@@ -51,11 +51,20 @@ class Checkpoint:
         """
         self.folder = folder
         self.tensors: dict[str, TensorEntry] = {}
+        self._hashes: dict[str, str] = {}
+        self._unkept: dict[Path, State] = {}
+        """The states of files whose hashes aren't kept yet, from before their tensors were read."""
         for path in _files(folder):
-            for name, entry in _read_header(path).items():
+            state, kept = state_of(path), recall(path)
+            entries = _read_header(path)
+            for name, entry in entries.items():
                 if name in self.tensors:
                     raise ValueError(f"{path}: tensor {name} is in {self.tensors[name].path.name} too")
                 self.tensors[name] = entry
+            if kept.keys() == entries.keys():
+                self._hashes.update(kept)
+            else:
+                self._unkept[path] = state
         self._check_index()
 
     def verify(self, expected: Mapping[str, Expected], optional: frozenset[str] = frozenset()) -> None:
@@ -83,19 +92,28 @@ class Checkpoint:
             names = ", ".join(extra[:SHOWN]) + (f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else "")
             raise ValueError(f"{self.folder}: tensors that this architecture doesn't have: {names}")
 
-    def fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, over config.json, every tensor's name, dtype and shape, and a sample of its bytes.
+    def note(self, name: str, data: memoryview) -> None:
+        """Takes the bytes of a tensor, all of them, so that `fingerprint` needn't read them."""
+        if name not in self._hashes:
+            self._hashes[name] = hash_bytes(data)
 
-        The sample is 4 KiB at the start, the middle and the end of each tensor. Any further training changes it, and
-        reading it takes milliseconds.
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, over config.json and every tensor's name, dtype, shape and hash of all bytes.
+
+        Reads the tensors whose hashes are neither kept from an earlier start nor noted as they were loaded.
+
+        Raises:
+            ValueError: a file is cut short.
+            OSError: a file is gone.
         """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, entry in sorted(self.tensors.items()):
-            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
-            with entry.path.open("rb") as file:
-                for offset in (entry.begin, (entry.begin + entry.end) // 2, max(entry.begin, entry.end - SAMPLE_BYTES)):
-                    file.seek(offset)
-                    digest.update(file.read(min(SAMPLE_BYTES, entry.end - offset)))
+            if name not in self._hashes:
+                self._hashes[name] = hash_range(entry.path, entry.begin, entry.end)
+            digest.update(json.dumps([name, entry.dtype, entry.shape, self._hashes[name]]).encode())
+        for path, state in self._unkept.items():
+            remember(path, state, {name: self._hashes[name] for name, e in self.tensors.items() if e.path == path})
+        self._unkept.clear()
         return digest.hexdigest()
 
     def _check_index(self) -> None:

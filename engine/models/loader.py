@@ -147,6 +147,7 @@ class TensorFiles:
         device: torch.device | str,
         on_loaded: OnLoaded | None,
     ) -> None:
+        self._checkpoint = checkpoint
         self._entries = checkpoint.tensors
         self._dtype = dtype
         self._device = device
@@ -190,7 +191,8 @@ class TensorFiles:
         entry = self._entries[name]
         stored = STORED[entry.dtype]
         tensor = out if out.dtype == stored else allocate(entry.shape, stored)
-        left: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+        data: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+        left = data
         with entry.path.open("rb", buffering=0) as file:
             file.seek(entry.begin)
             while len(left):
@@ -198,6 +200,7 @@ class TensorFiles:
                 if not count:
                     raise ValueError(f"{entry.path}: tensor {name} is cut short")
                 left = left[count:]
+        self._checkpoint.note(name, data.data)
         if tensor is not out:
             out.copy_(tensor)
 

@@ -193,6 +193,13 @@ def build_cpu_runner(
     check_stored(options.quantization, config.stored)
     run_dtype = _run_dtype(dtype, config)
     layout = config.kv_layout(run_dtype, options.kv_dtype, options.block_size, "NHD")
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    team = _team(config, run_dtype, layout, threads)
+    choice = sample if team is None else NativeSampler(team)
+    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
+    with torch.inference_mode():
+        weights = _load(checkpoint, run_dtype, config, options, parts, team, on_loaded)
     spec = ModelSpec.of(
         checkpoint,
         config,
@@ -201,13 +208,6 @@ def build_cpu_runner(
         max_context=options.max_context,
         pool_tokens=0,
     )
-    threads = options.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    team = _team(config, run_dtype, layout, threads)
-    choice = sample if team is None else NativeSampler(team)
-    parts = _parts(TORCH_DTYPES[run_dtype], team, options.quantization, choice)
-    with torch.inference_mode():
-        weights = _load(checkpoint, spec, config, options, parts, team, on_loaded)
     pool = make_pool(layout, options, spec.max_context, memory or HostMemory())
     spec = spec.within(pool.num_tokens)
     windows = config.windows(spec.max_context)
@@ -234,7 +234,7 @@ def _team(config: ModelConfig, dtype: FloatDtype, layout: KVLayout, threads: int
 
 def _load(
     checkpoint: Checkpoint,
-    spec: ModelSpec,
+    dtype: FloatDtype,
     config: ModelConfig,
     options: EngineConfig,
     parts: Parts,
@@ -250,7 +250,7 @@ def _load(
     most = options.packed_cache_bytes
     if team is None or not most or options.quantization == "none":
         return load(NO_CACHE)
-    path = packed_path(f"{spec.fingerprint} {spec.dtype} {options.quantization}", team)
+    path = packed_path(f"{checkpoint.fingerprint()} {dtype} {options.quantization}", team)
     try:
         cache = PackedCache(path, team, most)
         weights = load(cache)

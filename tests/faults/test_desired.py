@@ -69,14 +69,17 @@ def ready(cluster: Supervised) -> dict[str, Member]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", [{"model": "pico-draft"}, {"checksum": False}], ids=["another fingerprint", "another option"]
+)
 def test_a_rolling_upgrade_under_load_survives_its_supervisor_and_a_change_that_separates_workers(
-    cluster: Supervised,
+    cluster: Supervised, change: dict[str, Any]
 ) -> None:
-    """The new workers can't be paired with the old ones."""
+    """The new workers can't be paired with the old ones: as those of an earlier version, whose fingerprints differ."""
     before = ready(cluster)
     with Load(ROUTER) as load:
         load.until_running()
-        revision = cluster.control.upgrade(json.dumps({"members": members(checksum=False)}))
+        revision = cluster.control.upgrade(json.dumps({"members": members(**change)}))
         wait_until(lambda: ready(cluster).keys() - before.keys(), "a successor serves", START_SECONDS)
         cluster.kill()
         cluster.start()

@@ -89,7 +89,10 @@ def build(folder: Path, dtype: Dtype, config: EngineConfig, loaded: Callable[[fl
     config = config.on("cpu")
     layout = INT8_LAYOUT if config.kv_dtype == "int8" else WORKER_LAYOUT
     blocks = (config.kv_memory_bytes or KV_BYTES) // layout.block_bytes
-    runner = SlowHashRunner(blocks, layout, hash_spec(MAX_CONTEXT), lag=int(os.environ.get(LAG, "0")))
+    spec = hash_spec(MAX_CONTEXT)
+    if folder.name != "pico":  # as if it had other weights, though the tokens are the same
+        spec = replace(spec, fingerprint=f"{spec.fingerprint}-{folder.name}")
+    runner = SlowHashRunner(blocks, layout, spec, lag=int(os.environ.get(LAG, "0")))
     runner.step_seconds = float(os.environ.get(STEP_SECONDS, "0"))
     runner.fetch_seconds = float(os.environ.get(FETCH_SECONDS, "0"))
     loaded(1.0)
