@@ -78,6 +78,8 @@ class SamplingParams:
         # NaN fails each comparison.
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; allowed: 0 or more, finite")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}; allowed: 0 to {2**31 - 1}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; allowed: above 0, up to 1")
         if not 0.0 <= self.min_p <= 1.0:

@@ -42,18 +42,22 @@ def model_info(spec: ModelSpec) -> ModelInfo:
     )
 
 
-def sampling_params(sampling: Sampling, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-    """`sampling` for the engine, for which an end-of-sequence token is a stop id like any other."""
+def sampling_params(sampling: Sampling, spec: ModelSpec) -> SamplingParams:
+    """`sampling` for the engine, for which an end-of-sequence token is a stop id like any other.
+
+    A `top_k` that keeps the whole vocabulary becomes 0, which does the same: the largest on the wire is more than a
+    GPU's 32-bit integers hold.
+    """
     stop = frozenset(sampling.stop_token_ids)
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
-        top_k=sampling.top_k,
+        top_k=sampling.top_k if sampling.top_k < spec.vocab_size else 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         seed=sampling.seed,
-        stop_token_ids=stop if sampling.ignore_eos else stop | frozenset(eos_token_ids),
+        stop_token_ids=stop if sampling.ignore_eos else stop | frozenset(spec.eos_token_ids),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         # Absent in a message that asks for none.
@@ -86,7 +90,7 @@ def request_of(submit: Submit, spec: ModelSpec) -> Request:
         attempt=submit.attempt,
         tokens=tuple(submit.token_ids),
         prompt_tokens=submit.prompt_tokens,
-        sampling=sampling_params(submit.sampling, spec.eos_token_ids),
+        sampling=sampling_params(submit.sampling, spec),
         tenant=submit.tenant,
     )
 

@@ -301,7 +301,7 @@ def test_the_kernel_finds_the_largest_of_a_row(native: Sample, rows: list[list[f
     params=st.builds(
         SamplingParams,
         temperature=st.sampled_from([0.0, 1e-45, 1e-38, 1.0, 100.0]),
-        top_k=st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]),
+        top_k=st.sampled_from([0, 1, 2**31 - 1]),
         top_p=st.sampled_from([1e-45, 1.0]),
         min_p=st.sampled_from([0.0, 1e-45, 1.0]),
         seed=st.sampled_from([0, 2**64 - 1]),

@@ -115,6 +115,7 @@ def test_values_that_the_sampler_cannot_use_are_refused() -> None:
     for params, field in [
         (SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
         (SamplingParams(repetition_penalty=1e-38), "repetition_penalty is 1e-38; allowed: 0.0078125 or more"),
+        (SamplingParams(top_k=2**31), "top_k is 2147483648; allowed: 0 to 2147483647"),
         (SamplingParams(presence_penalty=math.nan), "presence_penalty"),
         (SamplingParams(logit_bias=((1, math.inf),)), "logit_bias"),
         (SamplingParams(bad_words=((),)), "bad_words"),

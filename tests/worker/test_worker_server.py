@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.engine.config import EngineConfig
 from kvrelay.internal.v1.worker_pb2 import (
@@ -26,9 +28,11 @@ from kvrelay.internal.v1.worker_pb2_grpc import WorkerServiceStub
 from kvrelay.rpc.metrics import families
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, Constraint
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.requests import request_of
 from kvrelay.worker.server import WorkerServer
 from support.access import METADATA
 from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.hash_runner import hash_spec
 
 SECONDS = 10.0
 
@@ -138,6 +142,14 @@ def test_a_bad_submit_is_refused_and_the_worker_goes_on(checkpoint: Path) -> Non
             assert (await router.last()).finish_reason == FINISH_REASON_LENGTH
 
     run(test)
+
+
+@given(top_k=st.integers(0, 2**32 - 1))
+def test_a_top_k_of_the_whole_vocabulary_or_more_keeps_all(top_k: int) -> None:
+    message = submit("any", sampling=Sampling(max_tokens=4, top_p=1.0, top_k=top_k))
+    found = request_of(message, hash_spec()).sampling
+    found.check()
+    assert found.top_k == (top_k if top_k < hash_spec().vocab_size else 0)
 
 
 def test_an_invalid_constraint_is_counted_and_its_text_is_in_no_log(
