@@ -113,15 +113,24 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
         report.close()
         _print_ready(out, state, "kvrelay down" if detach else "Ctrl-C")
 
+    code = 0
     try:
         if not detach:
             launch.run(loaded, report, show_ready)
+            report.close()
+            click.echo("the cluster has ended")
         else:
             show_ready(background.start(loaded, report) if loaded.local else launch.leave_running(loaded, report))
     except Interrupted as interrupted:
-        sys.exit(128 + interrupted.number)
+        report.close()
+        click.echo(f"{ERROR_PREFIX}{interrupted}", err=True)
+        code = interrupted.code
     finally:
         report.close()
+    # Everything has ended, or is left running. Threads of Ray's may crash an interpreter that is torn down around them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @main.command()

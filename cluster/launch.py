@@ -3,15 +3,16 @@
     start or join Ray -> start the supervisor's actor, which starts the others -> ready
     -> wait for SIGINT, SIGTERM or SIGHUP -> members finish and end -> end or leave Ray
 
-Signals are checked between steps. Only Ray's own start, which takes seconds, is interrupted; the processes that it has
-started by then are descendants of this one, and are killed. Ray may also wait without end, for a process of its own
-that hangs: its start and its end have deadlines, at which this process ends with its descendants.
+Signals are checked between steps. Only Ray's own start, which takes seconds, is interrupted: this process ends where it
+is, with its descendants. Ray may also wait without end, for a process of its own that hangs: its start and its end have
+deadlines, at which this process ends in the same way.
 """
 
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,15 @@ class Cluster:
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
         self._deadline.cancel()
 
+    def _end_at_once(self, number: int) -> None:
+        """Ends this process while Ray starts. An exception could be lost in Ray's code, which it would go through."""
+        processes.kill_descendants()
+        state.forget()
+        self._report.close()
+        interrupted = Interrupted(number)
+        print(f"{ERROR_PREFIX}{interrupted}", file=sys.stderr, flush=True)
+        os._exit(interrupted.code)
+
     def _update(self, **fields: Any) -> None:
         self.state = replace(self.state, **fields)
         state.save(self.state)
@@ -202,7 +212,7 @@ class Cluster:
 
     def _start_ray(self) -> Any:
         section = self._config.ray
-        self._signals.interrupt()
+        self._signals.end_at_once(self._end_at_once)
         try:
             return supervisor_actor.connect(
                 "Ray did not start",
@@ -217,8 +227,6 @@ class Cluster:
             )
         except SystemExit:
             raise Interrupted(signal.SIGTERM) from None  # raised by Ray's own handler while Ray starts
-        except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT) from None
         finally:
             self._signals.install()
 

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -11,8 +12,9 @@ class Interrupted(Exception):
     """A signal asked this process to end before it was ready."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+        super().__init__("interrupted before the cluster was ready; nothing of it is left")
+        self.code = 128 + number
+        """Exit code of the process, as a shell reports it."""
 
 
 class Signals:
@@ -24,14 +26,20 @@ class Signals:
 
     def install(self) -> None:
         """Handles the signals, except those that this process was started to ignore (nohup)."""
-        for number in NUMBERS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._on)
+        self._handle(self._on)
 
-    def interrupt(self) -> None:
-        """Lets Ctrl-C interrupt what follows with KeyboardInterrupt, until `install` is called again."""
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    def end_at_once(self, end: Callable[[int], object]) -> None:
+        """Has the first signal call `end`, which ends this process, with its number, until `install` is called again.
+
+        Code that can't be left by an exception runs meanwhile.
+        """
+
+        def on(number: int, frame: FrameType | None) -> None:
+            for each in NUMBERS:
+                signal.signal(each, signal.SIG_IGN)
+            end(number)
+
+        self._handle(on)
 
     def check(self) -> None:
         """Raises Interrupted if a signal came."""
@@ -41,6 +49,11 @@ class Signals:
     def wait(self, seconds: float) -> bool:
         """Waits up to `seconds` for a signal; True if one came."""
         return self._came.wait(seconds)
+
+    def _handle(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        for number in NUMBERS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         self._number = number

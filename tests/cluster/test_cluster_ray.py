@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from support.ray_commands import (
     title,
     visible,
 )
+from support.terminal import CTRL_C, Terminal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -221,38 +223,36 @@ def test_down_leaves_nothing(shared: World, memory_before: set[str]) -> None:
     assert shared.call("status").returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 3.0])
+def test_ctrl_c_ends_a_start_without_a_trace(world: World, seconds: float) -> None:
+    """Once Ray is about to start; a second Ctrl-C comes while the first one ends it."""
+    with Terminal([KVRELAY, "up", *PORTS], world.environment) as terminal:
+        terminal.wait_for("starting Ray")
+        time.sleep(seconds)  # any moment of Ray's start
+        terminal.press(CTRL_C * 2)
+        assert terminal.end() == 130
+        assert terminal.lines[-1] == "kvrelay: interrupted before the cluster was ready; nothing of it is left"
+        assert len(terminal.lines) == 1, "beside the changing line, which has gone"
+    assert world.processes() == []
+    assert world.call("status").returncode == 1
+
+
 def test_ctrl_c_ends_a_cluster_in_the_foreground(world: World) -> None:
     config = world.folder / "kvrelay.yaml"
     config.write_text("router: {grpc_port: 0, http_port: 0}\nray: {include_dashboard: false}\n")
-    process = subprocess.Popen(
-        [sys.executable, "-c", FOREGROUND, KVRELAY, "up", "--colocated", "1", "--config", str(config)],
-        env=world.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        assert any("kvrelay is ready" in line for line in lines)
+    command = [KVRELAY, "up", "--colocated", "1", "--config", str(config)]
+    with Terminal(command, world.environment) as terminal:
+        terminal.wait_for("stop       Ctrl-C", START_SECONDS)
         said = world.json("generate", PROMPT, "--max-tokens", str(TOKENS))
         assert said["timeline"]["transfer_bytes"] == 0, "co-located: there is no hand-off"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_SECONDS) == 0
-        assert world.processes() == []
-        assert world.call("status").returncode == 1
-    finally:
-        process.kill()
-        process.communicate()
-
-
-FOREGROUND = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job ignores, and so would its children
-os.execv(sys.argv[1], sys.argv[1:])
-"""
+        terminal.press(CTRL_C)
+        terminal.wait_for("stopping")
+        terminal.press(CTRL_C)
+        assert terminal.end(STOP_SECONDS) == 0
+        shown = [line for line in terminal.lines if not line.startswith("  ")]
+        assert shown == ["kvrelay is ready", "the cluster has ended"]
+    assert world.processes() == []
+    assert world.call("status").returncode == 1
 
 
 def configured(world: World) -> Path:
