@@ -21,7 +21,7 @@ Source: Dao: FlashAttention-2, arXiv:2307.08691; Kwon et al.: PagedAttention, ar
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.checks import check_tensor
-from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
 
@@ -52,25 +52,36 @@ class Tile:
     """Unmasked steps load a page through the Tensor Memory Accelerator; a page must have a multiple of `keys` slots."""
 
 
-def choose_tile(dim: int, dtype: torch.dtype, block_size: int = 0, architecture: int = 90) -> Tile:
+def choose_tile(dim: int, dtype: torch.dtype, block_size: int = 0, architecture: int = 90, group: int = 1) -> Tile:
     """The largest tile for heads of size `dim` that spills no register; benchmarks/NOTES.md has what was tried.
 
     Args:
         dtype: of the query.
         block_size: slots of a page in a pool of the same type; 0 for a pool of 8 bits.
         architecture: compute capability, times ten.
+        group: query heads of a KV head, which all are rows of one tile.
     """
+    tile = _choose_tile(dim, dtype, block_size, architecture)
+    return replace(tile, rows=max(tile.rows, triton.next_power_of_2(group)))
+
+
+def _choose_tile(dim: int, dtype: torch.dtype, block_size: int, architecture: int) -> Tile:
     if dtype == torch.float32:
         return Tile(16, 16 if dim > 128 else 32, 4, 2)
     # Numbers of 8 bits are converted in registers, which a larger tile has not.
     converts = dim > 64 and not block_size
-    if architecture < 90:
+    little = shared_bytes(architecture) < 128 * 1024
+    if architecture < 90 or little:
+        if dim > 128 and little:
+            return Tile(64, 16, 8, 3)
         return Tile(64, 32, 8, 3) if dim > 128 or converts else Tile(128, 32, 8, 3)
-    if dim <= 64 and block_size == 64:
+    # TMA takes rows of whole 16 bytes.
+    pages = block_size if dim * dtype.itemsize % 16 == 0 else 0
+    if dim <= 64 and pages == 64:
         return Tile(128, 64, 8 if architecture < 100 else 4, 3, tma=True)
     small = dim > 128 or (converts and architecture >= 100)
     keys = 32 if small else 64 if dim > 64 else 128
-    return Tile(128, keys, 8, 3, tma=block_size > 0 and block_size % keys == 0)
+    return Tile(128, keys, 8, 3, tma=pages > 0 and pages % keys == 0)
 
 
 def plan_tiles(

@@ -21,11 +21,26 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
 HEAD = 9
 """What `compiled.run` takes before the kernel's arguments."""
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""Largest shared memory of a program in KiB, by compute capability times ten (CUDA C++ programming guide, table of
+technical specifications)."""
+
+
+def shared_bytes(architecture: int | None = None) -> int:
+    """The largest shared memory of a program in bytes; the least that any GPU has, if it isn't known.
+
+    Args:
+        architecture: compute capability, times ten; the current device's unless given, or 90 in the interpreter.
+    """
+    if architecture is None:
+        architecture = 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
+    return SHARED_KIB.get(architecture, min(SHARED_KIB.values())) * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)

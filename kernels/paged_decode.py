@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kvrelay.kernels.checks import check_tensor
 from kvrelay.kernels.decode_work import ENTRY_FIELDS, STEP, DecodeParts, DecodeWork
-from kvrelay.kernels.launch import Launch, launch
+from kvrelay.kernels.launch import Launch, launch, shared_bytes
 from kvrelay.kernels.overlap import begin_after_inputs, overlapping
 from kvrelay.kernels.paged import LOG2_E, PagedKV, attend_keys, check_attention
 
@@ -226,7 +226,11 @@ def paged_decode(
         return None
     block_d = max(16, triton.next_power_of_2(dim))
     # 32-bit values take twice the registers.
-    step = STEP if query.dtype.itemsize == 2 else STEP // 2
+    most = STEP if query.dtype.itemsize == 2 else STEP // 2
+    block_m = max(16, triton.next_power_of_2(group))
+    # Beside its buffers of keys and values, a program takes about three times its queries.
+    shared = shared_bytes() - 3 * block_m * block_d * query.dtype.itemsize
+    step, stages = _pipeline(most, block_d * kv.pool.dtype.itemsize, shared)
     block_g = triton.next_power_of_2(group)
     return launch(
         paged_decode_kernel,
@@ -243,10 +247,10 @@ def paged_decode(
         GROUP=group,
         DIM=dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=block_m,
         BLOCK_N=step,
         BLOCK_D=block_d,
-        STAGES=_stages(step * block_d * kv.pool.dtype.itemsize),
+        STAGES=stages,
         BLOCK_G=block_g,
         SUMMED=min(max(1, SUMMED // (block_g * block_d)), triton.next_power_of_2(programs)),
         ENTRY_FIELDS=ENTRY_FIELDS,
@@ -255,6 +259,17 @@ def paged_decode(
     )
 
 
-def _stages(step_bytes: int) -> int:
-    """2 to 4 buffers of a step's keys and values, in at most 96 KiB: two programs must fit on a multiprocessor."""
-    return 1 + max(2, min(4, 96 * 1024 // (2 * step_bytes)))
+def _pipeline(step: int, slot_bytes: int, shared: int) -> tuple[int, int]:
+    """Keys of a step, and stages of the pipeline that loads keys and values, for programs that fit.
+
+    There are 2 to 4 buffers of a step's keys and values in at most 96 KiB, so that two programs fit on a multiprocessor
+    that has 227 KiB.
+
+    Args:
+        step: keys of a step at most.
+        slot_bytes: of a key's or value's numbers, padded.
+        shared: memory for the buffers.
+    """
+    while step > 16 and 4 * step * slot_bytes > shared:
+        step //= 2
+    return step, 1 + max(2, min(4, min(96 * 1024, shared) // (2 * step * slot_bytes)))

@@ -73,7 +73,7 @@ def triton_prefill(shapes: Shapes) -> Prefill:
     """`flash_prefill`, which takes all GPUs, types and sizes."""
     layout = shapes.layout
     block_size = 0 if layout.scaled else layout.block_size
-    tile = choose_tile(layout.head_dim, shapes.dtype, block_size, shapes.architecture)
+    tile = choose_tile(layout.head_dim, shapes.dtype, block_size, shapes.architecture, shapes.group)
 
     def kernel(query: Tensor, kv: PagedKV, tables: Tensor, tiles: Tensor, window: int, out: Tensor) -> Launch | None:
         return flash_prefill(query, kv, tables, tiles, tile, window, out)

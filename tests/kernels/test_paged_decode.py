@@ -132,6 +132,9 @@ class Launch:
     kv_dtype: torch.dtype = torch.bfloat16
     programs: int = 33
     buffers: int = 3
+    """At 163 KiB of shared memory and more."""
+    stack: int = 0
+    """Bytes of a thread, at most, that are spilled."""
     architectures: tuple[int, ...] = ARCHITECTURES
 
 
@@ -140,10 +143,13 @@ LAUNCHES = [
     Launch(block_size=64, programs=1),
     Launch(dim=64, group=8, dtype=torch.float16, kv_dtype=torch.float16, buffers=4),
     Launch(dim=80, group=7),
-    Launch(dim=256, group=2, buffers=2),
+    Launch(dim=256, group=2, buffers=2, stack=8),
     Launch(kv_dtype=torch.int8, buffers=4),
-    Launch(kv_dtype=torch.float8_e4m3fn, buffers=4, architectures=(90, 100)),
+    Launch(kv_dtype=torch.float8_e4m3fn, buffers=4, architectures=(89, 90, 100, 120)),
+    Launch(dim=36, buffers=4),
+    Launch(dim=256, kv_dtype=torch.int8, stack=96),
     Launch(dtype=torch.float32, kv_dtype=torch.float32),
+    Launch(group=32, dtype=torch.float32, kv_dtype=torch.float32, stack=96),
 ]
 COMPILED = [
     pytest.param(launch, architecture, marks=pytest.mark.slow if launch is not LAUNCHES[0] else ())
@@ -162,12 +168,14 @@ def launch_blank(launch: Launch) -> None:
 @pytest.mark.parametrize(("launch", "architecture"), COMPILED, ids=str)
 def test_compiled(compiler: Compiler, launch: Launch, architecture: int) -> None:
     (decode,) = compiler.compile(architecture, launch_blank, launch)
-    decode.check_fits()
+    decode.check_fits(launch.stack)
     decode.check_overlaps()
     assert decode.tensor_cores == "mma"
-    assert decode.stages == launch.buffers
+    if SHARED_LIMITS[architecture] > 2**17:
+        assert decode.stages == launch.buffers
+    assert decode.stages >= 2
     # Two programs, which hide each other's waits, fit on a multiprocessor with heads of up to 128 16-bit numbers.
-    if architecture >= 90 and launch.dim <= 128 and launch.dtype.itemsize == 2:
+    if architecture in (90, 100) and launch.dim <= 128 and launch.dtype.itemsize == 2:
         assert 2 * decode.shared <= SHARED_LIMITS[architecture]
     assert 2 * decode.registers * 32 * decode.warps <= 65536
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Largest shared memory of a program, in bytes, by architecture (CUDA C++ programming guide)."""
 ARCHITECTURES = tuple(SHARED_LIMITS)
 SECONDS = 170
