@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvrelay.cluster.commands.common import connection, console
+from kvrelay.cluster.commands.common import Whole, connection, console
 from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError
 
 if TYPE_CHECKING:
@@ -134,9 +134,10 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
 
 
 @main.command()
+@click.option("--wide", is_flag=True, help="Show every column.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(as_json: bool) -> None:
-    """Shows the running cluster: its workers, their blocks and their requests.
+def status(wide: bool, as_json: bool) -> None:
+    """Shows the running cluster: its members, their requests and their KV.
 
     Exit code: 0 the supervisor answers; 1 no cluster runs, or it doesn't serve yet; 3 the supervisor is down, and the
     router serves on.
@@ -154,15 +155,16 @@ def status(as_json: bool) -> None:
         click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
     elif found is not None and current is not None:
         out = console()
-        out.print(status_of.as_table(found, current.dashboard))
+        out.print(status_of.headline(found, current.dashboard), style="bold", soft_wrap=True, markup=False)
+        out.print(Whole(status_of.as_table(found, wide=wide)), crop=False)
         for line in (
             *status_of.changes(found),
             *status_of.incompatible_workers(found),
             *status_of.context_notes(found),
         ):
-            out.print(line)
+            out.print(line, markup=False)
         for line in scaling_lines(found.scaling):
-            out.print(line, highlight=False)
+            out.print(line, markup=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:

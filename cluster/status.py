@@ -140,33 +140,41 @@ def incompatible_workers(status: GetStatusResponse) -> list[str]:
     return unpaired(entry.member for entry in status.members)
 
 
-def as_table(status: GetStatusResponse, dashboard: str) -> Table:
-    """The output of `kvrelay status`."""
+def headline(status: GetStatusResponse, dashboard: str) -> str:
+    """Whether requests are served, and where."""
     ready = "ready" if status.ready else "not ready"
-    title = f"{ready}   router {_router(status) or '-'}   dashboard {dashboard or '-'}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("worker", "role", "state"):
-        table.add_column(column)
-    for column in ("pid", "free", "cached", "held", "blocks", "waiting", "running", "heard"):
-        table.add_column(column, justify="right")
-    table.add_column("weights / KV")
-    table.add_column("prompts by")
-    table.add_column("context", no_wrap=True)
-    table.add_column("incarnation", no_wrap=True)
+    return f"{ready}   router {_router(status) or '-'}   dashboard {dashboard or '-'}"
+
+
+def as_table(status: GetStatusResponse, *, wide: bool) -> Table:
+    """The members, as `kvrelay status` shows them; with `wide`, all that is known of each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("member", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "KV blocks held", *(("free", "cached", "heard", "pid") if wide else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("weights / KV", "prompts by", "context", "incarnation") if wide else ():
+        table.add_column(name, no_wrap=True)
     for entry in status.members:
         member, blocks, requests = entry.member, entry.load.blocks, entry.load.requests
-        counts = (blocks.free, blocks.cached, blocks.held, blocks.total, requests.waiting, requests.running)
-        table.add_row(
-            member.name,
-            role_name(member.role),
-            state_name(member.state),
-            str(member.pid),
-            *map(str, counts),
+        more = (
+            str(blocks.free),
+            str(blocks.cached),
             "-" if entry.restored else f"{entry.heartbeat_age_seconds:.1f} s",
+            str(member.pid),
             f"{member.weights} / {member.kv_dtype}" if member.kv_dtype else "-",
             member.prefill_attention or "-",
             f"{member.max_context} ({CONTEXT_LIMITS[member.context_limit]})" if member.max_context else "-",
             member.incarnation[:8],
+        )
+        table.add_row(
+            member.name,
+            role_name(member.role),
+            state_name(member.state),
+            str(requests.running),
+            str(requests.waiting),
+            f"{blocks.held} of {blocks.total} ({blocks.held / blocks.total:.0%})" if blocks.total else "-",
+            *(more if wide else ()),
         )
     return table
 

@@ -13,6 +13,7 @@ from kvrelay.cluster.errors import UsageError
 @connection
 @click.option("--goodput", multiple=True, metavar="NAME:MS", help="Limits of a good request: ttft, tpot, e2el.")
 @click.option("--sort", type=click.Choice(["name", "load", "memory", "tokens"]), default="name", show_default=True)
+@click.option("--wide", is_flag=True, help="Show every column.")
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print each frame as a line of JSON.")
 @click.option("--svg", type=click.Path(path_type=Path), help="With --once: write a picture of the frame.")
@@ -23,13 +24,14 @@ def top(
     api_key: str | None,
     goodput: tuple[str, ...],
     sort: str,
+    wide: bool,
     once: bool,
     as_json: bool,
     svg: Path | None,
 ) -> None:
     """Shows pools, load, links, goodput and placements, each second.
 
-    Keys: q ends it, p holds the picture, s changes the order of the workers.
+    Keys: q ends it, p holds the picture, s changes the order of the workers, w shows every column.
     """
     import asyncio
     import sys
@@ -46,5 +48,5 @@ def top(
         raise UsageError("stdout is no terminal; allowed: with --once or --json")
     width = None if sys.stdout.isatty() else FILE_WIDTH
     console = Console(file=sys.stdout, highlight=False, width=width, record=svg is not None)
-    options = TopOptions(parse_goodput(goodput), sort, once, as_json, svg)
+    options = TopOptions(parse_goodput(goodput), sort, once, wide, as_json, svg)
     asyncio.run(run(Access.of(target, tls, ca, api_key), options, console))

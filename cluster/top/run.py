@@ -41,6 +41,8 @@ class TopOptions:
     """Order of the workers: a key of SORTS."""
     once: bool = False
     """Whether to end after one frame."""
+    wide: bool = False
+    """Whether every column is shown."""
     as_json: bool = False
     """Whether to print each frame as a line of JSON."""
     svg: Path | None = None
@@ -101,14 +103,15 @@ async def _show(model: Model, options: TopOptions, console: Console) -> None:
             print(json.dumps(model.frame()), flush=True)
             await asyncio.sleep(FRAME_SECONDS)
     else:
-        await _live(model, options.sort, console)
+        await _live(model, options, console)
 
 
 def _once(model: Model, options: TopOptions, console: Console) -> None:
     if options.as_json:
         print(json.dumps(model.frame()))
         return
-    console.print(frame(model.frame(), options.sort, ONCE_LINES))
+    shown = frame(model.frame(), options.sort, (console.width, ONCE_LINES), wide=options.wide)
+    console.print(shown, crop=False)
     if options.svg is not None:
         try:
             console.save_svg(str(options.svg), title="kvrelay top", code_format=SVG_FORMAT)
@@ -116,8 +119,9 @@ def _once(model: Model, options: TopOptions, console: Console) -> None:
             raise UsageError(f"--svg {options.svg}: {error.strerror}") from None
 
 
-async def _live(model: Model, sort: str, console: Console) -> None:
+async def _live(model: Model, options: TopOptions, console: Console) -> None:
     """Draws until q is pressed."""
+    sort, wide = options.sort, options.wide
     keys: asyncio.Queue[str] = asyncio.Queue()
     orders, paused = list(SORTS), False
     shown = model.frame()
@@ -127,7 +131,7 @@ async def _live(model: Model, sort: str, console: Console) -> None:
             if not paused:
                 shown = model.frame()
             note = f"sorted by {sort}" + ("   PAUSED" if paused else "")
-            live.update(frame(shown, sort, console.size.height, note), refresh=True)
+            live.update(frame(shown, sort, console.size, note, wide=wide), refresh=True)
             try:
                 key = await asyncio.wait_for(keys.get(), FRAME_SECONDS)
             except TimeoutError:
@@ -136,6 +140,8 @@ async def _live(model: Model, sort: str, console: Console) -> None:
                 return
             if key == "p":
                 paused = not paused
+            elif key == "w":
+                wide = not wide
             elif key == "s":
                 sort = orders[(orders.index(sort) + 1) % len(orders)]
 

@@ -1,7 +1,9 @@
 """`kvrelay status` and its exit codes: with a supervisor, without one, and with workers that can't be paired."""
 
 import json
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,9 +15,11 @@ from click.testing import CliRunner, Result
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvrelay.cluster.cli import main
+from kvrelay.cluster.metrics import role_name
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.supervisor_pb2 import (
     MEMBER_STATE_READY,
+    ROLE_COLOCATED,
     ROLE_DECODE,
     ROLE_PREFILL,
     ROLE_ROUTER,
@@ -26,7 +30,8 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     Role,
 )
 from kvrelay.internal.v1.supervisor_pb2_grpc import SupervisorServiceServicer, add_SupervisorServiceServicer_to_server
-from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL
+from kvrelay.internal.v1.worker_pb2 import CONTEXT_LIMIT_POOL, Blocks, Load, Requests
+from support.terminal import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +101,15 @@ def test_neither_answers(nobody: str) -> None:
     assert (status.exit_code, status.stdout) == (1, "a cluster is starting, or does not answer\n")
 
 
+LOAD = Load(blocks=Blocks(total=128_000, free=1, held=127_999), requests=Requests(running=4321, waiting=1234))
+
+
 class FakeSupervisor(SupervisorServiceServicer):
     def __init__(self, members: list[Member]) -> None:
         self._members = members
 
     def GetStatus(self, request: GetStatusRequest, context: grpc.ServicerContext) -> GetStatusResponse:
-        return GetStatusResponse(ready=True, members=[MemberStatus(member=member) for member in self._members])
+        return GetStatusResponse(ready=True, members=[MemberStatus(member=each, load=LOAD) for each in self._members])
 
 
 def member(name: str, role: Role, compatibility: str = "") -> Member:
@@ -120,6 +128,25 @@ def supervised(members: list[Member]) -> Iterator[None]:
         yield
     finally:
         server.stop(None).wait()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_what_matters_most_of_each_member_is_whole_on_a_terminal(columns: int, wide: bool) -> None:
+    members = [member("worker-1023", ROLE_DECODE), member("a-process-of-mine-0", ROLE_COLOCATED)]
+    for each in members:
+        each.max_context, each.weights, each.kv_dtype = 131072, "bfloat16", "bfloat16"
+    command = [sys.executable, "-m", "kvrelay.cluster.cli", "status", *(["--wide"] if wide else [])]
+    with supervised(members), Terminal(command, os.environ, columns) as terminal:
+        assert terminal.end() == 0
+        text = " ".join(terminal.lines)
+        for each in members:
+            (row,) = [line.split() for line in terminal.lines if line.startswith(each.name)]
+            words = [each.name, role_name(each.role), "ready", "4321", "1234", "127999", "of", "128000", "(100%)"]
+            assert row[: len(words)] == words
+        assert "incarnation" not in text or wide
+        if wide and columns == 120:
+            assert text.count("131072 (model)") == 2
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -150,7 +177,8 @@ def test_formats_are_shown_and_named_where_they_may_part_workers() -> None:
         each.weights, each.kv_dtype = "int4", "int8" if each.name == "decode-1" else "bfloat16"
     members[0].prefill_attention = "flashinfer"
     with supervised(members):
-        told, shown = " ".join(call("status").stdout.split()), json.loads(call("status", "--json").stdout)
+        told = " ".join(call("status", "--wide").stdout.split())
+        shown = json.loads(call("status", "--json").stdout)
     workers = [(worker["weights"], worker["kv_dtype"]) for worker in shown["workers"]]
     assert workers == [("int4", "bfloat16"), ("int4", "bfloat16"), ("int4", "int8"), (None, None)]
     assert [worker["prefill_attention"] for worker in shown["workers"]] == ["flashinfer", None, None, None]
@@ -163,7 +191,8 @@ def test_the_longest_context_is_shown_with_its_reason() -> None:
     members[0].max_context = 4096
     members[1].max_context, members[1].context_limit = 2336, CONTEXT_LIMIT_POOL
     with supervised(members):
-        told, shown = " ".join(call("status").stdout.split()), json.loads(call("status", "--json").stdout)
+        told = " ".join(call("status", "--wide").stdout.split())
+        shown = json.loads(call("status", "--json").stdout)
     assert "4096 (model)" in told
     assert "2336 (pool)" in told
     assert "decode-0: prompt plus completion are at most 2336 tokens: the KV pool holds 2336 tokens" in told

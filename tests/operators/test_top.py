@@ -9,17 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from kvrelay.client import Client
 from kvrelay.cluster.cli import main
 from kvrelay.cluster.top import run as top_run
 from kvrelay.cluster.top.model import MOST_DECISIONS, SORTS, Model
-from kvrelay.cluster.top.view import frame
+from kvrelay.cluster.top.view import BAR_CELLS, frame
 from support.background import Background
 
 SECONDS = 60
@@ -152,12 +154,35 @@ def test_a_lost_router_is_shown_and_its_view_is_gone() -> None:
 
 @pytest.mark.parametrize("sort", SORTS)
 def test_every_order_draws_empty_and_full_clusters(sort: str) -> None:
-    from rich.console import Console
-
     console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115  # the console's own
     for model in (two_routers(), Model(("a",), {})):
-        console.print(frame(model.frame(), sort, 30))
+        for wide in (False, True):
+            console.print(frame(model.frame(), sort, (160, 30), wide=wide))
     assert "worker" in console.export_text()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_what_matters_most_is_never_cut(columns: int, wide: bool) -> None:
+    pool = {"total": 128_000, "free": 0, "cached": 0, "held": 128_000}
+    names = ("worker-10", "worker-11")
+    busy = [worker(name, role="colocated", running=4321, waiting=1234, avoided=True, **pool) for name in names]
+    pair = {"prefill_worker": names[0], "decode_worker": names[1]}
+    model = Model(("a",), {"ttft": 200.0})
+    model.event("a", "fleet", fleet(*busy, links=[link(1000)], lives=[life("a" * 32, time.time(), **pair)]))
+    console = Console(width=columns, file=StringIO(), force_terminal=False)
+    console.print(frame(model.frame(), "load", console.size, wide=wide))
+    lines = console.file.getvalue().splitlines()
+    for name in names:
+        (row,) = [line.split() for line in lines if line.startswith(name) and "→" not in line]
+        assert row[:6] == [name, "colocated", "avoided", "4321", "1234", "█" * BAR_CELLS]
+        assert row[6] == "100%"
+    assert any(line.startswith("worker-10 → worker-11  stop") for line in lines)
+    assert max(map(len, lines)) <= columns
+    shown = " ".join(lines)
+    assert all(name in shown for name in ("running", "tokens/s", "hand-off p50/p99", "failed", "moved"))
+    if columns == 120:
+        assert "a" * 32 in shown or wide
 
 
 def test_one_frame_of_a_real_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +227,7 @@ def _press_q(target: str) -> None:
         while b"q quit" not in seen and time.monotonic() < deadline:
             seen += os.read(ours, 65536)
         assert b"prefill-0" in seen
-        os.write(ours, b"spq")
+        os.write(ours, b"swpq")
         try:
             while os.read(ours, 65536):
                 continue
