@@ -35,7 +35,7 @@ FORMATS: tuple[Quantization, ...] = get_args(Quantization)
 BASE = "none"
 CONTEXT = 128
 """Tokens before those of a decode step."""
-STEPS = {"decode_1": 10, "decode_32": 3, "prefill_512": 1}
+STEPS = {"decode_1": 10, "decode_8": 5, "decode_32": 3, "prefill_512": 1}
 """By cell, steps of a format before the next format's turn."""
 WINDOW = 512
 

@@ -36,6 +36,21 @@ def test_int8_to_the_last_bit(
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [CodeType.INT4, CodeType.FP4])
+@pytest.mark.parametrize("rows", [1, 4, 13, 40])
+@pytest.mark.parametrize("inputs", [7, 200, 1536])
+def test_4_bits_to_the_last_bit(
+    team_of: Callable[[int], Team], own_team: Team, rows: int, inputs: int, kind: CodeType
+) -> None:
+    teams = team_of(2), own_team
+    if rows > 6 and any(team.library.kvrelay_tiles_used() for team in teams):
+        pytest.skip("AMX multiplies many rows with weights of 4 bits as bfloat16")
+    weight = random_codes(kind, 70, inputs, min(64, inputs), zeros=kind is CodeType.INT4)
+    x = normal(rows, inputs)
+    found, expected = (PackedLinear.pack(team, Arena(), weight, None)(x) for team in teams)
+    assert torch.equal(found, expected)
+
+
 def test_tokens(team_of: Callable[[int], Team], own_team: Team) -> None:
     logits = 3 * normal(4000, 333)
     options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5, "min_p": 0.01}, {"temperature": 0.0}]

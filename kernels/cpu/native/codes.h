@@ -1,12 +1,10 @@
 // Weights of 4 or 8 bits, and their decoding. value = (number of the code - zero) * scale, where scale and zero belong to
 // one output and `group` consecutive inputs.
 //
-// The codes of a block are in the order of bfloat16 weights (linear.h): a vector is a pair of inputs for W outputs, 2 W
-// codes. With 4 bits, the low halves of 2 W bytes are one such vector and the high halves are the next one. int8 has four
-// inputs side by side, as products of bytes take them.
+// The codes of a block have four inputs of an output side by side, as products of bytes take them. A vector is four inputs
+// of W outputs, 4 W codes. With 4 bits, the low halves of 4 W bytes are one such vector and the high halves are the next one.
 //
-//     codes   [block][pair of inputs][output in block][input in pair]
-//             [block][four inputs][output in block][input in four]     int8
+//     codes   [block][four inputs][output in block][input in four]
 //     scales  [block][group][output in block]                          float32
 //     zeros   [block][group][output in block]                          uint8, or none: 0
 #pragma once
@@ -25,6 +23,18 @@ struct Codes {
     bool whole() const { return group >= inputs && zeros == nullptr; }
     int64_t groups() const { return divide_up(inputs, group); }
     int64_t block_bytes() const { return packed_pairs(inputs, type) * 2 * W * weight_bits(type) / 8; }
+};
+
+// The place within a block of the code of output n and input k.
+struct CodePlace {
+    int64_t byte;
+    int shift;
+
+    CodePlace(int64_t n, int64_t k, int bits) {
+        const int64_t vector = k / 4, lane = n * 4 + k % 4;
+        byte = (bits == 8 ? vector : vector / 2) * 4 * W + lane;
+        shift = bits == 8 ? 0 : int(vector % 2) * 4;
+    }
 };
 
 // The numbers of W codes: int8, float8 (E4M3, no infinities), 4 bits without a sign, or float4 (E2M1).
@@ -53,35 +63,26 @@ inline vi load_codes(const uint8_t* p) {
 #endif
 }
 
-// For each output of a block twice, one after the other, as the two inputs of a pair need them.
-inline void twice(vf x, vf (&halves)[2]) {
-    vi at;
-    for (int i = 0; i < W; i++) at[i] = i / 2;
-    halves[0] = __builtin_shuffle(x, at);
-    halves[1] = __builtin_shuffle(x, at + W / 2);
-}
-
-// Decodes `count` bytes of codes, which are multiples of 2 W, to `to(numbers, half)`.
+// Decodes codes up to `end` to pairs of bfloat16, as linear.h has them.
 template <WeightType TYPE, class Convert>
 inline bf16* decode_run(const uint8_t* codes, const uint8_t* end, bf16* out, Convert convert) {
     constexpr int AHEAD = 2048;
-    for (; codes < end; codes += 2 * W) {
+    const auto decode_pair = [&](vi first, vi second) {
+        store_pairs(out, convert(numbers<TYPE>(first)), convert(numbers<TYPE>(second)));
+        out += 2 * W;
+    };
+    for (; codes < end; codes += 4 * W) {
         __builtin_prefetch(codes + AHEAD);
-        if constexpr (fours(TYPE)) {
-            uint16_t both[W][2];  // pairs of inputs of each output
-            alignas(64) uint16_t pairs[2][W];
-            memcpy(both, codes, sizeof both);
-            for (int i = 0; i < 2 * W; i++) pairs[i / W][i % W] = both[i % W][i / W];
-            codes += 2 * W;
-            for (int i = 0; i < 4; i++, out += W) store(out, convert(numbers<TYPE>(load_codes((const uint8_t*)pairs + i * W)), i % 2));
-            continue;
-        }
-        const vi bytes[2] = {load_codes(codes), load_codes(codes + W)};
+        vu fours;
+        memcpy(&fours, codes, sizeof fours);
         if constexpr (weight_bits(TYPE) == 8) {
-            for (int half = 0; half < 2; half++, out += W) store(out, convert(numbers<TYPE>(bytes[half]), half));
+            decode_pair((vi)(fours & 255), (vi)(fours >> 8 & 255));
+            decode_pair((vi)(fours >> 16 & 255), (vi)(fours >> 24));
         } else {
-            for (int half = 0; half < 2; half++, out += W) store(out, convert(numbers<TYPE>(bytes[half] & 15), half));
-            for (int half = 0; half < 2; half++, out += W) store(out, convert(numbers<TYPE>(bytes[half] >> 4), half));
+            decode_pair((vi)(fours & 15), (vi)(fours >> 8 & 15));
+            decode_pair((vi)(fours >> 16 & 15), (vi)(fours >> 24 & 15));
+            decode_pair((vi)(fours >> 4 & 15), (vi)(fours >> 12 & 15));
+            decode_pair((vi)(fours >> 20 & 15), (vi)(fours >> 28));
         }
     }
     return out;
@@ -93,20 +94,18 @@ void decode(const Codes& from, int64_t block, bf16* out) {
     const int64_t groups = from.groups(), group_bytes = from.group * 2 * W * weight_bits(TYPE) / 16;
     const uint8_t *codes = from.codes + block * from.block_bytes(), *end = codes + from.block_bytes();
     if (from.whole()) {
-        decode_run<TYPE>(codes, end, out, [](vf x, int) { return x; });
+        decode_run<TYPE>(codes, end, out, [](vf x) { return x; });
         return;
     }
     for (int64_t group = 0; group < groups; group++) {
         const int64_t at = (block * groups + group) * W;
         const uint8_t* last = group + 1 < groups ? codes + group_bytes : end;
-        vf scales[2];
-        twice(load(from.scales + at), scales);
+        const vf scale = load(from.scales + at);
         if (from.zeros == nullptr) {
-            out = decode_run<TYPE>(codes, last, out, [&](vf x, int half) { return x * scales[half]; });
+            out = decode_run<TYPE>(codes, last, out, [&](vf x) { return x * scale; });
         } else {
-            vf shifts[2];
-            twice((vf)__builtin_convertvector(load_codes(from.zeros + at), vf) * load(from.scales + at), shifts);
-            out = decode_run<TYPE>(codes, last, out, [&](vf x, int half) { return fused(x, scales[half], -shifts[half]); });
+            const vf shift = __builtin_convertvector(load_codes(from.zeros + at), vf) * scale;
+            out = decode_run<TYPE>(codes, last, out, [&](vf x) { return fused(x, scale, -shift); });
         }
         codes = last;
     }
@@ -117,11 +116,8 @@ template <WeightType TYPE>
 float decode_one(const Codes& from, int64_t output, int64_t input) {
     constexpr int BITS = weight_bits(TYPE);
     const int64_t block = output / W, at = (block * from.groups() + input / from.group) * W + output % W;
-    int64_t offset = packed_offset<bf16>(output % W, input);
-    const int64_t vector = offset / (2 * W), lane = offset % (2 * W);
-    if constexpr (fours(TYPE)) offset = fours_offset(output % W, input);
-    const uint8_t* codes = from.codes + block * from.block_bytes();
-    const int code = BITS == 8 ? codes[offset] : codes[vector / 2 * 2 * W + lane] >> (vector % 2 * 4) & 15;
+    const CodePlace place(output % W, input, BITS);
+    const int code = from.codes[block * from.block_bytes() + place.byte] >> place.shift & ((1 << BITS) - 1);
     const float zero = from.zeros == nullptr ? 0.0f : from.zeros[at];
     return (numbers<TYPE>(vi{} + code)[0] - zero) * from.scales[at];
 }

@@ -18,8 +18,7 @@ inline int64_t groups_of(const LinearArgs& args) { return divide_up(args.inputs,
 // The largest integer of an input, so that no sum of a group passes 32 bits.
 inline int64_t largest_input(const LinearArgs& args) {
     if (args.type == INT8_INT8) return 127;
-    const int64_t weight = args.type == INT8 ? 128 : 16;
-    const int64_t most = std::numeric_limits<int32_t>::max() / (weight * whole_steps(std::min(args.group, args.inputs)));
+    const int64_t most = std::numeric_limits<int32_t>::max() / (128 * whole_steps(std::min(args.group, args.inputs)));
     return std::min<int64_t>(most, std::numeric_limits<int16_t>::max());
 }
 

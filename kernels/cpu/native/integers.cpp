@@ -1,6 +1,7 @@
 #include "integers.h"
 
 #include "integer_bytes.h"
+#include "integer_nibbles.h"
 #include "integer_rows.h"
 #include "integer_words.h"
 
@@ -20,13 +21,14 @@ void multiply_int8(const LinearArgs& args, int thread, int threads) {
 #ifdef KVRELAY_BYTES
     if (many && narrow) return run<Bytes, Packed>(args, thread, threads);
 #endif
-    run<Words<INT8, false>, Packed>(args, thread, threads);
+    run<Words<false>, Packed>(args, thread, threads);
 }
 
-// With groups, weights as bfloat16 are faster for many rows where the CPU multiplies those.
+// With groups, weights as bfloat16 are faster for many rows if the CPU multiplies those by AMX. If it multiplies them by
+// vectors, those of 8 bits are.
 bool few(const LinearArgs& args) {
 #ifdef __AVX512BF16__
-    return *args.rows <= (tiles::used ? 6 : 12);
+    return tiles::used ? *args.rows <= 6 : weight_bits(args.type) == 4 || *args.rows <= 12;
 #else
     return true;
 #endif
@@ -41,16 +43,16 @@ bool multiplied_as_integers(const LinearArgs& args) {
 
 void multiply_integers(const LinearArgs& args, int thread, int threads) {
     switch (args.type) {
-        case INT4: return run<Words<INT4, true>, Packed>(args, thread, threads);
-        case FLOAT4: return run<Words<FLOAT4, true>, Packed>(args, thread, threads);
+        case INT4: return run<Nibbles<INT4>, Packed>(args, thread, threads);
+        case FLOAT4: return run<Nibbles<FLOAT4>, Packed>(args, thread, threads);
         case INT8:
-            if (!scaled_last(args)) return run<Words<INT8, true>, Packed>(args, thread, threads);
+            if (!scaled_last(args)) return run<Words<true>, Packed>(args, thread, threads);
         default: return multiply_int8(args, thread, threads);
     }
 }
 
 int64_t integer_workspace(int64_t inputs) {
-    int64_t floats = std::max(Words<INT8, false>::prepared_floats(inputs), Words<INT4, true>::prepared_floats(inputs));
+    int64_t floats = std::max(Words<true>::prepared_floats(inputs), Nibbles<INT4>::prepared_floats(inputs));
 #ifdef KVRELAY_BYTES
     floats = std::max(floats, Bytes::prepared_floats(inputs));
 #endif

@@ -4,12 +4,14 @@
 //
 // The inner sums are exact, so a row's result depends neither on the other rows nor on the instructions that make it:
 //
-//     words    16 by 16 bits, added in pairs, any CPU, best for the few rows of decode
+//     words    8 by 16 bits, added in pairs, any CPU, best for the few rows of decode
 //     bytes    8 by 8 bits, added in fours (VNNI)
 //     tiles    the same by AMX; inputs of 16 bits in two products, of their high and of their low bytes
+//     nibbles  4 by 8 bits, added in fours (VNNI), or in pairs. Inputs are rounded span by span: span s of 32 or 64 inputs,
+//              whose weights have the same scale, has a scale[t, s] of its own instead of scale[t]
 //
-// Scales of groups are applied to sums of words only: of tiles they would cost more than the product. So with groups, many
-// rows are multiplied with weights that are decoded to bfloat16 (linear.cpp).
+// Scales of groups are applied to sums of tiles nowhere: they would cost more than the product. So with groups, AMX multiplies
+// many rows with weights that are decoded to bfloat16 (linear.cpp); so does AVX512_BF16 with weights of 8 bits.
 #pragma once
 
 #include "linear.h"

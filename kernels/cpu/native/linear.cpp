@@ -100,18 +100,12 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* packed) {
 void pack_codes(const uint8_t* codes, int64_t outputs, int64_t inputs, WeightType type, uint8_t* packed) {
     const int64_t padded_inputs = 2 * packed_pairs(inputs, type);
     const int bits = weight_bits(type);
-    const bool fours = ::fours(type);
     memset(packed, 0, round_up(outputs, W) * padded_inputs * bits / 8);
     for (int64_t output = 0; output < outputs; output++) {
         uint8_t* block = packed + output / W * W * padded_inputs * bits / 8;
         for (int64_t k = 0; k < inputs; k++) {
-            const uint8_t code = codes[output * inputs + k];
-            if (bits == 8) {
-                block[fours ? fours_offset(output % W, k) : packed_offset<bf16>(output % W, k)] = code;
-            } else {
-                const int64_t offset = packed_offset<bf16>(output % W, k), vector = offset / (2 * W);
-                block[vector / 2 * 2 * W + offset % (2 * W)] |= (code & 15) << (vector % 2 * 4);
-            }
+            const CodePlace place(output % W, k, bits);
+            block[place.byte] |= (codes[output * inputs + k] & ((1 << bits) - 1)) << place.shift;
         }
     }
 }

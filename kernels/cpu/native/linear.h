@@ -49,9 +49,6 @@ struct LinearArgs {
     Epilogue epilogue;
 };
 
-// Whether weights are packed as [block][four inputs][output in block][input in four].
-constexpr bool fours(int32_t type) { return type == INT8 || type == INT8_INT8; }
-
 // Whether the weights' scales, one for each output, are applied to products and not to weights.
 inline bool scaled_last(const LinearArgs& args) {
     return weight_bits(args.type) <= 8 && args.group >= args.inputs && args.zeros == nullptr;
@@ -60,7 +57,7 @@ inline bool scaled_last(const LinearArgs& args) {
 // Pairs of inputs of a block, padding included.
 inline int64_t packed_pairs(int64_t inputs, int32_t type) {
     if (type == FLOAT32) return divide_up(inputs, 2);
-    return round_up(divide_up(inputs, 2), fours(type) ? 2 * tiles::PAIRS : tiles::PAIRS);
+    return round_up(divide_up(inputs, 2), type == BFLOAT16 ? tiles::PAIRS : 2 * tiles::PAIRS);
 }
 
 // Offset within a block of the weight of output n and input k.
@@ -68,9 +65,6 @@ template <class T>
 inline int64_t packed_offset(int64_t n, int64_t k) {
     return k / 2 * 2 * W + (sizeof(T) == 2 ? n * 2 + k % 2 : k % 2 * W + n);
 }
-
-// The same of int8.
-inline int64_t fours_offset(int64_t n, int64_t k) { return k / 4 * 4 * W + n * 4 + k % 4; }
 
 extern "C" {
 // Outputs of a block.

@@ -51,17 +51,36 @@ inline vf load(const int8_t* p) {
 
 inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
+#ifndef __AVX512BF16__
+// The nearest bfloat16, ties to even, in the low 16 bits; NaN stays NaN.
+inline vu nearest_bf16(vf x) {
+    vu bits = (vu)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x == x ? bits : vu{} + 0x7fc0;
+}
+#endif
+
 // Rounds to the nearest bfloat16, ties to even; NaN stays NaN. The CPU's own instruction flushes numbers below 2^-126 to 0.
 inline void store(bf16* p, vf x) {
 #ifdef __AVX512BF16__
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
-    vu bits = (vu)x;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    bits = x == x ? bits : vu{} + 0x7fc0;
-    vh half = __builtin_convertvector(bits, vh);
+    vh half = __builtin_convertvector(nearest_bf16(x), vh);
     memcpy(p, &half, sizeof half);
 #endif
+}
+
+// Stores W pairs, rounded in the same way: a number of `first`, one of `second`, and so on.
+inline void store_pairs(bf16* p, vf first, vf second) {
+#ifdef __AVX512BF16__
+    typedef uint16_t halves __attribute__((vector_size(4 * W)));
+    halves at;
+    for (int i = 0; i < 2 * W; i++) at[i] = i % 2 * W + i / 2;
+    const halves pairs = __builtin_shuffle((halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first), at);
+#else
+    const vu pairs = nearest_bf16(first) | nearest_bf16(second) << 16;
+#endif
+    memcpy(p, &pairs, sizeof pairs);
 }
 
 inline float number(float x) { return x; }

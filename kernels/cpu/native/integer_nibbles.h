@@ -1,0 +1,227 @@
+// Products of weights of 4 bits with inputs rounded to 8 bits, span by span of a row; see `integers.h`.
+#pragma once
+
+#include "integer_bytes.h"
+#include "integer_rows.h"
+
+namespace {
+
+// Inputs that are rounded together. They share their weights' scales.
+inline int64_t span_of(const LinearArgs& args) {
+    return args.group >= args.inputs || args.group % STEP == 0 ? STEP : STEP / 2;
+}
+
+// The scale of a span's integers, and their sum.
+struct Span {
+    float scale;
+    int32_t sum;
+};
+
+// Products of words, added in pairs.
+inline vi multiply_words(vi a, vi b) {
+#ifdef __AVX512F__
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+// Adds the products of W times four bytes, of which weights have no sign: to W integers with VNNI, otherwise to 2 W words.
+inline vi add_products(vi sums, vi weights, vi x) {
+#ifdef KVRELAY_BYTES
+    return dot_bytes(sums, weights, x);
+#else
+#ifdef __AVX512F__
+    sums = (vi)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)weights, (__m512i)x));
+#else
+    sums = (vi)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, (__m256i)x));
+#endif
+    // Otherwise GCC adds in another order, and keeps many products in memory until then.
+    asm("" : "+v"(sums));
+    return sums;
+#endif
+}
+
+// A byte's number for each byte from 0 to 15.
+inline vi look_up(__m128i table, vi bytes) {
+#ifdef __AVX512F__
+    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)bytes);
+#else
+    return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)bytes);
+#endif
+}
+
+// The weights of 4 W bytes, as integers without a sign: four inputs of W outputs, and the next four.
+template <WeightType TYPE>
+inline void nibbles(const uint8_t* codes, vi (&out)[2]) {
+    vu both;
+    memcpy(&both, codes, sizeof both);
+    out[0] = (vi)(both & 0x0f0f0f0f);
+    out[1] = (vi)(both >> 4 & 0x0f0f0f0f);
+    if constexpr (TYPE == FLOAT4) {
+        // Twice the number, and 12 more.
+        const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+        for (vi& half : out) half = look_up(table, half);
+    }
+}
+
+// A prepared row has its integers, and then its spans.
+template <WeightType TYPE>
+struct Nibbles : ByVectors<Nibbles<TYPE>> {
+    using A = int8_t;
+    static constexpr int TALLEST = W == 16 ? 12 : 4;
+    static constexpr int64_t PREPARED = PREPARED_BYTES;
+
+    static int64_t stride(const LinearArgs& args) { return stride_of(args.inputs); }
+    static int64_t prepared_floats(int64_t inputs) { return rows_at_once<Nibbles>(inputs) * stride_of(inputs) / 4; }
+
+    static void prepare(const LinearArgs& args, const float* from, A* to) {
+        const int64_t inputs = args.inputs, span = span_of(args), count = whole_steps(inputs) / span;
+        Span* spans = spans_of(args, to);
+        vf squares = {};
+        for (int64_t s = 0; s < count; s++) {
+            alignas(64) float x[STEP] = {};
+            const int64_t begin = s * span, left = std::min(span, inputs - begin);
+            for (int64_t k = 0; k < left; k++) x[k] = from[begin + k];
+            for (int64_t k = 0; k < span; k += W) squares = fused(load(x + k), load(x + k), squares);
+            if (args.norm != nullptr) {
+                for (int64_t k = 0; k < left; k++) x[k] *= args.norm[begin + k];
+            }
+            spans[s] = round_span(x, span, to + begin);
+        }
+        if (args.norm == nullptr) return;
+        const float norm = 1.0f / std::sqrt(sum(squares) / (float)inputs + args.eps);
+        for (int64_t s = 0; s < count; s++) spans[s].scale *= norm;
+    }
+
+private:
+    friend ByVectors<Nibbles>;
+#ifdef KVRELAY_BYTES
+    static constexpr bool WORDS = false;
+#else
+    static constexpr bool WORDS = true;
+#endif
+    // Inputs after which sums of words, of two products each, may be full: 8 * 2 * 15 * 127 and 4 * 2 * 24 * 127 are below 2^15.
+    static constexpr int64_t RUN = TYPE == INT4 ? 32 : 16;
+
+    static int64_t stride_of(int64_t inputs) {
+        const int64_t steps = whole_steps(inputs);
+        return round_up(steps + 2 * steps / STEP * (int64_t)sizeof(Span), LINE) + LINE;
+    }
+    static Span* spans_of(const LinearArgs& args, A* a) { return reinterpret_cast<Span*>(a + whole_steps(args.inputs)); }
+    static const Span* spans_of(const LinearArgs& args, const A* a) {
+        return reinterpret_cast<const Span*>(a + whole_steps(args.inputs));
+    }
+
+    // Rounds the numbers of a span. Its scale is NaN if one isn't finite.
+    static Span round_span(const float* x, int64_t span, A* to) {
+        // As integers, magnitudes are in the order of the numbers, and all that aren't finite come after those.
+        vi most = {};
+        for (int64_t k = 0; k < span; k += W) {
+            const vi magnitude = (vi)load(x + k) & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        int32_t bits = 0;
+        for (int i = 0; i < W; i++) bits = std::max(bits, most[i]);
+        float largest;
+        memcpy(&largest, &bits, sizeof largest);
+        if (!(largest >= 0x1p-100f && bits < 0x7f800000)) {  // 127 / largest isn't finite, or all are as good as 0
+            memset(to, 0, span);
+            return {bits < 0x7f800000 ? 0.0f : std::numeric_limits<float>::quiet_NaN(), 0};
+        }
+        const float factor = 127.0f / largest;
+        vi sums = {};
+        for (int64_t k = 0; k < span; k += W) {
+            const vi integers = rounded(load(x + k) * factor);
+            narrow(reinterpret_cast<uint8_t*>(to) + k, integers);
+            sums += integers;
+        }
+        int32_t sum = 0;
+        for (int i = 0; i < W; i++) sum += sums[i];
+        return {largest / 127.0f, sum};
+    }
+
+    // The zeros of W outputs, as words with 0 between them.
+    static vi zeros(const LinearArgs& args, int64_t at) {
+        if constexpr (TYPE == FLOAT4) return vi{} + 12;
+        return args.zeros == nullptr ? vi{} : load_codes(args.zeros + at);
+    }
+
+    template <int M>
+    static void tile(const LinearArgs& args, const A* a, int64_t stride, int64_t row, const Pair<uint8_t>& blocks) {
+        const int64_t inputs = whole_steps(args.inputs), span = span_of(args), groups = groups_of(args);
+        const uint8_t *w0 = blocks.w0, *w1 = blocks.w1;
+        const A* extra = a + inputs;
+        const bool scaled = scaled_last(args);
+        constexpr int64_t AHEAD = 2048;  // bytes; also across pages, where the CPU's own prefetcher stops
+        vf totals[M][2];
+        for (auto& total : totals) total[0] = total[1] = vf{};
+        for (int64_t k = 0, group = 0, next = args.group; k < inputs; extra += sizeof(Span)) {
+            if (k == next && group + 1 < groups) {
+                group++;
+                next += args.group;
+            }
+            const int64_t at0 = (blocks.b0 * groups + group) * W, at1 = (blocks.b1 * groups + group) * W;
+            const vi zero0 = zeros(args, at0), zero1 = zeros(args, at1);
+            Span spans[M];
+            vi sums[M][2];
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                memcpy(&spans[m], extra + m * stride, sizeof spans[m]);
+                const vi x = vi{} + (-spans[m].sum & 0xffff);
+                sums[m][0] = multiply_words(zero0, x);
+                sums[m][1] = multiply_words(zero1, x);
+            }
+            for (const int64_t end = k + span; k < end;) {
+                vi words[M][2] = {};
+                auto& to = WORDS ? words : sums;
+#pragma GCC unroll 4
+                for (int64_t line = 0; line < RUN / 8 * 4 * W; line += LINE) {
+                    __builtin_prefetch(w0 + AHEAD + line);
+                    __builtin_prefetch(w1 + AHEAD + line);
+                }
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < RUN; i += 8, k += 8, w0 += 4 * W, w1 += 4 * W) {
+                    vi v0[2], v1[2];
+                    nibbles<TYPE>(w0, v0);
+                    nibbles<TYPE>(w1, v1);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 16
+                        for (int m = 0; m < M; m++) {
+                            int32_t four;
+                            memcpy(&four, a + m * stride + k + 4 * half, sizeof four);
+                            const vi x = vi{} + four;
+                            to[m][0] = add_products(to[m][0], v0[half], x);
+                            to[m][1] = add_products(to[m][1], v1[half], x);
+                        }
+                    }
+                }
+                if constexpr (WORDS) {
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; m++) {
+                        sums[m][0] += multiply_words(words[m][0], vi{} + 0x00010001);
+                        sums[m][1] += multiply_words(words[m][1], vi{} + 0x00010001);
+                    }
+                }
+            }
+            // A scale of all inputs is applied at the end.
+            const vf scale0 = scaled ? splat(1.0f) : load(args.scales + at0);
+            const vf scale1 = scaled ? splat(1.0f) : load(args.scales + at1);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                const float scale = TYPE == FLOAT4 ? 0.5f * spans[m].scale : spans[m].scale;
+                totals[m][0] = fused(__builtin_convertvector(sums[m][0], vf) * scale, scale0, totals[m][0]);
+                totals[m][1] = fused(__builtin_convertvector(sums[m][1], vf) * scale, scale1, totals[m][1]);
+            }
+        }
+        alignas(64) float found[M][2][W];
+        for (int m = 0; m < M; m++) {
+            store(found[m][0], totals[m][0]);
+            store(found[m][1], totals[m][1]);
+        }
+        finish(args, row, M, blocks.b0, blocks.b1, stored(found));
+    }
+};
+
+}  // namespace
