@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from kvrelay.cluster.commands.common import Whole, connection, console
+from kvrelay.cluster.commands.common import connection, console
 from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError
+from kvrelay.cluster.tables import Whole
 
 if TYPE_CHECKING:
     from rich.console import Console

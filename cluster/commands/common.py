@@ -2,19 +2,15 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.table import Table
+    from rich.console import Console
 
 FILE_WIDTH = 160
-MOST_COLUMNS = 10_000
-"""Of a table's line."""
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -43,18 +39,3 @@ def console() -> "Console":
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Draws a table as wide as its cells are. Where there is less room, its right end is missing, not a part of each
-    cell."""
-
-    table: "Table"
-
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.measure import Measurement
-
-        unbounded = options.update(max_width=MOST_COLUMNS)
-        width = Measurement.get(console, unbounded, self.table).maximum
-        yield from console.render(self.table, options.update(width=width))

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.cluster.commands.common import Whole
+from kvrelay.cluster.tables import Whole
 from kvrelay.cluster.top.model import SORTS
 
 BAR_CELLS = 10
