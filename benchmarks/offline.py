@@ -8,7 +8,8 @@ end of sequence ignored, over the decode steps alone.
 
     outside_forward   share of the stepping thread's CPU time in decode steps that isn't the forward pass: scheduler,
                       runner, and the sampler unless one native call computes a step and chooses its tokens
-    bandwidth         bytes of weights a second that decode reads, as a share of what this machine can read
+    bandwidth         bytes of weights a second that decode reads, as a share of what as many threads can read from
+                      memory; left out where the caches may hold half of the weights
     resident_peak     peak resident bytes of the load, as a multiple of the checkpoint's size
 """
 
@@ -17,6 +18,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +27,8 @@ import torch
 from kvrelay.engine.build import build_engine
 from kvrelay.engine.config import EngineConfig, Quantization
 from kvrelay.engine.engine import Engine
+from kvrelay.engine.models.checkpoint import Checkpoint
+from kvrelay.engine.models.loader import EMBEDDING
 from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import CpuRunner
 
@@ -91,15 +95,28 @@ class Bench:
         }
 
 
-def readable_bytes_per_second() -> float:
-    """What the configured threads can read from memory, at best of several passes over more than any cache holds."""
-    block = torch.ones(2**28, dtype=torch.int32)
+def readable_bytes_per_second(threads: int, clock: Callable[[], float]) -> float:
+    """What so many threads read from memory, at best of several passes over more than any cache holds."""
+    block = torch.ones(2**29, dtype=torch.uint8)
     times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        block.max()
-        times.append(time.perf_counter() - start)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(8):
+            start = clock()
+            list(pool.map(torch.any, block.chunk(threads)))
+            times.append(clock() - start)
     return block.nbytes / min(times)
+
+
+def cache_bytes() -> int:
+    """The size of the largest cache of a core; 0 where Linux doesn't tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=0)
+
+
+def bytes_of_a_step(folder: Path) -> int:
+    """Bytes of weights that a decode step reads: all, but of an embedding that isn't the head too only a few rows."""
+    sizes = {name: entry.end - entry.begin for name, entry in Checkpoint(folder).tensors.items()}
+    return sum(sizes.values()) - (sizes[EMBEDDING] if "lm_head.weight" in sizes else 0)
 
 
 def resident_bytes(field: str) -> int:
@@ -130,19 +147,25 @@ def main() -> None:
     peak = (resident_bytes("VmHWM") - before - runner.pool.tensor.nbytes) / size
     print(json.dumps({"engine": "kvrelay", "load_s": round(load, 2), "resident_peak": round(peak, 2)}), flush=True)
     runner.warm_up()
-    bench = Bench(engine, runner, time.process_time if args.cpu else time.perf_counter)
+    clock = time.process_time if args.cpu else time.perf_counter
+    bench = Bench(engine, runner, clock)
     bench.seconds(1, 64, 4)
-    bandwidth = 0.0
+    bandwidth, read = 0.0, bytes_of_a_step(args.model)
+    # Of quantized weights, not the file's bytes are read.
+    from_memory = args.quantization == "none" and read > 2 * cache_bytes()
     for cell in args.cells.split(","):
         kind, count = cell.split("_")
         if kind == "prefill":
             figures = bench.prefill(int(count))
         else:
+            if from_memory:
+                bandwidth = max(bandwidth, readable_bytes_per_second(args.threads, clock))
             figures = bench.decode(int(count))
             steps = figures.pop("steps_per_s")
-            if args.quantization == "none":  # else not the file's bytes are read
-                bandwidth = bandwidth or readable_bytes_per_second()
-                figures["bandwidth"] = steps * size / bandwidth
+            if from_memory:
+                # Before and after: another process may take a part of it meanwhile.
+                bandwidth = max(bandwidth, readable_bytes_per_second(args.threads, clock))
+                figures["bandwidth"] = steps * read / bandwidth
         rounded = {name: round(value, 1 if name == "tokens_per_s" else 3) for name, value in figures.items()}
         print(json.dumps({"engine": "kvrelay", "cell": cell} | rounded), flush=True)
 
