@@ -81,6 +81,10 @@ class Arena:
         return part
 
 
+MOST_INPUTS = 2**16
+"""Inputs of a weight of codes: as many products of bytes, at most, fit into the 32-bit sums of AMX."""
+
+
 class PackedFacts(NamedTuple):
     """What a packed weight is."""
 
@@ -129,11 +133,16 @@ class PackedLinear:
         Args:
             weight: float32, bfloat16 or codes [out, in].
             bias: [out] or None.
+
+        Raises:
+            ValueError: codes have more inputs than a product of integers can add up.
         """
         library = team.library
         numbers = (weight.codes if isinstance(weight, CodedWeight) else weight).contiguous()
         group = weight.group if isinstance(weight, CodedWeight) else 0
         outputs, inputs = numbers.shape
+        if isinstance(weight, CodedWeight) and inputs > MOST_INPUTS:
+            raise ValueError(f"a quantized weight has {inputs} inputs; allowed: up to {MOST_INPUTS}")
         facts = PackedFacts(outputs, inputs, weight_type(weight), group)
         packed = arena.take(_packed_bytes(team, facts))
         library.kvrelay_pack(

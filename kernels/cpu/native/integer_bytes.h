@@ -147,15 +147,13 @@ private:
             vi high, low;
             memcpy(&scale, scales + m * stride, sizeof scale);
             memcpy(&high, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
-            if constexpr (WIDE) {
-                memcpy(&low, sums[1][m][i], sizeof low);
-                high = (high << 8) + low;
-            }
-            return __builtin_convertvector(high, vf) * scale;
+            if constexpr (!WIDE) return __builtin_convertvector(high, vf) * scale;
+            memcpy(&low, sums[1][m][i], sizeof low);
+            return joined_bytes(high, low) * scale;
         });
     }
 
-    // Two tiles of rows by all high bytes and then by all low ones, which share four tiles of sums. Weights are read from
+    // Two tiles of rows by all high bytes and then by all low ones, in four tiles of sums. Weights are read from
     // memory in the first pass only, so what the next pair needs is prefetched in both: the tiles hide half of its reading.
     static void twice(
         const LinearArgs& args, const A* a, int64_t stride, int64_t row, int64_t rows, const Pair<uint8_t>& blocks
@@ -164,12 +162,12 @@ private:
         // From a block to that of the next pair: pairs are neighbours, or a block of the gate and one of up.
         const int64_t ahead = blocks.w1 == blocks.w0 + block ? 2 * block : block;
         const uint8_t *next0 = blocks.w0 + ahead, *next1 = blocks.w1 + ahead;
-        alignas(64) int32_t sums[2][tiles::ROWS][2][W];
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        alignas(64) int32_t sums[2][2][tiles::ROWS][2][W];
         for (int low = 0; low < 2; low++) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
             const A *first = a + low * inputs, *second = first + tiles::ROWS * stride;
             const uint8_t *w0 = blocks.w0, *w1 = blocks.w1;
             for (int64_t k = 0; k < inputs; k += STEP, w0 += STEP * W, w1 += STEP * W) {
@@ -193,29 +191,23 @@ private:
                     _tile_dpbssd(3, 5, 7);
                 }
             }
-            store_sums(sums);
-            if (low) break;
-            for (int m = 0; m < 2 * tiles::ROWS; m++) {
-                for (int i = 0; i < 2; i++) {
-                    vi high;
-                    memcpy(&high, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
-                    high <<= 8;
-                    memcpy(sums[m / tiles::ROWS][m % tiles::ROWS][i], &high, sizeof high);
-                }
-            }
-            _tile_loadd(0, sums[0][0][0], sizeof sums[0][0]);
-            _tile_loadd(1, sums[0][0][1], sizeof sums[0][0]);
-            _tile_loadd(2, sums[1][0][0], sizeof sums[0][0]);
-            _tile_loadd(3, sums[1][0][1], sizeof sums[0][0]);
+            store_sums(sums[low]);
         }
         const A* scales = a + scale_at(args.inputs);
         finish(args, row, rows, blocks.b0, blocks.b1, [&](int64_t m, int i) {
             float scale;
-            vi sum;
+            vi high, low;
             memcpy(&scale, scales + m * stride, sizeof scale);
-            memcpy(&sum, sums[m / tiles::ROWS][m % tiles::ROWS][i], sizeof sum);
-            return __builtin_convertvector(sum, vf) * scale;
+            memcpy(&high, sums[0][m / tiles::ROWS][m % tiles::ROWS][i], sizeof high);
+            memcpy(&low, sums[1][m / tiles::ROWS][m % tiles::ROWS][i], sizeof low);
+            return joined_bytes(high, low) * scale;
         });
+    }
+
+    // The integers 256 high + low, rounded once, from sums of up to 65,536 products.
+    static vf joined_bytes(vi high, vi low) {
+        const vi carried = high + (low >> 8);
+        return joined(carried >> 8, (carried & 255) << 8 | (low & 255));
     }
 
     // The four tiles of sums.

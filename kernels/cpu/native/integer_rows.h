@@ -15,11 +15,16 @@ constexpr int64_t PREPARED_BYTES = 1 << 18;
 inline int64_t whole_steps(int64_t inputs) { return round_up(inputs, STEP); }
 inline int64_t groups_of(const LinearArgs& args) { return divide_up(args.inputs, args.group); }
 
-// The largest integer of an input, so that no sum of a group passes 32 bits.
-inline int64_t largest_input(const LinearArgs& args) {
-    if (args.type == INT8_INT8) return 127;
-    const int64_t most = std::numeric_limits<int32_t>::max() / (128 * whole_steps(std::min(args.group, args.inputs)));
-    return std::min<int64_t>(most, std::numeric_limits<int16_t>::max());
+// Products of 16 by 8 bits of so many inputs fit into 32 bits.
+constexpr int64_t SECTION = 512;
+static_assert(SECTION * 128 * 32767 <= std::numeric_limits<int32_t>::max());
+
+// The largest integer of an input.
+inline int64_t largest_input(const LinearArgs& args) { return args.type == INT8_INT8 ? 127 : 32767; }
+
+// The integers 65536 high + low, rounded once; both parts are below 2^24, and so exact as numbers.
+inline vf joined(vi high, vi low) {
+    return fused(__builtin_convertvector(high, vf), splat(65536.0f), __builtin_convertvector(low, vf));
 }
 
 inline vi rounded(vf x) {

@@ -78,23 +78,35 @@ private:
         vf totals[M][2];
         for (auto& total : totals) total[0] = total[1] = vf{};
         for (int64_t group = 0; group < groups; group++) {
-            vi sums[M][2][2] = {};
             const int64_t at0 = (blocks.b0 * groups + group) * W, at1 = (blocks.b1 * groups + group) * W;
             const A *x = a + group * args.group, *end = group + 1 < groups ? x + args.group : a + inputs;
-            for (; x < end; x += 4, w0 += 4 * W, w1 += 4 * W) {
-                constexpr int AHEAD = 2048;  // bytes; also across pages, where the CPU's own prefetcher stops
-                __builtin_prefetch(w0 + AHEAD);
-                __builtin_prefetch(w1 + AHEAD);
-                vi v0[2], v1[2];
-                words(w0, v0);
-                words(w1, v1);
+            vi high[M][2] = {}, low[M][2] = {};
+            while (x < end) {
+                vi sums[M][2][2] = {};
+                for (const A* until = std::min(end, x + SECTION); x < until; x += 4, w0 += 4 * W, w1 += 4 * W) {
+                    constexpr int AHEAD = 2048;  // bytes; also across pages, where the CPU's own prefetcher stops
+                    __builtin_prefetch(w0 + AHEAD);
+                    __builtin_prefetch(w1 + AHEAD);
+                    vi v0[2], v1[2];
+                    words(w0, v0);
+                    words(w1, v1);
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; m++) {
+                        const vi y = splat_inputs(x + m * stride);
+#pragma GCC unroll 2
+                        for (int i = 0; i < 2; i++) {
+                            sums[m][0][i] = dot(sums[m][0][i], v0[i], y);
+                            sums[m][1][i] = dot(sums[m][1][i], v1[i], y);
+                        }
+                    }
+                }
 #pragma GCC unroll 16
                 for (int m = 0; m < M; m++) {
-                    const vi y = splat_inputs(x + m * stride);
 #pragma GCC unroll 2
                     for (int i = 0; i < 2; i++) {
-                        sums[m][0][i] = dot(sums[m][0][i], v0[i], y);
-                        sums[m][1][i] = dot(sums[m][1][i], v1[i], y);
+                        const vi sum = neighbours(sums[m][i][0], sums[m][i][1]);
+                        high[m][i] += sum >> 16;
+                        low[m][i] += sum & 0xffff;
                     }
                 }
             }
@@ -103,8 +115,8 @@ private:
             const vf scale1 = scaled_last(args) ? splat(1.0f) : load(args.scales + at1);
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
-                totals[m][0] = fused(__builtin_convertvector(neighbours(sums[m][0][0], sums[m][0][1]), vf), scale0, totals[m][0]);
-                totals[m][1] = fused(__builtin_convertvector(neighbours(sums[m][1][0], sums[m][1][1]), vf), scale1, totals[m][1]);
+                totals[m][0] = fused(joined(high[m][0], low[m][0]), scale0, totals[m][0]);
+                totals[m][1] = fused(joined(high[m][1], low[m][1]), scale1, totals[m][1]);
             }
         }
         for (int m = 0; m < M; m++) {
