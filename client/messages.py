@@ -187,6 +187,8 @@ class Chunk:
     """In the completion's first chunk of a call: its seed."""
     index: int = 0
     """Which of the n completions this belongs to."""
+    request_id: str = ""
+    """The request's name, for `kvrelay doctor` and the routers' page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class Completion:
     """As in `Chunk`; of n completions, the first one has them."""
     seed: int | None = None
     """With it and otherwise the same options, the prompt gets the same tokens again."""
+    request_id: str = ""
+    """As in `Chunk`; the same for all of n completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +281,24 @@ def chunk(response: pb.GenerateResponse) -> Chunk:
     """One message of a stream."""
     text, token_ids = response.text, tuple(response.token_ids)
     logprobs, prompt_logprobs = _logprobs(response.logprobs), _logprobs(response.prompt_logprobs)
-    seed, index = response.seed if response.HasField("seed") else None, response.index
-    if not response.finish_reason:
-        return Chunk(text, token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, seed=seed, index=index)
-    name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
-    usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
-    return Chunk(text, token_ids, cast(FinishReason, name), usage, timeline, logprobs, prompt_logprobs, seed, index)
+    seed = response.seed if response.HasField("seed") else None
+    finish_reason, usage, timeline = None, None, None
+    if response.finish_reason:
+        name = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
+        finish_reason = cast(FinishReason, name)
+        usage, timeline = _mirror(Usage, response.usage), _mirror(Timeline, response.timeline)
+    return Chunk(
+        text,
+        token_ids,
+        finish_reason,
+        usage,
+        timeline,
+        logprobs,
+        prompt_logprobs,
+        seed,
+        response.index,
+        response.request_id,
+    )
 
 
 def _logprobs(found: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -307,6 +323,7 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         tuple(one for part in chunks for one in part.logprobs),
         tuple(one for part in chunks for one in part.prompt_logprobs),
         next((part.seed for part in chunks if part.seed is not None), None),
+        last.request_id,
     )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
-from kvrelay.cluster.commands.common import connection, console
-from kvrelay.cluster.errors import ERROR_PREFIX, ClusterError, RunError
+from kvrelay.cluster.commands.common import connection, console, target_option
+from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, ClusterError, RunError, UsageError
 from kvrelay.cluster.tables import Whole
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.config import ClusterConfig
     from kvrelay.cluster.state import ClusterState
 
-DEFAULT_TARGET = "127.0.0.1:50051"
-
-COMMANDS = {name: name for name in ("bench", "doctor", "logs", "top")} | dict.fromkeys(
+COMMANDS = {name: name for name in ("bench", "chat", "doctor", "logs", "top")} | dict.fromkeys(
     ("scale", "drain", "role", "upgrade", "restart"), "change"
 )
 """Commands of the modules in `commands`, which are imported when a command is called or listed."""
@@ -53,6 +52,9 @@ class OneLineErrors(click.Group):
             for line in error.lines:
                 click.echo(ERROR_PREFIX + line, err=True)
             sys.exit(error.code)
+        except NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
         except click.ClickException as error:
             click.echo(ERROR_PREFIX + " ".join(error.format_message().split()), err=True)
             sys.exit(error.exit_code)
@@ -101,8 +103,9 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     from kvrelay.cluster.report import Report
     from kvrelay.cluster.signals import Interrupted
 
-    loaded = preflight.check(_load(config, flags))
-    _refuse_second()
+    configured = _load(config, flags)
+    _refuse_second()  # before its ports are found in use
+    loaded = preflight.check(configured)
 
     rayenv.prepare()
     from kvrelay.cluster import launch  # imports Ray
@@ -169,18 +172,14 @@ def status(wide: bool, as_json: bool) -> None:
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
     else:
-        click.echo("no cluster is running" if current is None else "a cluster is starting, or does not answer")
+        click.echo(NO_CLUSTER if current is None else "a cluster is starting, or does not answer")
     if found is None:
         sys.exit(status_of.UNSUPERVISED_CODE if unsupervised else 1)
 
 
 @main.command()
 @click.argument("prompt")
-@click.option(
-    "--target",
-    metavar="H:P[,H:P]...",
-    help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
-)
+@target_option
 @connection
 @click.option("--n", type=click.IntRange(1, 128), metavar="N", help="Completions, one after the other (default 1).")
 @click.option("--max-tokens", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Tokens to generate at most.")
@@ -199,35 +198,43 @@ def status(wide: bool, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when it is done, instead of the text.")
 @click.option("--timeline", is_flag=True, help="Print where the time went.")
 def generate(prompt: str, target: str | None, as_json: bool, timeline: bool, **sampling: Any) -> None:
-    """Continues PROMPT; prints the text as it is generated.
+    """Continues PROMPT, or with - what comes on stdin; prints the text as it is generated.
+
+    A newline at the end of stdin is left out, as a shell does in $(...).
 
     Other users of the machine can see a key on the command line; they can't see the variable.
     """
     from kvrelay.cluster import generate as generation
 
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        # Python decodes bytes of the command line that aren't UTF-8 to lone surrogates.
-        byte = ord(prompt[error.start]) & 0xFF
-        raise click.BadParameter(
-            f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
-        ) from None
+    text = _stdin() if prompt == "-" else _utf8(prompt)
     tls, ca, api_key = (sampling.pop(name) for name in ("tls", "ca", "api_key"))
-    if target is None:
-        from kvrelay.cluster import state
-
-        current = state.current()
-        target = DEFAULT_TARGET
-        if current is not None and current.router:
-            target, tls = current.router, tls or current.router_tls
     if sampling["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
     if sampling["json_schema"] is not None:
         sampling["json_schema"] = sampling["json_schema"].read()
     options = cast("GenerateOptions", sampling)
-    router = generation.Router(target, tls or ca is not None, ca, api_key)
-    generation.generate(router, prompt, options, as_json=as_json, timeline=timeline)
+    router = generation.Router.find(target, tls, ca, api_key)
+    generation.generate(router, text, options, as_json=as_json, timeline=timeline)
+
+
+def _utf8(prompt: str) -> str:
+    """The prompt; it isn't taken if it wasn't UTF-8, whose wrong bytes Python decodes to lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(prompt[error.start]) & 0xFF
+        raise click.BadParameter(
+            f"character {error.start} is the byte 0x{byte:02x}, not UTF-8", param_hint="PROMPT"
+        ) from None
+    return prompt
+
+
+def _stdin() -> str:
+    """All of stdin but a newline at its end."""
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin: byte {error.start} is not UTF-8") from None
 
 
 @main.command()

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from kvrelay.cluster.config import ClusterConfig, schema
 from kvrelay.cluster.errors import UsageError
 
 MAX_FILE_BYTES = 2**20
+MERGE = "tag:yaml.org,2002:merge"
+"""YAML's tag of `<<`, whose mapping's keys are those that aren't given beside it."""
+ANY = "*"
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 # The text of every options class for a value out of its range; see kvrelay.engine.config.require.
 _OUT_OF_RANGE = re.compile(r"(?P<field>[\w.]+) is (?P<value>.*); allowed: (?P<allowed>.*)", re.DOTALL)
@@ -34,6 +37,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if key_node.tag == MERGE:
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, list | dict):
                 raise yaml.MarkedYAMLError(problem="a key must be a name", problem_mark=key_node.start_mark)
@@ -49,7 +54,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     Raises:
         UsageError: the file can't be read, or a key or value isn't allowed.
     """
-    values = {} if path is None else _read(path)
+    values, root = ({}, None) if path is None else _read(path)
     overrides = overrides or {}
     for key, override in overrides.items():
         section, _, field = key.partition(".")
@@ -61,8 +66,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Override] | None = No
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as error:
-        source = "" if path is None else f"{path}: "
-        raise UsageError(*(_line(problem, source, overrides) for problem in error.errors())) from None
+        raise UsageError(*(_line(_Problem.of(each), path, root, overrides) for each in error.errors())) from None
 
 
 def dump(config: ClusterConfig) -> str:
@@ -70,13 +74,16 @@ def dump(config: ClusterConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """The values of a file, and the node of YAML that they are from."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise UsageError(f"{path}: more than {MAX_FILE_BYTES} bytes")
-        values = yaml.load(data.decode(), _Loader)
+        loader = _Loader(data.decode())
+        root = loader.get_single_node()
+        values = None if root is None else loader.construct_document(root)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -89,47 +96,90 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise UsageError(f"{path}: holds a {type(values).__name__}; allowed: a mapping of sections")
     # An empty section (`engine:` and nothing below) takes its defaults.
-    return {str(key): {} if value is None else value for key, value in (values or {}).items()}
+    return {str(key): {} if value is None else value for key, value in (values or {}).items()}, root
 
 
-def _line(problem: ErrorDetails, source: str, overrides: Mapping[str, Override]) -> str:
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in _UNKNOWN_KEY:
-        return f"{source}{path}: unknown key; {_suggestion(path)}"
-    value = _short(repr(problem["input"]))
-    allowed = problem["msg"].removeprefix("Input should be ")
-    if problem["type"] == "value_error":
-        allowed = allowed.removeprefix("Value error, ")
-        if match := _OUT_OF_RANGE.fullmatch(allowed):
-            path = f"{path}.{match['field']}".removeprefix(".")
-            value, allowed = _short(match["value"]), match["allowed"]
-    elif problem["type"] in ("model_type", "dataclass_type", "dict_type"):
-        allowed = "a mapping of keys to values"
-    if path in overrides:
-        source, path = "", overrides[path].flag
-    return f"{source}{path} is {value}; allowed: {allowed}"
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """A mistake in a configuration."""
+
+    path: tuple[str, ...]
+    """Of the key."""
+    text: str
+    """Says what is wrong, to follow the key."""
+
+    @classmethod
+    def of(cls, problem: ErrorDetails) -> "_Problem":
+        path = tuple(map(str, problem["loc"]))
+        if problem["type"] in _UNKNOWN_KEY:
+            return cls(path, f": unknown key{_suggestion(path)}")
+        value = _short("null" if problem["input"] is None else repr(problem["input"]))
+        allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+        allowed = allowed.replace("a valid tuple", "a list")
+        if problem["type"] == "value_error":
+            allowed = allowed.removeprefix("Value error, ")
+            if match := _OUT_OF_RANGE.fullmatch(allowed):
+                path = (*path, *match["field"].split("."))
+                value, allowed = _short(match["value"]), match["allowed"]
+        elif problem["type"] in ("model_type", "dataclass_type", "dict_type"):
+            allowed = "a mapping of keys to values"
+        return cls(path, f" is {value}; allowed: {allowed}")
+
+
+def _line(problem: _Problem, file: Path | None, root: yaml.Node | None, overrides: Mapping[str, Override]) -> str:
+    key = ".".join(problem.path)
+    if key in overrides:
+        return overrides[key].flag + problem.text
+    number = _line_number(root, problem.path)
+    where = "" if file is None else f"{file}: " if number is None else f"{file}: line {number}: "
+    return where + key + problem.text
+
+
+def _line_number(root: yaml.Node | None, path: Sequence[str]) -> int | None:
+    """The line of the key at `path`, or of the nearest section above it that the file has; None if it has none."""
+    node, number = root, None
+    for part in path:
+        pairs: list[tuple[yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            pairs = [(key, value) for key, value in node.value if key.value == part]
+        elif isinstance(node, yaml.SequenceNode):
+            pairs = [(value, value) for index, value in enumerate(node.value) if str(index) == part]
+        if not pairs:
+            break
+        key, node = pairs[-1]  # before it are those of a merged mapping (`<<`)
+        number = key.start_mark.line + 1
+    return number
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _suggestion(path: str) -> str:
+def _suggestion(path: Sequence[str]) -> str:
     """The nearest keys of the same section, the same key of another section, or all keys of the section."""
-    section, _, key = path.rpartition(".")
-    known = dict(_keys(schema()))
-    near = difflib.get_close_matches(key, known.get(section, []), n=2, cutoff=0.7)
-    near = near or [f"{other}.{key}".removeprefix(".") for other, keys in known.items() if key in keys][:3]
-    return f"did you mean {' or '.join(near)}?" if near else f"allowed: {', '.join(known.get(section, []))}"
+    *section, key = path
+    sections = dict(_keys(schema()))
+    known = next((keys for name, keys in sections.items() if _same(name, section)), [])
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.7)
+    near = near or [".".join((*name, key)) for name, keys in sections.items() if key in keys and ANY not in name][:3]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; allowed: {', '.join(known)}" if known else ""
 
 
-def _keys(root: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Every section's path with its keys, from the JSON schema."""
-    stack = [("", root)]
+def _same(name: Sequence[str], path: Sequence[str]) -> bool:
+    return len(name) == len(path) and all(one in (other, ANY) for one, other in zip(name, path, strict=True))
+
+
+def _keys(root: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Every section's path with its keys, from the JSON schema; ANY is a name that the file chooses."""
+    stack: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), root)]
     while stack:
         path, node = stack.pop()
         if "$ref" in node:
             node = root["$defs"][node["$ref"].rpartition("/")[2]]
+        if isinstance(chosen := node.get("additionalProperties"), dict):
+            stack.append(((*path, ANY), chosen))
         if "properties" in node:
             yield path, list(node["properties"])
-            stack += [(f"{path}.{key}".removeprefix("."), child) for key, child in node["properties"].items()]
+            stack += [((*path, key), child) for key, child in node["properties"].items()]

@@ -2,6 +2,7 @@
 
 ERROR_PREFIX = "kvrelay: "
 """Of each line of an error on stderr."""
+NO_CLUSTER = "no cluster is running; `kvrelay up` starts one"
 
 
 class ClusterError(Exception):

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.client import Chunk, Client, GenerateOptions, Timeline, Tls
-from kvrelay.client.errors import InvalidRequest, KvrelayError
-from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.client.errors import InvalidRequest, KvrelayError, Unavailable
+from kvrelay.cluster import state
+from kvrelay.cluster.errors import NO_CLUSTER, ClusterError, RunError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,38 @@ class Router:
     """A router, and what it is called with."""
 
     target: str
-    """Its host:port."""
+    """Its host:port; of several, with commas between."""
+    name: str
+    """What it is called in errors."""
     tls: bool
     ca: Path | None
     """File with the authorities of its certificate; None takes gRPC's own."""
     api_key: str | None
+
+    @classmethod
+    def find(cls, target: str | None, tls: bool, ca: Path | None, api_key: str | None) -> "Router":
+        """The routers that `target` names, else those of the running cluster, else the default one.
+
+        Raises:
+            RunError: the cluster has none yet.
+        """
+        tls = tls or ca is not None
+        if target is not None:
+            return cls(target, f"--target {target}", tls, ca, api_key)
+        current = state.current()
+        if current is None:
+            return cls(state.DEFAULT_TARGET, "", tls, ca, api_key)
+        if not current.router:
+            raise RunError("the cluster is starting; try again when it is ready")
+        return cls(current.router, f"router {current.router}", tls or current.router_tls, ca, api_key)
+
+    def failure(self, error: KvrelayError) -> ClusterError:
+        """What the command ends with when a call has failed."""
+        if isinstance(error, InvalidRequest):
+            return UsageError(str(error))
+        if not self.name and isinstance(error, Unavailable):
+            return RunError(f"{NO_CLUSTER}, --target names routers elsewhere; nothing answers at {self.target}")
+        return RunError(f"{self.name or f'router {self.target}'}: {error}")
 
     def client(self) -> Client:
         """
@@ -79,13 +107,14 @@ def generate(router: Router, prompt: str, options: GenerateOptions, *, as_json: 
                     printer.add(chunk)
                     if chunk.timeline is not None:
                         ended.append((chunk.index, chunk.timeline))
-    except InvalidRequest as error:
-        raise UsageError(str(error)) from None
     except KvrelayError as error:
-        raise RunError(f"--target {router.target}: {error}") from None
+        raise router.failure(error) from None
     print()
-    for _, line in sorted(ended, key=lambda each: each[0]) if timeline else ():
-        Console(highlight=False).print(timeline_table(line))
+    if timeline and ended:
+        console = Console(highlight=False)
+        for _, line in sorted(ended, key=lambda each: each[0]):
+            console.print(timeline_table(line))
+        console.print(f"request {chunk.request_id}", soft_wrap=True, markup=False)
 
 
 def timeline_table(line: Timeline) -> Table:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import aiohttp
 
 from kvrelay.cluster import state
-from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.errors import NO_CLUSTER, RunError, UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
@@ -30,6 +30,8 @@ class Access:
     ca: Path | None = None
     """File with the authorities of their certificates; None takes the usual ones."""
     api_key: str | None = None
+    guessed: bool = False
+    """Whether no cluster runs here, and none was named."""
 
     @classmethod
     def of(cls, target: str | None, tls: bool, ca: Path | None, api_key: str | None) -> "Access":
@@ -46,7 +48,8 @@ class Access:
             target, tls = current.http, tls or current.router_tls
         scheme = "https" if tls else "http"
         parts = [part.strip().rstrip("/") for part in (target or DEFAULT_URL).split(",")]
-        return cls(tuple(part if "://" in part else f"{scheme}://{part}" for part in parts), ca, api_key)
+        urls = tuple(part if "://" in part else f"{scheme}://{part}" for part in parts)
+        return cls(urls, ca, api_key, guessed=target is None)
 
 
 class Routers(AbstractAsyncContextManager["Routers"]):
@@ -109,7 +112,7 @@ class Routers(AbstractAsyncContextManager["Routers"]):
                     elif field == "data":
                         yield name, json.loads(value)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise RunError(f"router {url}: {error or type(error).__name__}") from None
+            raise self._failure(url, error) from None
         raise RunError(f"router {url} has ended")
 
     @property
@@ -128,7 +131,12 @@ class Routers(AbstractAsyncContextManager["Routers"]):
                 found: object = await answer.json()
                 return found
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise RunError(f"router {url}: {error or type(error).__name__}") from None
+            raise self._failure(url, error) from None
+
+    def _failure(self, url: str, error: Exception) -> RunError:
+        if self._access.guessed and isinstance(error, aiohttp.ClientConnectorError):
+            return RunError(f"{NO_CLUSTER}, --target names routers elsewhere; nothing answers at {url}")
+        return RunError(f"router {url}: {error or type(error).__name__}")
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from kvrelay.cluster.errors import RunError
 
+DEFAULT_TARGET = "127.0.0.1:50051"
+"""host:port of a router, for calls where no cluster is recorded."""
 LOCK_SECONDS = 0.3
 """How long to try: a process that only tests the lock holds it for a moment."""
 

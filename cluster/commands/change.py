@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.errors import NO_CLUSTER, RunError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.control import Control
@@ -121,7 +121,7 @@ def _follow(give: Callable[["Control"], int], *, no_wait: bool, timeout: float) 
 
     current = state.current()
     if current is None or not current.supervisor:
-        raise RunError("no cluster is running" if current is None else "a cluster is starting")
+        raise RunError(NO_CLUSTER if current is None else "a cluster is starting")
     control = Control(current)
     revision = give(control)
     if no_wait:

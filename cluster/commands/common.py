@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvrelay.cluster.state import DEFAULT_TARGET
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 FILE_WIDTH = 160
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+target_option = click.option(
+    "--target",
+    metavar="H:P[,H:P]...",
+    help=f"The routers; default: the running cluster's, else {DEFAULT_TARGET}.",
+)
 
 _CONNECTION = (
     click.option("--tls", is_flag=True, help="Use TLS, as a router with router.tls_certificate asks for."),

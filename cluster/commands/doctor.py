@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvrelay.cluster.commands.common import connection, console
-from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.errors import NO_CLUSTER, RunError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.routers import Access
@@ -47,7 +47,7 @@ def _examine(as_json: bool) -> None:
 
     current = state.current()
     if current is None or not current.supervisor:
-        raise RunError("no cluster is running" if current is None else "the cluster is starting; try again")
+        raise RunError(NO_CLUSTER if current is None else "the cluster is starting; try again")
     findings = examine.diagnose(examine.examine(current))
     if as_json:
         click.echo(json.dumps(examine.as_json(findings)))

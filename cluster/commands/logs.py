@@ -1,14 +1,14 @@
 """`kvrelay logs`: what the members have written."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvrelay.cluster.commands.common import console
-from kvrelay.cluster.errors import RunError
+from kvrelay.cluster.errors import ERROR_PREFIX, NO_CLUSTER, RunError
 from kvrelay.cluster.logs.entry import LEVELS, Wanted, parse_since
 
 if TYPE_CHECKING:
@@ -54,11 +54,29 @@ def logs(
             else:
                 out.print(entry.as_text(), soft_wrap=True)
 
-    there = list(filter(wanted, source.read()))
+    there = source.read()
+    missing = _missing(there, source.names, member, name)
+    if missing and not follow:
+        raise RunError(missing)
+    if missing:
+        click.echo(f"{ERROR_PREFIX}{missing}; waiting for it", err=True)
+    there = list(filter(wanted, there))
     show(there[-tail:] if tail else there)
     while follow:
         show(list(filter(wanted, source.read())))
         time.sleep(POLL_SECONDS)
+
+
+def _missing(there: "Sequence[Entry]", names: Collection[str], member: str, request: str) -> str:
+    """Says that the logs, without regard to time and level, have nothing of the member or about the request; empty if
+    they have."""
+    if member and member not in names:
+        return f"no log is of {member!r}; there are those of {', '.join(sorted(names)) or 'nobody'}"
+    about = Wanted(member, request=request)
+    if request and not any(about(entry) for entry in there):
+        whose = f"of {member} " if member else ""
+        return f"no line {whose}is about request {request!r}; routers may know it: `kvrelay doctor {request}`"
+    return ""
 
 
 def _source(folder: Path | None, member: str) -> "Source":
@@ -72,11 +90,11 @@ def _source(folder: Path | None, member: str) -> "Source":
         return Files(local)
     current = state.current()
     if current is None:
-        raise RunError("no cluster is running, and none has run here; --folder names a folder with logs")
+        raise RunError(f"{NO_CLUSTER}, and none has run here; --folder names a folder with logs")
     if not current.dashboard:
         raise RunError("the logs of a shared Ray cluster come from its dashboard, which does not run")
 
     def warn(text: str) -> None:
-        click.echo(f"kvrelay: {text}", err=True)
+        click.echo(ERROR_PREFIX + text, err=True)
 
     return RayActors(current.ray_address, current.namespace, member, warn)

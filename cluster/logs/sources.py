@@ -30,6 +30,9 @@ UTF_8 = codecs.getincrementaldecoder("utf-8")
 class Source(Protocol):
     """A place with logs."""
 
+    names: set[str]
+    """Members that have logs there, as far as they have been read."""
+
     def read(self) -> list[Entry]:
         """What was written since the last call, in the order of time; at the first one, all that there is.
 
@@ -63,11 +66,13 @@ class Files:
     """The log files in one folder, those of ended processes too."""
 
     folder: Path
+    names: set[str] = field(default_factory=set)
     _files: dict[Path, _File] = field(default_factory=dict)
 
     def read(self) -> list[Entry]:
         self._find()
         found = [entry for file in self._files.values() for entry in file.fresh() if entry.name]
+        self.names.update(entry.name for entry in found)
         return sorted(found, key=lambda entry: entry.time)
 
     def _find(self) -> None:
@@ -116,6 +121,7 @@ class RayActors:
     """Only the actor of this name; empty: all."""
     warn: Callable[[str], object]
     """Is told why the log of one actor can't be read."""
+    names: set[str] = field(default_factory=set)
     _logs: dict[tuple[str, int], _ActorLog] = field(default_factory=dict)
     """By the actor's id and its process."""
     _fresh: "queue.SimpleQueue[list[Entry] | RunError]" = field(default_factory=queue.SimpleQueue)
@@ -162,6 +168,7 @@ class RayActors:
         fresh = []
         for actor in listed:
             name, live = str(actor.name).removeprefix(ACTOR_PREFIX), actor.state != "DEAD"
+            self.names.add(name)
             if not actor.pid or self.member not in ("", name):
                 continue  # an actor that waits for its node has no log yet
             key = str(actor.actor_id), int(actor.pid)

@@ -1,6 +1,5 @@
 """The command line: the output of each command, and the exit code and one line for each mistake."""
 
-import asyncio
 import hashlib
 import json
 import os
@@ -9,15 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
-import grpc
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -29,15 +25,8 @@ from kvrelay.cluster.errors import UsageError
 from kvrelay.cluster.state import ClusterState, owned, save
 from kvrelay.cluster.supervisor import Progress, Startup
 from kvrelay.engine.config import Dtype
-from kvrelay.v1.inference_pb2 import (
-    FINISH_REASON_LENGTH,
-    GenerateRequest,
-    GenerateResponse,
-    Timeline,
-    Usage,
-)
-from kvrelay.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from support.background import Background
+from support.capital_router import CapitalRouter, serving
 from support.secrets import self_signed
 
 KVRELAY = str(Path(sys.executable).parent / "kvrelay")
@@ -70,6 +59,14 @@ def test_help_names_every_command() -> None:
     result = call("--help")
     assert result.exit_code == 0
     assert all(name in result.stdout for name in ("up", "status", "generate", "down", "config"))
+
+
+@pytest.mark.parametrize("command", [(), ("config",)])
+def test_a_group_alone_shows_its_help_in_lines(command: tuple[str, ...]) -> None:
+    result = call(*command)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == call(*command, "--help").stdout.splitlines()
+    assert len(result.stderr.splitlines()) > 5
 
 
 def test_every_option_of_up_is_a_key_of_the_configuration() -> None:
@@ -150,6 +147,16 @@ def test_a_port_in_use_is_found_before_ray_is_started() -> None:
     assert result.stderr == f"kvrelay: grpc_port {port}: already in use on 127.0.0.1\n".encode()
 
 
+def test_a_second_cluster_is_refused_before_its_ports_are_found_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, owned():
+        save(ClusterState(pid=os.getpid(), namespace="kvrelay"))
+        result = run("up", "--grpc-port", str(server.getsockname()[1]), "--http-port", "0")
+    assert result.returncode == 1
+    assert result.stderr.decode() == (
+        f"kvrelay: a cluster is already running (pid {os.getpid()}); `kvrelay down` ends it\n"
+    )
+
+
 def test_a_cluster_that_is_starting_keeps_a_second_one_out() -> None:
     """Its record isn't written yet, so the second one's background process finds it, by its lock."""
     with owned():
@@ -180,7 +187,7 @@ def test_a_prompt_that_is_not_utf8() -> None:
 
 def test_nothing_is_running() -> None:
     status = call("status")
-    assert (status.exit_code, status.stdout) == (1, "no cluster is running\n")
+    assert (status.exit_code, status.stdout) == (1, "no cluster is running; `kvrelay up` starts one\n")
     status = call("status", "--json")
     assert (status.exit_code, json.loads(status.stdout)) == (
         1,
@@ -205,6 +212,32 @@ def test_a_router_that_is_not_there() -> None:
         target = f"127.0.0.1:{server.getsockname()[1]}"
     fails(1, f"--target {target}: ", "generate", "x", "--target", target)
     fails(1, f"--target {target}: ", "generate", "x", "--target", target, "--json")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("generate", "x"), ("chat",), ("top", "--once"), ("doctor",), ("doctor", "x"), ("scale", "prefill=1"), ("logs",)],
+)
+def test_without_a_cluster_the_error_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr("kvrelay.cluster.state.DEFAULT_TARGET", nobody)
+    monkeypatch.setattr("kvrelay.cluster.routers.DEFAULT_URL", f"http://{nobody}")
+    fails(1, r"^kvrelay: no cluster is running; `kvrelay up` starts one", *arguments)
+
+
+def test_a_cluster_that_starts_has_no_router_yet() -> None:
+    save(ClusterState(pid=None, namespace="kvrelay"))
+    fails(1, "the cluster is starting; try again when it is ready", "generate", "x")
+
+
+def test_an_error_names_the_router_of_the_running_cluster_not_an_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
+    save(ClusterState(pid=None, namespace="kvrelay", router=nobody))
+    fails(1, f"^kvrelay: router {nobody}: ", "generate", "x")
 
 
 def test_the_record_of_a_cluster_that_has_ended_is_no_obstacle(state_folder: Path) -> None:
@@ -232,73 +265,18 @@ def test_the_configuration_is_shown_checked_and_described(tmp_path: Path) -> Non
     assert schema["properties"].keys() == yaml.safe_load(shown.stdout).keys()
 
 
-class FakeRouter(InferenceServiceServicer):
-    """Answers with the prompt in capitals; `wait` in the prompt keeps the stream open."""
-
-    def __init__(self) -> None:
-        self.requests: list[GenerateRequest] = []
-        self.ended = threading.Event()
-
-    async def Generate(self, request: GenerateRequest, context: Any) -> Any:
-        self.requests.append(request)
-        if request.text == "":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "text is ''; allowed: at least 1 character")
-        if request.text == "full":
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "1024 requests are in flight")
-        try:
-            for index in reversed(range(1, request.n)):
-                yield GenerateResponse(text=f"{request.text} {index}", index=index)
-                yield GenerateResponse(index=index, finish_reason=FINISH_REASON_LENGTH, timeline=Timeline())
-            for character in request.text:
-                yield GenerateResponse(text=character.upper(), token_ids=[ord(character)])
-            if request.text == "wait":
-                await asyncio.sleep(2 * SECONDS)
-        finally:
-            self.ended.set()
-        yield GenerateResponse(
-            finish_reason=FINISH_REASON_LENGTH,
-            usage=Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1),
-            timeline=Timeline(queue_seconds=0.001, transfer_seconds=0.002, transfer_bytes=4_000_000),
-        )
-
-
-@contextmanager
-def serving(router: FakeRouter) -> Iterator[str]:
-    """Runs the router on a loop of its own; host:port."""
-    address: list[str] = []
-    started, stop = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        server = grpc.aio.server()
-        add_InferenceServiceServicer_to_server(router, server)
-        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
-        started.set()
-        await asyncio.to_thread(stop.wait)
-        await server.stop(0.2)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert started.wait(SECONDS)
-        yield address[0]
-    finally:
-        stop.set()
-        thread.join(SECONDS)
+@pytest.fixture
+def router() -> CapitalRouter:
+    return CapitalRouter()
 
 
 @pytest.fixture
-def router() -> FakeRouter:
-    return FakeRouter()
-
-
-@pytest.fixture
-def target(router: FakeRouter) -> Iterator[str]:
+def target(router: CapitalRouter) -> Iterator[str]:
     with serving(router) as address:
         yield address
 
 
-def test_generate_prints_the_text_and_leaves_missing_options_to_the_router(router: FakeRouter, target: str) -> None:
+def test_generate_prints_the_text_and_leaves_missing_options_to_the_router(router: CapitalRouter, target: str) -> None:
     result = call("generate", "héllo", "--target", target)
     assert (result.exit_code, result.stdout) == (0, "HÉLLO\n")
     (request,) = router.requests
@@ -307,7 +285,7 @@ def test_generate_prints_the_text_and_leaves_missing_options_to_the_router(route
     assert not request.sampling.ignore_eos
 
 
-def test_generate_passes_its_options_on(router: FakeRouter, target: str) -> None:
+def test_generate_passes_its_options_on(router: CapitalRouter, target: str) -> None:
     options = ["--max-tokens", "7", "--temperature", "0", "--seed", str(2**64 - 1), "--ignore-eos"]
     assert call("generate", "x", "--target", target, *options).exit_code == 0
     sampling = router.requests[0].sampling
@@ -316,7 +294,7 @@ def test_generate_passes_its_options_on(router: FakeRouter, target: str) -> None
     assert sampling.ignore_eos
 
 
-def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: str) -> None:
+def test_generate_finds_the_running_clusters_router(router: CapitalRouter, target: str) -> None:
     save(ClusterState(pid=None, namespace="kvrelay", router=target))
     assert call("generate", "found").stdout == "FOUND\n"
 
@@ -324,7 +302,7 @@ def test_generate_finds_the_running_clusters_router(router: FakeRouter, target: 
 def test_generate_as_json(target: str) -> None:
     result = call("generate", "abc", "--target", target, "--json")
     answer = json.loads(result.stdout)
-    figures = {"finish_reason", "usage", "timeline", "logprobs", "prompt_logprobs", "seed"}
+    figures = {"request_id", "finish_reason", "usage", "timeline", "logprobs", "prompt_logprobs", "seed"}
     assert answer.keys() == {"text", "token_ids", *figures}
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ABC", [97, 98, 99], "length")
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "cached_tokens": 1}
@@ -332,7 +310,28 @@ def test_generate_as_json(target: str) -> None:
     assert answer["timeline"]["transfer_bytes"] == 4_000_000
 
 
-def test_generate_prints_several_completions_in_their_order(router: FakeRouter, target: str) -> None:
+@pytest.mark.parametrize(("given", "prompt"), [("héllo\n", "héllo"), ("a\n\n", "a\n"), ("a\nb", "a\nb")])
+def test_generate_takes_its_prompt_from_stdin(router: CapitalRouter, target: str, given: str, prompt: str) -> None:
+    result = CliRunner().invoke(main, ("generate", "-", "--target", target), input=given)
+    assert (result.exit_code, router.requests[0].text) == (0, prompt)
+    result = CliRunner().invoke(main, ("generate", "-", "--target", target), input=b"caf\xe9")
+    assert (result.exit_code, result.stderr) == (2, "kvrelay: stdin: byte 3 is not UTF-8\n")
+
+
+def test_generate_names_the_request_for_doctor(tmp_path: Path) -> None:
+    with Background(tmp_path, lambda index: 40 + index, http_port=0) as background:
+        router = background.cluster.router
+        generate = ("generate", "hello", "--target", router.address, "--max-tokens", "2")
+        names = {each["request_id"] for each in json.loads(call(*generate, "--json", "--n", "2").stdout)["completions"]}
+        (name,) = names
+        (last,) = re.findall(r"^request (\w+)$", call(*generate, "--timeline").stdout, re.MULTILINE)
+        for found, count in ((name, 2), (last, 1)):
+            told = call("doctor", found, "--target", f"http://{router.http_address}", "--json")
+            assert told.exit_code == 0, told.stderr
+            assert len(json.loads(told.stdout)) == count
+
+
+def test_generate_prints_several_completions_in_their_order(router: CapitalRouter, target: str) -> None:
     result = call("generate", "abc", "--target", target, "--n", "3")
     assert result.stdout == "ABC\n--- 2 of 3\nabc 1\n--- 3 of 3\nabc 2\n"
     assert router.requests[0].n == 3
@@ -373,7 +372,7 @@ def test_generate_reaches_a_router_with_tls_and_api_keys(tmp_path: Path, monkeyp
     fails(2, r"--ca nowhere: No such file", *asked, "--ca", "nowhere")
 
 
-def test_ctrl_c_cancels_the_request(router: FakeRouter, target: str) -> None:
+def test_ctrl_c_cancels_the_request(router: CapitalRouter, target: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENING_TO_CTRL_C, KVRELAY, "generate", "wait", "--target", target],
         stdout=subprocess.PIPE,

@@ -1,5 +1,6 @@
 """A cluster's configuration: a line for each mistake, defaults that fit one machine, the options of each process."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,64 +28,70 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("engine: {block_sizes: 8}", "engine.block_sizes: unknown key; did you mean block_size?"),
-        ("prefill: {engine: {blocksize: 8}}", "prefill.engine.blocksize: unknown key; did you mean block_size?"),
-        ("grpc_port: 1", "grpc_port: unknown key; did you mean router.grpc_port?"),
+        ("engine: {block_sizes: 8}", "line 1: engine.block_sizes: unknown key; did you mean block_size?"),
+        (
+            "prefill: {engine: {blocksize: 8}}",
+            "line 1: prefill.engine.blocksize: unknown key; did you mean block_size?",
+        ),
+        ("grpc_port: 1", "line 1: grpc_port: unknown key; did you mean router.grpc_port?"),
         (
             "heartbeat: {zzz: 1}",
-            "heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
+            "line 1: heartbeat.zzz: unknown key; allowed: suspect_seconds, dead_seconds, step_suspect_seconds, "
             "step_dead_seconds",
         ),
-        ("engine: {block_size: 17}", "engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
+        ("engine: {block_size: 17}", "line 1: engine.block_size is 17; allowed: auto, or a power of two from 8 to 128"),
         (
             "decode: {engine: {block_size: 9}}",
-            "decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
+            "line 1: decode.engine.block_size is 9; allowed: auto, or a power of two from 8 to 128",
         ),
         (
             "engine: {kv_memory_bytes: 8 EiBs}",
-            "engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
+            "line 1: engine.kv_memory_bytes is '8 EiBs'; allowed: auto, 1 or more bytes, or text such as 8GiB",
         ),
         (
             "engine: {max_batch_tokens: 64, block_size: 128}",
-            "engine.max_batch_tokens is 64; allowed: at least block_size (128)",
+            "line 1: engine.max_batch_tokens is 64; allowed: at least block_size (128)",
         ),
         (
             "prefill: {gpus: 8}",
-            "prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism yet);"
-            " more replicas use more",
+            "line 1: prefill.gpus is 8; allowed: auto, or 0 to 1: a worker computes on one GPU (no tensor parallelism "
+            "yet); more replicas use more",
         ),
         (
             "ray: {gpus: 3}",
-            "ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
+            "line 1: ray.gpus is 3; allowed: auto, or at most 2, the number of workers: each computes on one GPU",
         ),
         (
             "decode: {gpus: 0, engine: {device: cuda}}",
-            "decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
+            "line 1: decode.engine.device is 'cuda'; allowed: auto or cpu for workers without a GPU (gpus is 0)",
         ),
         (
             "colocated: {replicas: 1}\nprefill: {replicas: 1}",
             "decode.replicas is 0; allowed: at least 1 with prefill workers, which hand their KV over to decode "
             "workers; or prefill.replicas 0",
         ),
-        ("router: {grpc_port: 65536}", "router.grpc_port is 65536; allowed: 0 to 65535"),
-        ("transfer: {gpu_frame_bytes: 1}", "transfer.gpu_frame_bytes is 1; allowed: 65536 to 268435456"),
+        ("router: {grpc_port: 65536}", "line 1: router.grpc_port is 65536; allowed: 0 to 65535"),
+        ("transfer: {gpu_frame_bytes: 1}", "line 1: transfer.gpu_frame_bytes is 1; allowed: 65536 to 268435456"),
         (
             "transfer: {gpu_buffer_bytes: 1000}",
-            "transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
+            "line 1: transfer.gpu_buffer_bytes is 1000; allowed: 134217728 (two of gpu_frame_bytes) or more",
         ),
-        ("transfer: {frame_bytes: 1}", "transfer.frame_bytes is 1; allowed: 65536 to 67108864"),
-        ("model: {dtype: int3}", "model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ("prefill: {replicas: -1}", "prefill.replicas is -1; allowed: greater than or equal to 0"),
-        ("prefill: {cpus: .nan}", "prefill.cpus is nan; allowed: a finite number"),
-        ("prefill: {replicas: 0}", "prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
-        ("engine: 5", "engine is 5; allowed: a mapping of keys to values"),
-        ("heartbeat: {dead_seconds: 1}", "heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)"),
-        ("ray: {namespace: ''}", "ray.namespace is ''; allowed: String should have at least 1 character"),
+        ("transfer: {frame_bytes: 1}", "line 1: transfer.frame_bytes is 1; allowed: 65536 to 67108864"),
+        ("model: {dtype: int3}", "line 1: model.dtype is 'int3'; allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("prefill: {replicas: -1}", "line 1: prefill.replicas is -1; allowed: greater than or equal to 0"),
+        ("prefill: {cpus: .nan}", "line 1: prefill.cpus is nan; allowed: a finite number"),
+        ("prefill: {replicas: 0}", "line 1: prefill.replicas is 0; allowed: at least 1, unless colocated.replicas is"),
+        ("engine: 5", "line 1: engine is 5; allowed: a mapping of keys to values"),
+        (
+            "heartbeat: {dead_seconds: 1}",
+            "line 1: heartbeat.dead_seconds is 1.0; allowed: at least suspect_seconds (1.5)",
+        ),
+        ("ray: {namespace: ''}", "line 1: ray.namespace is ''; allowed: at least 1 character"),
         (
             "ray: {address: auto}\ndecode: {cpus: 0}",
-            "decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are",
+            "line 2: decode.cpus is 0.0; allowed: more than 0, unless gpus or resources are",
         ),
-        ("ray: {address: host}", "ray.address is 'host'; allowed: local, auto or HOST:PORT"),
+        ("ray: {address: host}", "line 1: ray.address is 'host'; allowed: local, auto or HOST:PORT"),
         ("- a\n- b", "holds a list; allowed: a mapping of sections"),
         ("engine: {}\nengine: {}", "line 2: key 'engine' is given twice"),
         ("engine: [", "line 1: expected the node content, but found '<stream end>'"),
@@ -92,6 +99,41 @@ def mistakes(tmp_path: Path, text: str, overrides: dict[str, Override] | None = 
 )
 def test_a_mistake_is_one_line_with_key_value_and_what_is_allowed(tmp_path: Path, text: str, line: str) -> None:
     assert mistakes(tmp_path, text) == [line]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            "router:\n  classes:\n    chat: {wieght: 2}\n\n    # one that is none\n    batch:\n      zzz: 2",
+            [
+                "line 3: router.classes.chat.wieght: unknown key; did you mean weight?",
+                "line 7: router.classes.batch.zzz: unknown key; allowed: weight, first_token_timeout_seconds",
+            ],
+        ),
+        ("ray:\n  topology_labels:\n    - a\n    - 3", ["line 4: ray.topology_labels.1 is 3; allowed: a valid string"]),
+        (
+            "prefill: &same\n  replicas: 1\n  gpus: 8\ndecode:\n  <<: *same\n  gpus: 9",
+            [
+                f"line {line}: {role}.gpus is {gpus}; allowed: "
+                for line, role, gpus in ((3, "prefill", 8), (6, "decode", 9))
+            ],
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, text: str, lines: list[str]) -> None:
+    found = mistakes(tmp_path, text)
+    assert all(one.startswith(line) for one, line in zip(found, lines, strict=True)), found
+
+
+def test_a_key_that_is_misspelled_anywhere_is_told_with_its_line_and_what_is_allowed(tmp_path: Path) -> None:
+    lines = dump(ClusterConfig.model_validate({"router": {"classes": {"chat": {}}}})).splitlines()
+    named = [index for index, line in enumerate(lines) if re.fullmatch(r" *[a-z_]+:.*", line) and "chat:" not in line]
+    assert len(named) > 100
+    for index in named:
+        wrong = [line.replace(":", "_zz:", 1) if at == index else line for at, line in enumerate(lines)]
+        (found,) = [line for line in mistakes(tmp_path, "\n".join(wrong)) if "unknown key" in line]
+        assert re.fullmatch(rf"line {index + 1}: [\w.]+_zz: unknown key; (did you mean|allowed:) .+", found)
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:

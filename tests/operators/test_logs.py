@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -79,7 +80,6 @@ def test_lines_are_chosen(folder: Path) -> None:
     assert shown("--request", "cmpl-mine") == [("decode-0", "at 2"), ("decode-0", "at 5")]
     assert [message for _, message in shown("--level", "warning")] == ["at 3", "at 4", "terminate called in C++"]
     assert shown("--since", "2026-01-01T00:00:05+00:00") == [("decode-0", "at 5")]
-    assert shown("nobody") == []
 
 
 def test_people_get_text(folder: Path) -> None:
@@ -98,6 +98,25 @@ def test_entries_don_t_depend_on_how_the_file_is_read(cuts: list[int]) -> None:
         start = max(start, cut)
     assert found == list(Parser().take(text))
     assert [entry.fields["message"] for entry in found] == ["at 1", "loose", "at 2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("decode-1",), "no log is of 'decode-1'; there are those of decode-0, prefill-0"),
+        (("--request", "theirs"), "no line is about request 'theirs'; .*`kvrelay doctor theirs`"),
+        (("--request", "cmpl-min"), "no line is about request 'min'; "),
+        (("prefill-0", "--request", "mine"), "no line of prefill-0 is about request 'mine'; "),
+    ],
+)
+def test_a_member_or_request_that_no_log_knows_is_an_error(
+    folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(f"kvrelay: {words}.*\n", result.stderr), result.stderr
+    later = ("decode-0", "--request", "mine", "--level", "error")
+    assert (call(*later).exit_code, call(*later).output) == (0, ""), "it is known, but has no error"
 
 
 def test_a_line_of_another_program_is_text_whatever_it_calls_time() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import pyte
@@ -55,15 +55,19 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self._screen.display).rstrip("\n").split("\n")
 
     def wait_for(self, words: str, seconds: float = SECONDS) -> None:
-        """Waits until the screen shows `words`.
+        """Waits until the screen shows `words`; as `wait_until`."""
+        self.wait_until(lambda lines: any(words in line for line in lines), repr(words), seconds)
+
+    def wait_until(self, shows: Callable[[list[str]], bool], what: str, seconds: float = SECONDS) -> None:
+        """Waits until `lines` are as wanted.
 
         Raises:
-            AssertionError: it has ended, or the time is over.
+            AssertionError: it has ended, or the time is over; the text names `what`.
         """
         deadline = time.monotonic() + seconds
-        while not any(words in line for line in self.lines):
+        while not shows(self.lines):
             if not self._read(deadline):
-                raise AssertionError(f"no {words!r} within {seconds} s: {self.lines}")
+                raise AssertionError(f"no {what} within {seconds} s: {self.lines}")
 
     def press(self, keys: str) -> None:
         """Types."""
