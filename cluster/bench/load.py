@@ -81,14 +81,23 @@ class Load:
     """Of the first request."""
 
 
-async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], float]:
-    """Sends all requests, and waits for all answers.
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """What came of a load."""
+
+    samples: list[Sample]
+    """In the order of the requests."""
+    duration: float
+    """Seconds from the start to the last answer."""
+    interrupted: bool = False
+    """Whether it was cancelled: requests that weren't done then have no sample."""
+
+
+async def drive(face: Face, load: Load, watch: Watch) -> Driven:
+    """Sends all requests, and waits for all answers. If the calling task is cancelled, what is done by then counts.
 
     Args:
         watch: called after each change.
-
-    Returns:
-        The samples in the order of the requests, and the seconds from the start to the last answer.
     """
     progress = Progress()
     gate = asyncio.Semaphore(load.concurrency) if load.concurrency else None
@@ -113,10 +122,19 @@ async def drive(face: Face, load: Load, watch: Watch) -> tuple[list[Sample], flo
         due = sent if load.times is None else load.times[index]
         return Sample(index, min(due, sent), sent, ended, ask.output_tokens, reply)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for index in range(len(load.asks)):
-            if load.times is not None and (wait := began + load.times[index] - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            tasks.append(group.create_task(one(index), name=f"request {index}"))
-    return [task.result() for task in tasks], time.perf_counter() - began
+    tasks: list[asyncio.Task[Sample]] = []
+    interrupted = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(load.asks)):
+                if load.times is not None and (wait := began + load.times[index] - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                tasks.append(group.create_task(one(index), name=f"request {index}"))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or not any(each.done() and not each.cancelled() for each in tasks):
+            raise
+        task.uncancel()
+        interrupted = True
+    samples = [each.result() for each in tasks if not each.cancelled()]
+    return Driven(samples, time.perf_counter() - began, interrupted)

@@ -96,6 +96,8 @@ def summary(run: Run, goodput: Mapping[str, float]) -> list[tuple[str, str]]:
         ("most in flight", f"{found['max_concurrent_requests']:g}"),
         ("sent late", f"up to {found['max_late_ms']:.1f} ms"),
     ]
+    if run.interrupted:
+        lines.insert(0, ("interrupted", "figures of the requests that were done by then"))
     if "request_goodput" in found:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput.items())
         lines.insert(3, ("goodput", f"{found['request_goodput']:.2f} requests/s within {limits}"))

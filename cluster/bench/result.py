@@ -83,6 +83,8 @@ class Run:
     figures: dict[str, float]
     """By the names of `vllm bench serve`, in milliseconds where they end in _ms."""
     requests: list[Request]
+    interrupted: bool = False
+    """Whether Ctrl-C ended it: figures and requests are then those that were done by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Bench:
 
 
 async def measure(bench: Bench, face: Face, watch: WatchRun) -> results.Result:
-    """Runs it.
+    """Runs it. If the task is cancelled while requests are measured, what is done by then is the result.
 
     Raises:
         ClusterError: the server can't be used, or a file of the workload; or no request of the warm-up was completed.
@@ -47,6 +47,8 @@ async def measure(bench: Bench, face: Face, watch: WatchRun) -> results.Result:
         await _warm_up(bench.options, face, found, watch)
         for name, arrival in _points(bench):
             runs.append(await _run(bench.options, arrival, face, found, watch(name, len(found))))
+            if runs[-1].interrupted:
+                break
     return results.Result(
         results.FORMAT,
         started,
@@ -95,12 +97,13 @@ async def _run(
         arrival.concurrency,
         _sampling(options),
     )
-    samples, duration = await drive(face, load, watch)
+    driven = await drive(face, load, watch)
     return results.Run(
         arrival.request_rate if math.isfinite(arrival.request_rate) else None,
         arrival.concurrency,
-        figures(samples, duration, options.goodput, options.percentiles),
-        [results.Request.of(sample) for sample in samples],
+        figures(driven.samples, driven.duration, options.goodput, options.percentiles),
+        [results.Request.of(sample) for sample in driven.samples],
+        driven.interrupted,
     )
 
 

@@ -60,7 +60,7 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
     """Measures a server under a load: TTFT, TPOT, ITL, goodput.
 
     The figures are defined as those of `vllm bench serve`. With --face http, any server with OpenAI's completions can
-    be measured.
+    be measured. Ctrl-C ends it with the figures of the requests that are done.
     """
     import asyncio
 
@@ -85,11 +85,16 @@ def bench(schema: bool, json_path: Path | None, html_path: Path | None, **flags:
         found = asyncio.run(
             measure(Bench(options, sweep, flags["face"], target.address), _face(flags["face"], target), bars.watch)
         )
-    output.show(found, options.percentiles, out)
-    if json_path is not None:
-        result.write(found, json_path)
-    if html_path is not None:
-        report.write(found, html_path)
+    try:
+        # First: nobody may read the output to its end.
+        if json_path is not None:
+            result.write(found, json_path)
+        if html_path is not None:
+            report.write(found, html_path)
+    finally:
+        output.show(found, options.percentiles, out)
+    if found.runs[-1].interrupted:
+        raise click.Abort
     if not any(run.figures["completed"] for run in found.runs):
         raise RunError("no request was completed")
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,8 +40,12 @@ def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Server:
     """OpenAI's completions with a script: each request waits, then sends its tokens at equal gaps."""
 
-    def __init__(self, first: float, gap: float, hold: asyncio.Event | None = None) -> None:
-        self.first, self.gap, self.hold = first, gap, hold
+    def __init__(self, first: float, gap: float, hold: asyncio.Event | None = None, free: int = 0) -> None:
+        """
+        Args:
+            hold: what requests wait for, but the first `free` ones.
+        """
+        self.first, self.gap, self.hold, self.free = first, gap, hold, free
         self.bodies: list[dict[str, Any]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -49,7 +55,7 @@ class Server:
             return web.json_response({"error": {"message": "thirteen is refused"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if self.hold is not None:
+        if self.hold is not None and len(self.bodies) > self.free:
             await self.hold.wait()
         await asyncio.sleep(self.first)
         for at in range(body["max_tokens"]):
@@ -224,6 +230,43 @@ def test_failures_are_counted_and_named(tmp_path: Path) -> None:
     run = asyncio.run(test())
     assert (run.figures["completed"], run.figures["failed"]) == (0, 3)
     assert "thirteen is refused" in run.requests[0].error
+
+
+@pytest.mark.parametrize("ending", ["interrupted", "output closed"])
+def test_what_was_measured_is_kept(tmp_path: Path, ending: str) -> None:
+    """Whether Ctrl-C ends it with requests in flight, or nobody reads its output."""
+
+    async def test() -> tuple[int | None, str]:
+        hold = asyncio.Event() if ending == "interrupted" else None
+        server = Server(0.0, 0.0, hold, free=3)
+        async with server.run() as url:
+            files = ("--json", str(tmp_path / "bench.json"), "--html", str(tmp_path / "bench.html"))
+            options = ("--num-prompts", "8", "--warmup", "0", "--input-tokens", "20", "--output-tokens", "2", *files)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvrelay.cluster.cli", "bench", "--face", "http", "--target", url),
+                *("--concurrency", "1", *options),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            if hold is not None:
+                await until(lambda: len(server.bodies) > 3, "one that gets no answer", 60)
+                process.send_signal(signal.SIGINT)
+                shown, _ = await asyncio.wait_for(process.communicate(), 60)
+                return process.returncode, shown.decode()
+            process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]  # no public way to it
+            return await asyncio.wait_for(process.wait(), 60), ""
+
+    code, shown = asyncio.run(test())
+    (run,) = json.loads((tmp_path / "bench.json").read_text())["runs"]
+    assert (tmp_path / "bench.html").stat().st_size > 1000
+    assert run["interrupted"] == (ending == "interrupted")
+    if ending == "interrupted":
+        assert code == 130
+        assert len(run["requests"]) == 3
+        assert "3 completed, 0 failed" in shown
+        assert "time to first token" in shown
+    else:
+        assert code == 1
+        assert len(run["requests"]) == 8
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
