@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from kvrelay.cluster import configfile, processes, state
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError
 from kvrelay.cluster.report import Report
+from kvrelay.cluster.signals import Signals
 
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 60.0
@@ -17,11 +17,14 @@ EXIT_SECONDS = 60.0
 def start(config: ClusterConfig, report: Report) -> state.ClusterState:
     """Starts the cluster in a session of its own and returns when it is ready.
 
-    Its progress goes to `up.out` in the state folder, its log to `up.log`. Ending the wait (Ctrl-C) ends the cluster.
+    Its progress goes to `up.out` in the state folder, its log to `up.log`.
 
     Raises:
         ClusterError: it can't be started; nothing of it is left.
+        Interrupted: a signal came before it was ready; nothing of it is left.
     """
+    signals = Signals()
+    signals.install()
     written, output, log = (state.folder() / f"up.{suffix}" for suffix in ("yaml", "out", "log"))
     written.write_text(configfile.dump(config))
     command = [sys.executable, "-m", "kvrelay.cluster.cli", "up", "--config", str(written)]
@@ -36,7 +39,8 @@ def start(config: ClusterConfig, report: Report) -> state.ClusterState:
                     return current
                 for line in fresh:
                     report.phase(line.rstrip())
-                time.sleep(POLL_SECONDS)
+                signals.wait(POLL_SECONDS)
+                signals.check()
         raise _error(process.returncode, log)
     except BaseException:
         process.terminate()
