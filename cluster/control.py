@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from kvrelay.cluster import status as status_of
-from kvrelay.cluster.errors import RunError, UsageError
+from kvrelay.cluster.errors import RunError, UsageError, listed
 from kvrelay.cluster.member_progress import MemberProgress, progress
 from kvrelay.cluster.state import ClusterState
 from kvrelay.internal.v1.supervisor_pb2 import (
@@ -93,7 +93,7 @@ class Control:
                 if status.settled:
                     return
             time.sleep(POLL_SECONDS)
-        missing = ", ".join(f"{each.name} {each.text}" for each in left if not each.settled)
+        missing = listed(f"{each.name} {each.text}" for each in left if not each.settled)
         raise RunError(
             f"not done within {seconds:g} s: {missing or 'the supervisor does not answer'}. It goes on; see "
             "`kvrelay status`"

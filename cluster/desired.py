@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
+from kvrelay.cluster.errors import listed
 from kvrelay.worker.config import WorkerRole
 
 MemberRole = WorkerRole | Literal["router"]
@@ -383,7 +384,7 @@ def _without_gap(desired: Desired, how: Rolling) -> Desired:
 
 def _known(desired: Desired, name: str) -> Wanted:
     if name not in desired.members:
-        raise Refused(Code.UNKNOWN_MEMBER, f"{name} is no member; there are {', '.join(sorted(desired.members))}")
+        raise Refused(Code.UNKNOWN_MEMBER, f"{name} is no member; there are {listed(sorted(desired.members))}")
     return desired.members[name]
 
 

@@ -1,8 +1,19 @@
 """Errors that a command prints for its user."""
 
+from collections.abc import Iterable
+
 ERROR_PREFIX = "kvrelay: "
 """Of each line of an error on stderr."""
 NO_CLUSTER = "no cluster is running; `kvrelay up` starts one"
+MOST_LISTED = 10
+"""The most members that a message names."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first ten of some names or facts, and how many more there are."""
+    found = list(names)
+    more = len(found) - MOST_LISTED
+    return ", ".join(found[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 class ClusterError(Exception):

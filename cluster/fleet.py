@@ -117,6 +117,13 @@ class Fleet:
         Raises:
             Refused: nothing has changed; the text says why. So for all commands.
         """
+        present = {role: self.desired.count(role) for role in changes.MEMBER_ROLES}
+        try:
+            why = await asyncio.to_thread(self._launcher.lacks_room, self._text(self.desired), present, counts)
+        except (OSError, ValueError) as error:
+            raise Refused(Code.INVALID, str(error)) from None
+        if why:
+            raise Refused(Code.INVALID, why)
 
         def change(desired: Desired) -> Desired:
             for role, count in counts.items():

@@ -27,7 +27,7 @@ from ray.exceptions import RayError, RayTaskError
 from kvrelay.cluster import processes, secrets, state, supervisor_actor
 from kvrelay.cluster.actors import WATCH_SECONDS
 from kvrelay.cluster.config import MEMBER, MEMBERS, ClusterConfig, available_cores
-from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError
+from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError, listed
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
 from kvrelay.cluster.sections import AUTO
@@ -258,13 +258,12 @@ class Cluster:
             if startup != last:
                 last, changed = startup, time.monotonic()
             elif time.monotonic() - changed > STALL_SECONDS:
-                missing = ", ".join(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
+                missing = listed(member.name for member in startup.members if member.state != MEMBER_STATE_READY)
                 if startup.ready:
                     self._report.phase(f"serving without {missing}, which did not come up in {STALL_SECONDS:g} s")
                     return startup
-                waits = "".join(
-                    f"; {member.name} waits for {member.waits_for}" for member in startup.members if member.waits_for
-                )
+                waits = listed(f"{each.name} waits for {each.waits_for}" for each in startup.members if each.waits_for)
+                waits = waits and f"; {waits}"
                 raise RunError(f"not ready: no progress of {missing} in {STALL_SECONDS:g} s{waits}; see {_logs()}")
             self._signals.wait(POLL_SECONDS)
             self._signals.check()

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +22,11 @@ from kvrelay.cluster import processes
 from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.processes import Process
 from kvrelay.cluster.replacement import Ended, Plan
+from kvrelay.cluster.room import ROUTER_BYTES, lacks_memory, worker_bytes
 from kvrelay.engine.config import require
 from kvrelay.rpc.security import SecurityConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS, USAGE_CODE
+from kvrelay.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,7 @@ class Processes:
 
 
 PROCESSES = TypeAdapter(Processes)
+WORKER = TypeAdapter(WorkerConfig)
 
 
 class ProcessLauncher:
@@ -133,6 +137,16 @@ class ProcessLauncher:
         if role == "router" and not _shared(template):
             return "router.share_port is False; allowed: True for another router on this machine"
         return ""
+
+    def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
+        """What this machine's memory lacks for them."""
+        needs: dict[MemberRole, int] = {"router": ROUTER_BYTES}
+        for role in wanted:
+            template = _parse(config).template(role)
+            if role != "router" and template is not None:
+                options = {**template.options, "role": role, "name": role}
+                needs[role] = worker_bytes(WORKER.validate_python(options))
+        return lacks_memory(present, wanted, needs)
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
         """The routers, unless they share their port."""

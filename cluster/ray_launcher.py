@@ -7,6 +7,7 @@ Actors are detached, so running streams outlive the supervisor; a restarted one 
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,6 +23,7 @@ from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
 from kvrelay.cluster.nodes import Wish
 from kvrelay.cluster.replacement import Ended, Plan
 from kvrelay.cluster.reservations import UNNAMED_SECONDS, Reservations
+from kvrelay.cluster.room import ROUTER_BYTES, fitting, lacks_memory, worker_bytes
 from kvrelay.router.config import RouterConfig
 from kvrelay.rpc.serve import EXIT_SECONDS, STOP_SECONDS
 from kvrelay.worker.config import WorkerConfig
@@ -65,6 +67,32 @@ class RayLauncher:
     def startable(self, config: str, role: MemberRole, others: int) -> str:
         """A worker needs the device of its role; one port of metrics is enough for one process on a machine only."""
         return parsed(config).startable(role, others)
+
+    def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
+        """What this machine's memory lacks for workers on CPUs, or the Ray cluster's nodes for reservations.
+
+        Nothing where Ray's autoscaler brings nodes.
+        """
+        options = parsed(config)
+        roles = [role for role in wanted if wanted[role] > present[role]]
+        if options.local:
+            needs: dict[MemberRole, int] = {"router": ROUTER_BYTES}
+            for role in roles:
+                if role != "router" and "GPU" not in options.bundle(role):
+                    needs[role] = worker_bytes(options.worker_config(role, role))
+            if why := lacks_memory(present, wanted, needs):
+                return why
+        elif options.ray.autoscaling:
+            return ""
+        for role in roles:
+            bundle = options.bundle(None if role == "router" else role)
+            if not bundle:
+                continue
+            most = present[role] + fitting(bundle, self._reservations.free())
+            if wanted[role] > most:
+                needed = ", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
+                return f"{role} is {wanted[role]}; allowed: at most {most}. Each reserves {needed} on a node of Ray"
+        return ""
 
     def cycled(self, config: str) -> frozenset[MemberRole]:
         """Those of `ClusterConfig.cycled`."""

@@ -58,6 +58,13 @@ class Launcher(Protocol):
             others: routers, or workers of all roles, that there are already.
         """
 
+    def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
+        """Why there is no room for so many members of some roles; empty if there is, or may be. Blocks for a while.
+
+        Args:
+            present: members of every role that there are.
+        """
+
     def cycled(self, config: str) -> frozenset[MemberRole]:
         """The roles whose members must end before their successors start: those with an address of their own."""
 

@@ -94,11 +94,20 @@ class Reservations:
         )
         return made
 
+    def free(self) -> list[dict[str, float]]:
+        """The resources of each node that no reservation has. Asks Ray, and blocks meanwhile."""
+        return [dict(node.free) for node in self._nodes()[0]]
+
     def _place(self, wish: Wish, own: dict[str, str]) -> str | None:
         """The node to ask for; None to leave it to Ray."""
-        present = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # untyped in Ray
-        if len(present) < 2:
+        nodes, places = self._nodes()
+        if len(nodes) < 2:
             return None
+        return preferred(wish, [node for node in nodes if own.items() <= node.labels.items()], places)
+
+    def _nodes(self) -> tuple[list[Node], dict[str, str]]:
+        """The nodes that live, and the members' nodes by name."""
+        present = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # untyped in Ray
         taken: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         places = dict(self._chosen)
         for table in placement_group_table().values():
@@ -111,9 +120,8 @@ class Reservations:
         for node in present:
             rest = taken[node["NodeID"]]
             free = {resource: amount - rest[resource] for resource, amount in node["Resources"].items()}
-            if own.items() <= node["Labels"].items():
-                nodes.append(Node(node["NodeID"], node["Labels"], free))
-        return preferred(wish, nodes, places)
+            nodes.append(Node(node["NodeID"], node["Labels"], free))
+        return nodes, places
 
     def _find(self, name: str) -> PlacementGroup | None:
         try:

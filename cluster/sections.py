@@ -110,6 +110,9 @@ class RaySection(Section):
     """GPUs for the workers whose `gpus` is auto: each gets one, or its part of one if there are more workers. auto: all
     that the Ray cluster has. With 0, they compute on CPUs."""
 
+    autoscaling: bool = False
+    """Whether Ray's autoscaler brings nodes: `kvrelay scale` then takes numbers that the present nodes can't hold."""
+
     @model_validator(mode="after")
     def _check(self) -> "RaySection":
         host, _, port = self.address.rpartition(":")

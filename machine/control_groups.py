@@ -24,6 +24,26 @@ def memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> list[MemoryLimit]
     return [found for folder in _folders(proc, groups) for found in _limits(folder)]
 
 
+def free_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes that this process's control groups and the machine still let processes take."""
+    return min(
+        [_of_machine(proc, "MemAvailable"), *(max(0, each.limit - each.used) for each in memory_limits(proc, groups))]
+    )
+
+
+def total_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Bytes that this process's control groups and the machine let processes take."""
+    return min([_of_machine(proc, "MemTotal"), *(each.limit for each in memory_limits(proc, groups))])
+
+
+def _of_machine(proc: Path, name: str) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"{proc / 'meminfo'} has no {name}")
+
+
 def _folders(proc: Path, groups: Path) -> Iterator[Path]:
     """The folders of this process's control group for memory and of those above it, as far as they can be seen.
 

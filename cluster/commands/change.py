@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvrelay.cluster.errors import NO_CLUSTER, RunError
+from kvrelay.cluster.errors import MOST_LISTED, NO_CLUSTER, RunError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.control import Control
@@ -131,11 +131,16 @@ def _follow(give: Callable[["Control"], int], *, no_wait: bool, timeout: float) 
 
     def tell(members: Sequence["MemberProgress"]) -> None:
         texts = {member.name: member.text for member in members}
-        for name in sorted(shown.keys() - texts.keys()):
-            click.echo(f"  {name}: gone")
-        for member in members:
-            if shown.get(member.name) != member.text and (shown or not member.settled):
-                click.echo(f"  {member.name}: {member.text}")
+        lines = [f"  {name}: gone" for name in sorted(shown.keys() - texts.keys())]
+        lines += [
+            f"  {member.name}: {member.text}"
+            for member in members
+            if shown.get(member.name) != member.text and (shown or not member.settled)
+        ]
+        for line in lines[:MOST_LISTED]:
+            click.echo(line)
+        if len(lines) > MOST_LISTED:
+            click.echo(f"  and {len(lines) - MOST_LISTED} more")
         shown.clear()
         shown.update(texts)
 

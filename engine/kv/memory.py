@@ -26,7 +26,7 @@ import torch
 from kvrelay.engine.config import CPU_DEFAULTS, GPU_DEFAULTS, EngineConfig
 from kvrelay.engine.kv.layout import KVLayout
 from kvrelay.engine.kv.pool import KVPool, allocate_pool
-from kvrelay.machine.control_groups import GROUPS, PROC, memory_limits
+from kvrelay.machine.control_groups import GROUPS, PROC, free_memory, total_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,10 @@ class HostMemory:
         self._groups = groups
 
     def total(self) -> int:
-        limits = memory_limits(self._proc, self._groups)
-        return min([self._of_machine("MemTotal"), *(group.limit for group in limits)])
+        return total_memory(self._proc, self._groups)
 
     def free(self) -> int:
-        limits = memory_limits(self._proc, self._groups)
-        return min([self._of_machine("MemAvailable"), *(max(0, group.limit - group.used) for group in limits)])
+        return free_memory(self._proc, self._groups)
 
     def used(self) -> int:
         pages = int((self._proc / "self" / "statm").read_text().split()[1])
@@ -76,13 +74,6 @@ class HostMemory:
 
     def settle(self) -> None:
         """Python and torch's allocator keep little of it."""
-
-    def _of_machine(self, name: str) -> int:
-        for line in (self._proc / "meminfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key == name:
-                return int(value.split()[0]) * 1024
-        raise ValueError(f"{self._proc / 'meminfo'} has no {name}")
 
 
 class GpuMemory:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster import desired as changes
+from kvrelay.cluster import room
 from kvrelay.cluster.desired import Code, Desired, MemberRole, Refused, Rolling, Seen, Stage, Wanted, able, serving
 from kvrelay.cluster.reconcile import Drain, Start, SwitchRole, advance, reconcile, settled
 
@@ -316,3 +317,32 @@ def test_those_that_serve_least_leave_first() -> None:
     seen["worker-3"] = replace(seen["worker-3"], ready=False)
     left = changes.scaled(it.desired, seen, {"prefill": 2})
     assert {name for name, wanted in left.members.items() if wanted.stage is Stage.LEAVE} == {"worker-3", "worker-1"}
+
+
+@given(
+    free=st.integers(0, 10**9),
+    present=st.integers(0, 5),
+    wanted=st.integers(0, 50),
+    each=st.integers(1, 10**8),
+)
+def test_what_is_refused_for_lack_of_memory_names_the_number_that_fits(
+    free: int, present: int, wanted: int, each: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "free_memory", lambda: free)
+
+        def why(count: int) -> str:
+            return room.lacks_memory({"prefill": 1, "decode": present}, {"decode": count}, {"decode": each})
+
+        if found := why(wanted):
+            most = int(found.partition("at most ")[2].partition(".")[0])
+            assert present <= most < wanted
+            assert why(most) == ""
+            assert why(most + 1)
+
+
+def test_reservations_fit_where_each_node_has_all_that_they_need() -> None:
+    nodes = [{"GPU": 4.0, "CPU": 10.0}, {"GPU": 1.5, "CPU": 100.0}, {"CPU": 8.0}]
+    assert room.fitting({"GPU": 1.0, "CPU": 3.0}, nodes) == 4
+    assert room.fitting({"GPU": 0.3333}, [{"GPU": 1.0}]) == 3
+    assert room.fitting({"GPU": 1.0}, [{"GPU": -0.5}]) == 0

@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,9 @@ class FakeLauncher:
         return config
 
     def startable(self, config: str, role: MemberRole, others: int) -> str:
+        return ""
+
+    def lacks_room(self, config: str, present: Mapping[MemberRole, int], wanted: Mapping[MemberRole, int]) -> str:
         return ""
 
     def cycled(self, config: str) -> frozenset[MemberRole]:

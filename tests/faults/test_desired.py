@@ -125,6 +125,14 @@ def test_a_configuration_that_cannot_be_used_is_refused(cluster: Supervised, con
     assert cluster.status().desired.revision == revision
 
 
+def test_more_members_than_memory_holds_are_refused_with_the_number_that_fits(cluster: Supervised) -> None:
+    revision = cluster.status().desired.revision
+    with pytest.raises(UsageError, match=r"decode is 1000; allowed: at most \d+\. One more takes about \d") as refused:
+        cluster.control.scale({"decode": 1000})
+    assert 2 <= int(str(refused.value).partition("at most ")[2].partition(".")[0]) < 1000
+    assert cluster.status().desired.revision == revision
+
+
 def test_pools_go_to_zero_and_back(cluster: Supervised) -> None:
     cluster.settle(cluster.control.scale({"prefill": 0, "decode": 0}))
     assert list(cluster.desired().values()) == ["router"]
