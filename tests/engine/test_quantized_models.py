@@ -1,5 +1,6 @@
 """Quantized models compute what their weights, converted there and back, would compute."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrelay.engine.config import EngineConfig, Quantization
+from kvrelay.engine.build import build_engine
+from kvrelay.engine.config import CacheDtype, Dtype, EngineConfig, Quantization
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.progress import Progress
 from kvrelay.engine.quant.schemes import HEAD, LAYERS
+from kvrelay.engine.request import Request, SamplingParams
 from kvrelay.engine.runner.cpu import build_cpu_runner
 from kvrelay.engine.runner.gpu import build_gpu_runner
 from kvrelay.kernels.cpu.library import library
 from kvrelay.kernels.cpu.packed import PackedLinear
+from kvrelay.models import resolve
 from support.checkpoints import make_checkpoint
 from support.paged import GREEDY, PagedSequences, make_plan
 
@@ -124,3 +130,70 @@ def test_loading_needs_little_more_memory_than_the_quantized_weights(
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     peak, quantized = map(int, output.split())
     assert peak <= 1.3 * quantized
+
+
+AGAIN: list[tuple[Dtype, CacheDtype, Quantization, float]] = [
+    ("float32", "auto", "none", 1e-4),
+    ("bfloat16", "auto", "none", 0.1),
+    ("bfloat16", "int8", "none", 0.1),
+    ("bfloat16", "auto", "int8", 0.1),
+    ("bfloat16", "int8", "int8", 0.1),
+    ("bfloat16", "auto", "w8a8", 0.25),
+    ("bfloat16", "auto", "int4", 0.25),
+    ("bfloat16", "int8", "int4", 0.25),
+]
+"""Types of weights and KV, with the largest difference of a log-probability that documentation allows them."""
+
+
+def streams(engine: Engine, requests: list[Request]) -> dict[str, list[Progress]]:
+    for request in requests:
+        engine.scheduler.add(request)
+    heard: dict[str, list[Progress]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for report in engine.step():
+            assert report.error is None
+            if report.token is not None:
+                heard[report.sequence.request.request_id].append(report)
+    return heard
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "quantization", "most"), AGAIN)
+def test_kv_that_is_computed_again_differs_by_rounding_only(
+    dtype: Dtype, kv_dtype: CacheDtype, quantization: Quantization, most: float
+) -> None:
+    """Preempted sequences, and sequences that go on at another worker, against those of one undisturbed engine."""
+    options = EngineConfig(
+        device="cpu", kv_memory_bytes=2**25, kv_dtype=kv_dtype, quantization=quantization, threads=1, max_sequences=64
+    )
+    text = b"def __init__(self, name): return"
+    prompts = [(*text[number % 7 :] * 3, number) for number in range(16)]
+    sampling = SamplingParams(temperature=0.0, logprobs=2, max_tokens=80)
+    requests = [Request(f"{n}", 1, prompt, len(prompt), sampling) for n, prompt in enumerate(prompts)]
+    engine, _ = build_engine(resolve("pico"), dtype, options)
+    plain = streams(engine, requests)
+
+    scarce, _ = build_engine(resolve("pico"), dtype, dataclasses.replace(options, kv_memory_bytes=2**21))
+    preempted = streams(scarce, requests)
+    assert scarce.scheduler.preemptions > 0
+
+    had = 30
+    elsewhere, _ = build_engine(resolve("pico"), dtype, options)
+    continued = streams(
+        elsewhere,
+        [
+            dataclasses.replace(
+                asked, attempt=2, tokens=(*asked.tokens, *(report.token or 0 for report in plain[name][:had]))
+            )
+            for name, asked in zip(plain, requests, strict=True)
+        ],
+    )
+    for name, whole in plain.items():
+        for first, found in ((whole, preempted[name]), (whole[had:], continued[name])):
+            for mine, its in zip(first, found, strict=True):
+                assert mine.logprobs is not None
+                assert its.logprobs is not None
+                if mine.token != its.token:
+                    best, second = mine.logprobs.top_logprobs
+                    assert best - second <= 2 * most
+                    break
+                assert abs(mine.logprobs.logprob - its.logprobs.logprob) <= most
