@@ -62,6 +62,8 @@ def test_a_conversation_on_a_terminal(router: CapitalRouter, target: str) -> Non
         say("/quit", "kvrelay: /quit is no command; allowed: /reset")
         say("/reset", "(the conversation is forgotten)")
         say(" /new", "/NEW")
+        # A terminal drops a Ctrl-D that comes before the prompt has switched line editing on.
+        terminal.wait_until(lambda lines: lines[-1] == ">", "new prompt")
         terminal.press(CTRL_D)
         assert terminal.end() == 0
         assert "Traceback" not in " ".join(terminal.lines)

@@ -23,6 +23,7 @@ from kvrelay.cluster.doctor.cluster_checks import (
 from kvrelay.cluster.doctor.examine import CHECKS, diagnose, examine, well
 from kvrelay.cluster.doctor.finding import Check, Examined, Finding, Reached
 from kvrelay.cluster.doctor.machine_checks import Certificates, Disks, Gpus, Limits, Rdma
+from kvrelay.cluster.errors import NO_CLUSTER
 from kvrelay.cluster.inquiry import ANSWER_SECONDS
 from kvrelay.cluster.state import ClusterState, save
 from kvrelay.internal.v1.describe_pb2 import (
@@ -297,4 +298,4 @@ def test_only_the_operator_may_ask() -> None:
 def test_without_a_cluster_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_STATE_DIR", str(tmp_path))
     result = CliRunner().invoke(main, ("doctor",))
-    assert (result.exit_code, result.stderr) == (1, "kvrelay: no cluster is running\n")
+    assert (result.exit_code, result.stderr) == (1, f"kvrelay: {NO_CLUSTER}\n")

@@ -39,6 +39,7 @@ def metaspace_tokenizer() -> Tokenizer:
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_LEVEL.add_tokens(["<tool>", "añadido\u2026", " x y "])
 METASPACE = metaspace_tokenizer()
+METASPACE.encode_special_tokens = True  # as text
 BYTE_LEVEL_BYTES = TokenBytes(BYTE_LEVEL)
 METASPACE_BYTES = TokenBytes(METASPACE)
 UNICODE = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)

@@ -15,7 +15,7 @@ from support.access import METADATA
 from support.fake_transport import FakeTransport
 from support.handoff import LAYOUT, RECEIVER, SENDER, Pair, pair
 
-CONFIG = TransferConfig(frame_timeout_seconds=0.5)
+CONFIG = TransferConfig(frame_timeout_seconds=2.0)
 PATIENCE_SECONDS = 10.0
 HELLO = LocalWorker(SENDER, LAYOUT, "fingerprint").hello(RECEIVER, CONFIG)
 Call = grpc.aio.StreamStreamCall[ControlRequest, ControlResponse]

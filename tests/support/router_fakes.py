@@ -45,7 +45,7 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 from kvrelay.router.trace import RequestRecord
 from kvrelay.rpc.options import server_options
-from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason
+from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_UNSPECIFIED, FinishReason, TokenLogprobs
 from support.tokenizers import model_folder
 
 ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "colocated": ROLE_COLOCATED}
@@ -177,9 +177,10 @@ def colocated_of(tokens: Callable[[int], int]) -> Script:
     """The co-located role: all tokens, one message each."""
 
     async def script(job: Job) -> None:
-        end = job.submit.sampling.max_tokens
-        for index in range(job.base, end):
-            job.send(index, (tokens(index),), length_if(index == end - 1))
+        sampling = job.submit.sampling
+        more = {"logprobs": [TokenLogprobs(logprob=-1.0, rank=1)]} if sampling.HasField("logprobs") else {}
+        for index in range(job.base, sampling.max_tokens):
+            job.send(index, (tokens(index),), length_if(index == sampling.max_tokens - 1), **more)
 
     return script
 
