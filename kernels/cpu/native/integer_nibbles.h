@@ -11,6 +11,26 @@ inline int64_t span_of(const LinearArgs& args) {
     return args.group >= args.inputs || args.group % STEP == 0 ? STEP : STEP / 2;
 }
 
+// Of the numbers of a vector, the largest, and the sum. With intrinsics, because GCC takes them one by one.
+inline int32_t largest_of(vi x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#endif
+}
+inline int32_t sum_of(vi x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+#endif
+}
+
 // The scale of a span's integers, and their sum.
 struct Span {
     float scale;
@@ -76,22 +96,11 @@ struct Nibbles : ByVectors<Nibbles<TYPE>> {
     static int64_t prepared_floats(int64_t inputs) { return rows_at_once<Nibbles>(inputs) * stride_of(inputs) / 4; }
 
     static void prepare(const LinearArgs& args, const float* from, A* to) {
-        const int64_t inputs = args.inputs, span = span_of(args), count = whole_steps(inputs) / span;
-        Span* spans = spans_of(args, to);
-        vf squares = {};
-        for (int64_t s = 0; s < count; s++) {
-            alignas(64) float x[STEP] = {};
-            const int64_t begin = s * span, left = std::min(span, inputs - begin);
-            for (int64_t k = 0; k < left; k++) x[k] = from[begin + k];
-            for (int64_t k = 0; k < span; k += W) squares = fused(load(x + k), load(x + k), squares);
-            if (args.norm != nullptr) {
-                for (int64_t k = 0; k < left; k++) x[k] *= args.norm[begin + k];
-            }
-            spans[s] = round_span(x, span, to + begin);
+        if (span_of(args) == STEP) {
+            prepare_spans<STEP>(args, from, to);
+        } else {
+            prepare_spans<STEP / 2>(args, from, to);
         }
-        if (args.norm == nullptr) return;
-        const float norm = 1.0f / std::sqrt(sum(squares) / (float)inputs + args.eps);
-        for (int64_t s = 0; s < count; s++) spans[s].scale *= norm;
     }
 
 private:
@@ -113,32 +122,62 @@ private:
         return reinterpret_cast<const Span*>(a + whole_steps(args.inputs));
     }
 
+    template <int64_t SPAN>
+    static void prepare_spans(const LinearArgs& args, const float* from, A* to) {
+        constexpr int64_t VECTORS = SPAN / W;
+        const int64_t inputs = args.inputs, count = whole_steps(inputs) / SPAN;
+        Span* spans = spans_of(args, to);
+        vf squares = {};
+        for (int64_t s = 0; s < count; s++, to += SPAN) {
+            const int64_t begin = s * SPAN, left = inputs - begin;
+            alignas(64) float last[2][SPAN] = {};  // inputs and norms of a span that isn't whole
+            const float *x = from + begin, *norm = args.norm == nullptr ? nullptr : args.norm + begin;
+            if (left < SPAN) {
+                for (int64_t k = 0; k < left; k++) {
+                    last[0][k] = x[k];
+                    last[1][k] = norm == nullptr ? 0.0f : norm[k];
+                }
+                x = last[0];
+                norm = norm == nullptr ? nullptr : last[1];
+            }
+            vf numbers[VECTORS];
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < VECTORS; i++) {
+                numbers[i] = load(x + i * W);
+                squares = fused(numbers[i], numbers[i], squares);
+                if (norm != nullptr) numbers[i] *= load(norm + i * W);
+            }
+            spans[s] = round_span(numbers, to);
+        }
+        if (args.norm == nullptr) return;
+        const float norm = 1.0f / std::sqrt(sum(squares) / (float)inputs + args.eps);
+        for (int64_t s = 0; s < count; s++) spans[s].scale *= norm;
+    }
+
     // Rounds the numbers of a span. Its scale is NaN if one isn't finite.
-    static Span round_span(const float* x, int64_t span, A* to) {
+    template <size_t VECTORS>
+    static Span round_span(const vf (&x)[VECTORS], A* to) {
         // As integers, magnitudes are in the order of the numbers, and all that aren't finite come after those.
         vi most = {};
-        for (int64_t k = 0; k < span; k += W) {
-            const vi magnitude = (vi)load(x + k) & 0x7fffffff;
+        for (const vf& numbers : x) {
+            const vi magnitude = (vi)numbers & 0x7fffffff;
             most = magnitude > most ? magnitude : most;
         }
-        int32_t bits = 0;
-        for (int i = 0; i < W; i++) bits = std::max(bits, most[i]);
+        const int32_t bits = largest_of(most);
         float largest;
         memcpy(&largest, &bits, sizeof largest);
         if (!(largest >= 0x1p-100f && bits < 0x7f800000)) {  // 127 / largest isn't finite, or all are as good as 0
-            memset(to, 0, span);
+            memset(to, 0, VECTORS * W);
             return {bits < 0x7f800000 ? 0.0f : std::numeric_limits<float>::quiet_NaN(), 0};
         }
         const float factor = 127.0f / largest;
         vi sums = {};
-        for (int64_t k = 0; k < span; k += W) {
-            const vi integers = rounded(load(x + k) * factor);
-            narrow(reinterpret_cast<uint8_t*>(to) + k, integers);
+        for (size_t i = 0; i < VECTORS; i++) {
+            const vi integers = rounded(x[i] * factor);
+            narrow(reinterpret_cast<uint8_t*>(to) + i * W, integers);
             sums += integers;
         }
-        int32_t sum = 0;
-        for (int i = 0; i < W; i++) sum += sums[i];
-        return {largest / 127.0f, sum};
+        return {largest / 127.0f, sum_of(sums)};
     }
 
     // The zeros of W outputs, as words with 0 between them.
@@ -153,7 +192,7 @@ private:
         const uint8_t *w0 = blocks.w0, *w1 = blocks.w1;
         const A* extra = a + inputs;
         const bool scaled = scaled_last(args);
-        constexpr int64_t AHEAD = 2048;  // bytes; also across pages, where the CPU's own prefetcher stops
+        const int64_t ahead = later_pair(blocks, inputs * W / 2);
         vf totals[M][2];
         for (auto& total : totals) total[0] = total[1] = vf{};
         for (int64_t k = 0, group = 0, next = args.group; k < inputs; extra += sizeof(Span)) {
@@ -177,8 +216,8 @@ private:
                 auto& to = WORDS ? words : sums;
 #pragma GCC unroll 4
                 for (int64_t line = 0; line < RUN / 8 * 4 * W; line += LINE) {
-                    __builtin_prefetch(w0 + AHEAD + line);
-                    __builtin_prefetch(w1 + AHEAD + line);
+                    __builtin_prefetch(w0 + ahead + line, 0, 2);
+                    __builtin_prefetch(w1 + ahead + line, 0, 2);
                 }
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < RUN; i += 8, k += 8, w0 += 4 * W, w1 += 4 * W) {

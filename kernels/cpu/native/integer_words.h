@@ -74,6 +74,7 @@ private:
         const int64_t groups = GROUPED ? groups_of(args) : 1, inputs = 2 * packed_pairs(args.inputs, INT8);
         const uint8_t *w0 = blocks.w0, *w1 = blocks.w1;
         const A* extra = a + scale_at(args.inputs);
+        const int64_t ahead = later_pair(blocks, inputs * W);
         alignas(64) float found[M][2][W];
         vf totals[M][2];
         for (auto& total : totals) total[0] = total[1] = vf{};
@@ -84,9 +85,8 @@ private:
             while (x < end) {
                 vi sums[M][2][2] = {};
                 for (const A* until = std::min(end, x + SECTION); x < until; x += 4, w0 += 4 * W, w1 += 4 * W) {
-                    constexpr int AHEAD = 2048;  // bytes; also across pages, where the CPU's own prefetcher stops
-                    __builtin_prefetch(w0 + AHEAD);
-                    __builtin_prefetch(w1 + AHEAD);
+                    __builtin_prefetch(w0 + ahead, 0, 2);
+                    __builtin_prefetch(w1 + ahead, 0, 2);
                     vi v0[2], v1[2];
                     words(w0, v0);
                     words(w1, v1);
