@@ -5,8 +5,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvrelay.router.chat import Conversation
-from kvrelay.router.errors import InvalidRequest
+from kvrelay.router.errors import InvalidArgument, InvalidRequest
+from kvrelay.router.wire import BadOutline, check_json
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 4096
+"""Of all messages together."""
+MAX_TOOLS = 512
+PIECE_BYTES = 64
+"""Bytes of text that take as long to be rendered as a message without any."""
 
 
 def conversation(chat: ChatMessages) -> Conversation:
@@ -34,17 +42,43 @@ def conversation(chat: ChatMessages) -> Conversation:
 
 
 def size(chat: ChatMessages) -> int:
-    """Bytes of all texts of a conversation, encoded as UTF-8."""
+    """Bytes of all texts that a template may render, encoded as UTF-8.
+
+    Raises:
+        InvalidRequest: there are too many messages, calls or tools.
+    """
+    _check_count("messages: number of messages", len(chat.messages), MAX_MESSAGES)
+    _check_count("messages: number of tool calls", _calls(chat), MAX_CALLS)
+    _check_count("tools: number of tools", len(chat.tools), MAX_TOOLS)
     return sum(len(text.encode()) for text in _texts(chat))
+
+
+def cost(chat: ChatMessages, size: int) -> int:
+    """The bytes of one text that takes about as long to be rendered as a conversation of `size` bytes."""
+    return size + PIECE_BYTES * (len(chat.messages) + _calls(chat) + len(chat.tools))
+
+
+def _calls(chat: ChatMessages) -> int:
+    return sum(len(message.tool_calls) for message in chat.messages)
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(field, count, f"up to {most}")
 
 
 def _texts(chat: ChatMessages) -> Iterator[str]:
     yield from chat.tools
     yield chat.template_kwargs
     for message in chat.messages:
+        yield message.role
         yield message.content
+        yield message.name
+        yield message.tool_call_id
         yield message.reasoning_content
         for call in message.tool_calls:
+            yield call.id
+            yield call.name
             yield call.arguments
 
 
@@ -67,7 +101,10 @@ def _call(where: str, call: ToolCall) -> dict[str, Any]:
 def _object(where: str, text: str) -> dict[str, Any]:
     """A JSON object; its text isn't part of the error."""
     try:
+        check_json(text.encode(), 0)
         value = json.loads(text)
+    except BadOutline as error:
+        raise InvalidArgument(f"{where}: {error}") from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

@@ -130,5 +130,6 @@ class InternalError(RequestError):
 
 def shorten(value: object) -> str:
     """`repr(value)`, cut to a length that fits in an error message."""
-    text = repr(value)
+    # A slice first: the `repr` of some megabytes takes milliseconds.
+    text = repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value)
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

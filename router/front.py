@@ -12,9 +12,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.admission import Admission, Ticket
@@ -38,6 +39,10 @@ from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResp
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+INLINE_BYTES = 16 * 1024
+"""A request up to this size is parsed in the event loop, in at most some milliseconds."""
 END_SECONDS = 1.0
 """For calls to end on their workers when the router is to end."""
 
@@ -77,6 +82,8 @@ class Front:
         self.limits = KeyLimits()
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
+        # One thread: each thread that computes in Python makes the event loop wait for its turn.
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
         self._draining = False
         self._ending = False
 
@@ -144,6 +151,14 @@ class Front:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=END_SECONDS)
+        self._parsing.shutdown(wait=False, cancel_futures=True)
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T:
+        """Does the work on a request of `size` bytes: in the event loop if they are few, else in a thread, between
+        whose steps the event loop has its turns."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:

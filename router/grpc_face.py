@@ -17,7 +17,7 @@ from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.front import Caller, Front
 from kvrelay.router.prompt import PART_TOKENS
-from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
+from kvrelay.router.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.router.writer import Writer
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
@@ -136,9 +136,9 @@ class GrpcFace:
 
     async def _detokenize(self, received: Received) -> pb.DetokenizeResponse:
         model = self._front.model
-        request = received.take(pb.DetokenizeRequest, self._front.config, TOKENIZE_BYTES)
-        if len(request.token_ids) > TOKENIZE_BYTES:
-            limit = f"up to {TOKENIZE_BYTES}, send more in parts"
+        request = received.take(pb.DetokenizeRequest, self._front.config, DETOKENIZE_IDS)
+        if len(request.token_ids) > DETOKENIZE_IDS:
+            limit = f"up to {DETOKENIZE_IDS}, send more in parts"
             raise InvalidRequest("token_ids: number of ids", len(request.token_ids), limit)
         tokens = await checked_ids("token_ids", request.token_ids, model.vocab_size)
         return pb.DetokenizeResponse(text=await self._tokenizer.decode(tokens))

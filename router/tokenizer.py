@@ -22,6 +22,14 @@ INLINE_TOKENS = 4096
 """The same limit for decoding."""
 
 
+class TooManyTokens(ValueError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens")
+        self.count = count
+
+
 class Tokenizer:
     """A checkpoint's `tokenizer.json`, `tokenizer_config.json` and chat template."""
 
@@ -43,9 +51,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    async def encode(self, text: str) -> "array[int]":
-        """Token ids of a prompt, with the special tokens that the model expects around it."""
-        return await self._run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, special=True))
+    async def encode(self, text: str, most: int | None = None) -> "array[int]":
+        """Token ids of a prompt, with the special tokens that the model expects around it.
+
+        Raises:
+            TooManyTokens: they are more than `most`.
+        """
+        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, most, special=True))
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of each word by itself and after a space, where they differ."""
@@ -55,35 +67,38 @@ class Tokenizer:
             found = self._tokenizer.encode_batch_fast(both, add_special_tokens=False)
             return [list(ids) for ids in dict.fromkeys(tuple(encoding.ids) for encoding in found) if ids]
 
-        return await self._run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
+        return await self.run(sum(map(len, words)) <= INLINE_CHARACTERS // 2, encode)
 
     @property
     def template_source(self) -> str:
         """The chat template; empty if there is none."""
         return "" if self._template is None else self._template.source
 
-    async def encode_chat(self, conversation: Conversation, size: int, max_characters: int) -> "array[int]":
-        """Token ids of a conversation.
+    async def encode_chat(
+        self, make: Callable[[], Conversation], cost: int, max_characters: int, most: int | None = None
+    ) -> "array[int]":
+        """Token ids of a conversation. A small one is made and rendered at once, and a short prompt is encoded at once:
+        a template may render much more than it was given.
 
         Args:
-            size: characters of the conversation, about.
+            make: the conversation.
+            cost: characters of a text that takes as long to be rendered.
             max_characters: of the rendered prompt.
 
         Raises:
             LookupError: the model has no chat template.
             TemplateFailed: the template refuses the messages, or takes too long, or renders too much.
+            TooManyTokens: the prompt has more than `most`.
         """
         template = self._template
         if template is None:
             raise LookupError("the model has no chat template")
-        return await self._run(
-            size <= INLINE_CHARACTERS,
-            lambda: self._encode(template.render(conversation, max_characters), special=False),
-        )
+        text = await self.run(cost <= INLINE_CHARACTERS, lambda: template.render(make(), max_characters))
+        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, most, special=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return await self._run(
+        return await self.run(
             len(token_ids) <= INLINE_TOKENS,
             # decode_batch releases the interpreter lock while it works.
             lambda: self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0],
@@ -109,11 +124,16 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, *, special: bool) -> "array[int]":
+    def _encode(self, text: str, most: int | None, *, special: bool) -> "array[int]":
         # This releases the interpreter lock while it works, and computes no offsets, as `encode` does.
-        return array("I", self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        # Some million ids would hold the lock for 20 ms.
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding))
+        return array("I", encoding.ids)
 
-    async def _run(self, inline: bool, work: Callable[[], T]) -> T:
+    async def run(self, inline: bool, work: Callable[[], T]) -> T:
+        """Does the work at once, or on a thread."""
         return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

@@ -10,6 +10,7 @@ import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
@@ -22,14 +23,14 @@ from kvrelay.internal.v1.worker_pb2 import (
     Sampling,
 )
 from kvrelay.router.chat import TemplateFailed
-from kvrelay.router.conversation import conversation
+from kvrelay.router.conversation import conversation, cost
 from kvrelay.router.conversation import size as conversation_size
 from kvrelay.router.errors import InvalidRequest, PromptTooLong, shorten
 from kvrelay.router.prefixes import chain_of
 from kvrelay.router.prompt import PART_TOKENS, Prompt
 from kvrelay.router.queue import NO_CLAIM, Claim
 from kvrelay.router.sampling import SamplingDefaults, check_ids, check_params, check_prompt_logprobs, sampling_of
-from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.tokenizer import Tokenizer, TooManyTokens
 from kvrelay.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -46,8 +47,9 @@ MAX_REQUEST_ID_CHARACTERS = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 MAX_COMPLETIONS = 128
 TOKENIZE_BYTES = 512 * 1024
-"""Largest text to be tokenized alone, and most ids to be detokenized: what the event loop can send in some
-milliseconds."""
+"""Largest text to be tokenized alone: what the event loop can send in some milliseconds."""
+DETOKENIZE_IDS = 64 * 1024
+"""Most ids to be detokenized: a token may have a text of some hundred bytes."""
 TOKENIZE_WHY = "send a longer text in parts"
 TAIL_TOKENS = 8
 """Last tokens of a prompt that are kept at hand."""
@@ -218,22 +220,31 @@ async def prompt_tokens(request: GenerateRequest, tokenizer: Tokenizer, model: M
         return await checked_ids("token_ids.ids", ids, model.vocab_size)
     longest = model.max_context * tokenizer.longest_token_bytes
     why = f"{_context(model)}, of up to {tokenizer.longest_token_bytes} bytes each"
-    tokens = await text_tokens(request, tokenizer, longest, why)
+    try:
+        tokens = await text_tokens(request, tokenizer, longest, why, model.max_context)
+    except TooManyTokens as error:
+        raise _too_long(error.count, model) from None
     check_ids("prompt: token ids", tokens, model.vocab_size)
     return tokens
 
 
 async def text_tokens(
-    request: GenerateRequest | TokenizeRequest, tokenizer: Tokenizer, max_bytes: int, why: str
+    request: GenerateRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    max_bytes: int,
+    why: str,
+    most: int | None = None,
 ) -> "array[int]":
     """The token ids of a text or of chat messages, at least one.
 
     Args:
         max_bytes: of all texts together, encoded as UTF-8.
         why: what that limit is.
+        most: tokens.
 
     Raises:
         InvalidRequest: there is no input, it is too long, or it can't be tokenized.
+        TooManyTokens: it has more tokens than `most`.
     """
     given = request.WhichOneof("input")
     match given:
@@ -247,10 +258,10 @@ async def text_tokens(
             raise InvalidRequest("input", None, "text, messages or token ids")
     if size > max_bytes:
         raise InvalidRequest(f"{given}: number of bytes", size, f"up to {max_bytes}, {why}")
-    text = given == "text"
-    tokens = await (
-        tokenizer.encode(request.text) if text else _encode_chat(request.messages, tokenizer, size, max_bytes)
-    )
+    if given == "text":
+        tokens = await tokenizer.encode(request.text, most)
+    else:
+        tokens = await _encode_chat(request.messages, tokenizer, size, max_bytes, most)
     if not tokens:
         raise InvalidRequest(f"{given}: number of tokens", 0, "at least 1")
     return tokens
@@ -272,10 +283,12 @@ async def checked_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> 
     return copy
 
 
-async def _encode_chat(chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int) -> "array[int]":
+async def _encode_chat(
+    chat: ChatMessages, tokenizer: Tokenizer, size: int, max_bytes: int, most: int | None
+) -> "array[int]":
     count = len(chat.messages)
     try:
-        return await tokenizer.encode_chat(conversation(chat), size, max_bytes)
+        return await tokenizer.encode_chat(partial(conversation, chat), cost(chat, size), max_bytes, most)
     except LookupError as error:
         limit = "0: this model has no chat template, send text or token ids"
         raise InvalidRequest("messages: number of messages", count, limit) from error

@@ -1,7 +1,8 @@
-"""Checks the outline of a protobuf message before it is parsed, so that no message holds the event loop for long.
+"""Checks the outline of a protobuf message or of JSON before it is parsed, so that none holds the event loop for long.
 
 Parsing 4 MiB takes a millisecond if they are one text, and a hundred if they are millions of small fields. This reads
-the tags and lengths of the fields, without their contents, up to a bound on their number.
+the tags and lengths of a message's fields, without their contents, up to a bound on their number; in JSON, it counts
+what stands between the strings.
 """
 
 from typing import Any
@@ -9,9 +10,16 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 SMALL_BYTES = 64 * 1024
-"""A message up to this size is parsed in about a millisecond, whatever is in it."""
+"""What has up to this size is parsed in some milliseconds, whatever is in it."""
 MAX_FIELDS = 4096
 """Fields of a larger message, those of its parts included; a list of numbers is one field."""
+MAX_STRINGS = 16384
+MAX_LISTS = 16384
+MAX_QUOTES = 2**18
+MAX_ESCAPES = 2**19
+MAX_VALUES = 65536
+"""Strings, lists and objects, quotation marks, escapes of characters by \\u, and other values of larger JSON, beside
+the numbers that a prompt may have."""
 VARINT_BYTES = 5
 """Longest encoding of a uint32."""
 
@@ -19,7 +27,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 class BadOutline(ValueError):
-    """The message is malformed, or too costly to parse; the text says which limit it exceeds."""
+    """The message or JSON is malformed, or too costly to parse; the text says which limit it exceeds."""
 
 
 def check_outline(data: bytes, kind: Any, max_numbers: int) -> None:
@@ -34,6 +42,55 @@ def check_outline(data: bytes, kind: Any, max_numbers: int) -> None:
     """
     if len(data) > SMALL_BYTES:
         _check(data, 0, len(data), kind, MAX_FIELDS, max_numbers * VARINT_BYTES)
+
+
+def check_json(data: bytes, max_numbers: int) -> None:
+    """Checks that JSON has so few values that it is parsed in some milliseconds.
+
+    Each value but the first of its list or object comes behind a comma outside of a string.
+
+    Args:
+        max_numbers: most entries of a list of numbers, beside MAX_VALUES other values.
+
+    Raises:
+        BadOutline: it has more.
+    """
+    if len(data) <= SMALL_BYTES:
+        return
+    max_values = MAX_VALUES + max_numbers
+    if data.count(b"\\u") > MAX_ESCAPES:
+        raise BadOutline(f"number of \\u escapes is above {MAX_ESCAPES}; allowed: up to {MAX_ESCAPES}")
+    lists = data.count(b"[") + data.count(b"{")
+    if data.count(b",") <= max_values and data.count(b'"') <= 2 * MAX_STRINGS and lists <= MAX_LISTS:
+        return
+    values = lists = strings = quotes = start = 0
+    inside = False
+    end = len(data)
+    while start <= end:
+        quote = data.find(b'"', start)
+        quote = end if quote < 0 else quote
+        quotes += 1
+        if not inside:
+            values += data.count(b",", start, quote)
+            lists += data.count(b"[", start, quote) + data.count(b"{", start, quote)
+            strings += 1
+            inside = True
+        elif _even_backslashes(data[start:quote]):
+            inside = False
+        for name, count, most in (
+            ("values", values, max_values),
+            ("lists and objects", lists, MAX_LISTS),
+            ("strings", strings - 1, MAX_STRINGS),
+            ("quotation marks", quotes - 1, MAX_QUOTES),
+        ):
+            if count > most:
+                raise BadOutline(f"number of {name} is above {most}; allowed: up to {most}")
+        start = quote + 1
+
+
+def _even_backslashes(text: bytes) -> bool:
+    """Whether a quotation mark behind `text` ends a string: it does unless a backslash escapes it."""
+    return (len(text) - len(text.rstrip(b"\\"))) % 2 == 0
 
 
 def _check(data: bytes, at: int, end: int, kind: Any, left: int, number_bytes: int) -> int:

@@ -2,25 +2,22 @@
 
 import asyncio
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvrelay.router.errors import InvalidArgument, InvalidRequest, shorten
+from kvrelay.router.errors import MAX_VALUE_CHARACTERS, InvalidArgument, shorten
 from kvrelay.router.http.errors import BadField, SlowBody, TooLarge
+from kvrelay.router.wire import BadOutline, check_json
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-SMALL_BYTES = 64 * 1024
-"""A body up to this size is parsed in about a millisecond, whatever is in it."""
-MAX_STRINGS = 32768
-MAX_QUOTES = 2**18
-MAX_ESCAPES = 2**19
-MAX_VALUES = 65536
-"""Strings, quotation marks, escapes of characters by \\u, and other values of a larger body, beside the numbers that a
-prompt may have."""
+MOST_SHOWN = 64
+"""Problems of one body that pydantic formats, each in some microseconds. There are more only if an object has more
+unknown fields: every check of a list stops at its first problem."""
 # Fields whose texts no error and no log contains.
 _SECRET = re.compile(r"(body|prompt|messages|stop|bad_words)\b")
 CODES = {
@@ -72,8 +69,9 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
         raise TooLarge(f"body: number of bytes is above {most}; allowed: up to {most}") from None
 
 
-async def parse(kind: type[BodyT], data: bytes, max_numbers: int) -> BodyT:
-    """The request in a body.
+def parse(kind: type[BodyT], data: bytes, max_numbers: int = 0) -> BodyT:
+    """The request in a body. No call of a library in it holds the interpreter for 20 ms, whatever the body has; all of
+    them together may take longer, so a large body belongs in `Front.apart`.
 
     Args:
         max_numbers: most entries of a list of numbers.
@@ -81,49 +79,32 @@ async def parse(kind: type[BodyT], data: bytes, max_numbers: int) -> BodyT:
     Raises:
         InvalidArgument: it is no valid JSON, or not such a request. The text has nothing of a prompt.
     """
-    if len(data) > SMALL_BYTES:
-        # In a thread: the loop over the strings takes up to a tenth of a second, during which others have their turns.
-        await asyncio.get_running_loop().run_in_executor(None, _check_outline, data, MAX_VALUES + max_numbers)
+    try:
+        check_json(data, max_numbers)
+    except BadOutline as error:
+        raise InvalidArgument(f"body: {error}") from None
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)) from None
+        problems = error
+    if problems.error_count() > MOST_SHOWN:
+        try:
+            raise _unknown(next(_extras(kind.model_validate_json(data, extra="allow"), ()), ()))
+        except ValidationError as error:
+            problems = error
+    raise _refusal(problems.errors(include_url=False))
 
 
-def _check_outline(data: bytes, max_values: int) -> None:
-    """Checks that a body has so few values that it is parsed in some milliseconds.
-
-    Each value but the first of its list or object comes behind a comma outside of a string.
-
-    Raises:
-        InvalidRequest: it has more.
-    """
-    if data.count(b"\\u") > MAX_ESCAPES:
-        raise InvalidArgument(f"body: number of \\u escapes is above {MAX_ESCAPES}; allowed: up to {MAX_ESCAPES}")
-    if data.count(b",") <= max_values and data.count(b'"') <= 2 * MAX_STRINGS:
-        return
-    values = strings = quotes = start = 0
-    inside = False
-    while (quote := data.find(b'"', start)) >= 0:
-        quotes += 1
-        if not inside:
-            values += data.count(b",", start, quote)
-            strings += 1
-            inside = True
-        elif _even_backslashes(data[start:quote]):
-            inside = False
-        for name, count, most in (("strings", strings, MAX_STRINGS), ("quotation marks", quotes, MAX_QUOTES)):
-            if count > most:
-                raise InvalidArgument(f"body: number of {name} is above {most}; allowed: up to {most}")
-        start = quote + 1
-    values += 0 if inside else data.count(b",", start)
-    if values > max_values:
-        raise InvalidRequest("body: number of values", values, f"up to {max_values}")
-
-
-def _even_backslashes(text: bytes) -> bool:
-    """Whether a quotation mark behind `text` ends a string: it does unless a backslash escapes it."""
-    return (len(text) - len(text.rstrip(b"\\"))) % 2 == 0
+def _extras(value: Any, where: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
+    """The places of the unknown fields in a request that was taken with them."""
+    if isinstance(value, BaseModel):
+        for name in value.model_extra or ():
+            yield (*where, name)
+        for name in value.model_fields_set - (value.model_extra or {}).keys():
+            yield from _extras(getattr(value, name), (*where, name))
+    elif isinstance(value, list):
+        for at, each in enumerate(value):
+            yield from _extras(each, (*where, at))
 
 
 def _refusal(problems: list[ErrorDetails]) -> InvalidArgument:
@@ -140,12 +121,14 @@ def _refusal(problems: list[ErrorDetails]) -> InvalidArgument:
     elif kind == "json_invalid":
         return InvalidArgument(f"body: not valid JSON: {problem['ctx']['error']}")
     if kind == "extra_forbidden":
-        text = f"{where} is not a field that this server knows"
-    elif kind == "missing":
-        text = f"{where} is missing"
-    else:
-        text = f"{where} is {_shown(where, value)}; allowed: {allowed}"
+        return _unknown(problem["loc"])
+    text = f"{where} is missing" if kind == "missing" else f"{where} is {_shown(where, value)}; allowed: {allowed}"
     return BadField(text, where, _code(kind, value))
+
+
+def _unknown(place: tuple[int | str, ...]) -> BadField:
+    where = _place(place)
+    return BadField(f"{where} is not a field that this server knows", where, CODES["extra_forbidden"])
 
 
 def _code(kind: str, value: Any) -> str:
@@ -160,6 +143,7 @@ def _place(parts: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             shown += f"[{part}]"
         elif not _names_a_type(part):
+            part = part if len(part) <= MAX_VALUE_CHARACTERS else f"{part[:MAX_VALUE_CHARACTERS]}..."
             shown += f".{part}" if shown else part
     return shown or "body"
 

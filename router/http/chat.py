@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvrelay.router.conversation import MAX_MESSAGES
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.http.fields import MAX_UINT32, Fields, GenerateFields, Integer, Neutral, misfit
 from kvrelay.router.http.logprobs import chat_logprobs
@@ -35,7 +36,7 @@ class NamedTool(Fields):
 class ChatRequest(GenerateFields, ConversationFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     """The conversation."""
     max_completion_tokens: Integer = Field(None, ge=1, le=MAX_UINT32)
     """Most tokens to generate, reasoning included; max_tokens is its older name."""

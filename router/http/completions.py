@@ -1,20 +1,103 @@
 """`/v1/completions`: text behind one prompt or several."""
 
+import secrets
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
+from kvrelay.router.errors import InvalidArgument
+from kvrelay.router.http.body import parse
 from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
 from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest
+from kvrelay.router.wire import SMALL_BYTES
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse, TokenIds, TokenLogprobs
 
 MAX_PROMPTS = 1024
+
+
+MAX_CUT = 16384
+"""Token ids of a large body that are parsed at a time."""
+_CUT = secrets.token_hex(16)
+"""Stands for token ids that were cut out of a body. No client can guess it."""
+_IDS = b"0123456789,[] \t\r\n"
+
+
+def read_completion(data: bytes, max_ids: int) -> "CompletionRequest":
+    """The request in a body. Token ids of a large body are parsed apart, in parts: together they would hold the
+    interpreter for too long.
+
+    Args:
+        max_ids: most ids of all prompts.
+
+    Raises:
+        InvalidArgument: as `parse`.
+    """
+    if len(data) > SMALL_BYTES and (cut := _cut_prompt(data, max_ids)) is not None:
+        prompt, rest = cut
+        body = parse(CompletionRequest, rest)
+        if body.prompt == [_CUT]:
+            body.prompt = prompt
+            return body
+    return parse(CompletionRequest, data)
+
+
+def _cut_prompt(data: bytes, max_ids: int) -> "tuple[list[array[int]], bytes] | None":
+    """The token ids behind the first key `prompt`, and the body with _CUT in their place; None if there are none."""
+    key = data.find(b'"prompt"')
+    start = data.find(b"[", key)
+    if key < 0 or start < 0 or data[key + 8 : start].strip() != b":":
+        return None
+    nested = data[start + 1 : start + 64].lstrip()[:1] == b"["
+    end = data.find(b"]", start)
+    if nested:
+        ends = [at for at in (data.find(b'"', start), data.find(b"}", start)) if at >= 0]
+        end = data.rfind(b"]", start, min(ends, default=len(data)))
+    if end < 0 or data[start : end + 1].translate(None, _IDS):
+        return None
+    text = data[start + 1 : end]
+    if text.count(b",") > max_ids:
+        raise InvalidArgument(f"prompt: number of token ids is above {max_ids}; allowed: up to {max_ids}")
+    lists = [text]
+    if nested:
+        lists = (b"," + text).split(b"]", MAX_PROMPTS)
+        if lists.pop().strip() or not all(each.partition(b"[")[0].strip() == b"," for each in lists):
+            return None
+        lists = [each.partition(b"[")[2] for each in lists]
+    try:
+        return [_ids(each) for each in lists], data[:start] + f'"{_CUT}"'.encode() + data[end + 1 :]
+    except ValueError:
+        return None
+
+
+def _ids(text: bytes) -> "array[int]":
+    """The ids in a list's text, parsed in parts.
+
+    Raises:
+        ValueError: it isn't a list of numbers of 32 bits, or empty.
+    """
+    ids: array[int] = array("I")
+    start = 0
+    while True:
+        end = min(len(text), start + MAX_CUT)
+        comma = text.find(b",", end)
+        part = text[start:] if comma < 0 else text[start:comma]
+        try:
+            found = array("I", from_json(b"[%b]" % part))
+        except (TypeError, OverflowError):
+            found = None
+        if not found:
+            raise ValueError("no list of token ids")
+        ids.extend(found)
+        if comma < 0:
+            return ids
+        start = comma + 1
 
 
 def _is_ids(value: Any) -> bool:
@@ -25,7 +108,10 @@ def _check_prompt(value: Any) -> Any:
     """Checks the four forms of a prompt; each by hand, since a union of lists would be tried member by member."""
     value = whole_list(value)
     single = isinstance(value, str) or _is_ids(value)
-    prompts = [value] if single or not isinstance(value, list) else list(map(whole_list, value))
+    prompts = [value] if single or not isinstance(value, list) else value
+    # The length first: a list of 65,536 lists isn't looked at any further.
+    if 1 <= len(prompts) <= MAX_PROMPTS:
+        prompts = list(map(whole_list, prompts))
     if not 1 <= len(prompts) <= MAX_PROMPTS or not all(isinstance(each, str) or _is_ids(each) for each in prompts):
         allowed = f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
         raise PydanticCustomError("prompt", "{allowed}", {"allowed": allowed})
@@ -70,7 +156,7 @@ class CompletionRequest(GenerateFields):
         """One request for each prompt."""
         return [self._request(f"{request_id}-{at}" if at else request_id, each) for at, each in enumerate(self.prompt)]
 
-    def _request(self, request_id: str, prompt: str | list[int]) -> GenerateRequest:
+    def _request(self, request_id: str, prompt: str | Sequence[int]) -> GenerateRequest:
         request = self.request(request_id)
         if isinstance(prompt, str):
             request.text = prompt

@@ -8,10 +8,11 @@ import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -23,15 +24,18 @@ from kvrelay.router.front import Call, Front, together
 from kvrelay.router.http import cors, openapi
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.chat import ChatRequest, Chats
-from kvrelay.router.http.completions import CompletionRequest, TextChoice
+from kvrelay.router.http.completions import TextChoice, read_completion
 from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
-from kvrelay.router.validation import TOKENIZE_BYTES, check_name, is_name
+from kvrelay.router.validation import DETOKENIZE_IDS, CheckedRequest, check_name, is_name
+from kvrelay.router.wire import MAX_VALUES
 from kvrelay.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 VERSION = version("kvrelay")
 
@@ -43,6 +47,9 @@ SESSION = "X-Session-Id"
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's deadline, in seconds from receipt."""
 MAX_TIMEOUT_SECONDS = 86400.0
+CHECKED_AT_ONCE = 16
+"""Prompts of one body that are tokenized and checked at a time: the event loop goes through all tasks that can go on
+before it looks at other requests."""
 CLOSE_SECONDS = 0.5
 """For answers that are no completions to end when the router is to end."""
 
@@ -151,8 +158,8 @@ class HttpFace:
     # Generation.
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def plan(data: bytes) -> Plan:
-            body = await parse(ChatRequest, data, self._front.model.max_context)
+        def plan(data: bytes) -> Plan:
+            body = parse(ChatRequest, data)
             self._front.check_model(body.model or "")
             chat = self._chats.plan(body)
             name = _name(request, body.request_id)
@@ -162,8 +169,8 @@ class HttpFace:
         return await self._generate(request, plan)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        async def plan(data: bytes) -> Plan:
-            body = await parse(CompletionRequest, data, self._front.model.max_context)
+        def plan(data: bytes) -> Plan:
+            body = read_completion(data, MAX_VALUES + self._front.model.max_context)
             self._front.check_model(body.model or "")
             name, make = _name(request, body.request_id), partial(TextChoice, body, self._front.tokenizer)
             reply = Reply(body, "text_completion", self._head(f"cmpl-{name}"), make)
@@ -171,9 +178,7 @@ class HttpFace:
 
         return await self._generate(request, plan)
 
-    async def _generate(
-        self, request: web.Request, make_plan: Callable[[bytes], Awaitable["Plan"]]
-    ) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, make_plan: Callable[[bytes], "Plan"]) -> web.StreamResponse:
         """Runs the requests of a body, and answers with a stream or with one JSON object."""
         config = self._front.config
         check_name(f"header {REQUEST_ID}", request.headers.get(REQUEST_ID, ""))
@@ -183,14 +188,25 @@ class HttpFace:
         events = Events(request, config.idle_timeout_seconds)
         try:
             with self._front.generation(caller_of(request), size, deadline) as call:
-                plan = await make_plan(await self._read(request, call))
+                plan = await self._apart(make_plan, await self._read(request, call))
                 count, call.chat = len(plan.requests), plan.chat
+                if count > CHECKED_AT_ONCE:
+                    await asyncio.sleep(0)
                 _set_session(request, plan.requests)
+
+                turns = asyncio.Semaphore(CHECKED_AT_ONCE)
 
                 async def run(at: int) -> None:
                     sink = HttpSink(at, plan.reply, events if plan.stream else None)
-                    begin = partial(plan.reply.begin, at)
-                    await call.generate(plan.requests.pop(), sink, begin, plan.shown)
+                    with ExitStack() as turn:
+                        await turns.acquire()
+                        turn.callback(turns.release)
+
+                        def begin(checked: CheckedRequest) -> None:
+                            plan.reply.begin(at, checked)
+                            turn.close()
+
+                        await call.generate(plan.requests.pop(), sink, begin, plan.shown)
 
                 # The last prompt is the first to be taken off the list, which keeps no reference to it.
                 with call.ticket.more_calls(count - 1):
@@ -219,21 +235,24 @@ class HttpFace:
         call.ticket.resize(len(data))
         return data
 
+    async def _apart(self, work: Callable[[bytes], T], data: bytes) -> T:
+        return await self._front.apart(len(data), partial(work, data))
+
     # Text and tokens.
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        check_type(request)
-        size = declared_size(request, self._front.config.max_message_bytes)
-        with self._front.call(caller_of(request), size) as call:
-            body = await parse(TokenizeRequest, await self._read(request, call), 0)
-            self._front.check_model(body.model or "")
-            return _json(await body.answer(self._front.model, self._front.tokenizer))
+        return await self._answer(request, partial(parse, TokenizeRequest))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
+        return await self._answer(request, partial(parse, DetokenizeRequest, max_numbers=DETOKENIZE_IDS))
+
+    async def _answer(
+        self, request: web.Request, parsed: Callable[[bytes], TokenizeRequest | DetokenizeRequest]
+    ) -> web.Response:
         check_type(request)
         size = declared_size(request, self._front.config.max_message_bytes)
         with self._front.call(caller_of(request), size) as call:
-            body = await parse(DetokenizeRequest, await self._read(request, call), TOKENIZE_BYTES)
+            body = await self._apart(parsed, await self._read(request, call))
             self._front.check_model(body.model or "")
             return _json(await body.answer(self._front.model, self._front.tokenizer))
 

@@ -82,10 +82,30 @@ class Neutral:
         return value
 
 
+def _fail_fast(schema: Any) -> None:
+    """Sets `fail_fast` in all lists and dictionaries of a core schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Fields(BaseModel):
-    """A JSON object with known fields only."""
+    """A JSON object with known fields only. The check of a list or of an object stops at its first error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Pydantic's schema of the class, in which every list and dictionary fails fast: half a million errors of one
+        list would hold the event loop for seconds."""
+        schema = handler(source)
+        _fail_fast(handler.resolve_ref_schema(schema))
+        return schema
 
 
 class StreamOptions(Fields):
@@ -180,9 +200,11 @@ class GenerateFields(Fields):
     """Keep the smallest set of likeliest tokens whose probability reaches this."""
     stop: (
         Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-        | list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOPS)
+        ]
         | None
-    ) = Field(None, max_length=MAX_STOPS)
+    ) = None
     """One string or several that end the text before them."""
     seed: Integer = Field(None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
     """Equal seeds give equal tokens; a negative one counts modulo 2^64."""

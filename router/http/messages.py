@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvrelay.router.conversation import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from kvrelay.router.http.fields import Fields, Integer, Neutral, misfit
 from kvrelay.v1.inference_pb2 import ChatMessage, ChatMessages, ToolCall
 
-MAX_TOOLS = 512
+MAX_PARTS = 4096
+"""Of one message's content."""
 
 
 class TextPart(Fields):
@@ -58,11 +60,11 @@ class Message(Fields):
 
     role: str = Field(min_length=1)
     """system, user, assistant, tool, or another one that the chat template knows; developer is system."""
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
     """Text, or parts of it, which are joined."""
     name: str | None = None
     """Of the participant, if the template uses it."""
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = Field(None, max_length=MAX_CALLS)
     """Of an assistant: the calls that it made."""
     tool_call_id: str | None = None
     """Of a tool: the call that this answers."""
@@ -119,7 +121,7 @@ class Tool(Fields):
 class ConversationFields(Fields):
     """The fields that the chat template renders."""
 
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """The conversation."""
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     """Functions that the model may call."""

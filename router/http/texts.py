@@ -1,16 +1,24 @@
 """`/tokenize` and `/detokenize`."""
 
+from array import array
+from collections.abc import Iterable
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import to_json
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
-from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.http.fields import MAX_UINT32, Fields, Neutral, misfit, whole_list
 from kvrelay.router.http.messages import ConversationFields
-from kvrelay.router.tokenizer import Tokenizer
-from kvrelay.router.validation import TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
+from kvrelay.router.prompt import PART_TOKENS
+from kvrelay.router.tokenizer import INLINE_TOKENS, Tokenizer
+from kvrelay.router.validation import (
+    DETOKENIZE_IDS,
+    TOKENIZE_BYTES,
+    TOKENIZE_WHY,
+    checked_ids,
+    text_tokens,
+)
 from kvrelay.v1.inference_pb2 import TokenizeRequest as Texts
 
 
@@ -38,10 +46,22 @@ class TokenizeRequest(ConversationFields):
         """
         texts = Texts(text=self.prompt) if self.prompt is not None else Texts(messages=self.conversation(self.tools))
         tokens = await text_tokens(texts, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
-        answer = {"count": len(tokens), "max_model_len": model.max_context, "tokens": tokens.tolist()}
+        return await tokenizer.run(len(tokens) <= INLINE_TOKENS, lambda: self._json(tokens, model, tokenizer))
+
+    def _json(self, tokens: "array[int]", model: ModelInfo, tokenizer: Tokenizer) -> bytes:
+        """The answer, made in parts: others have their turn between them if this runs on a thread."""
+        parts = [tokens[at : at + PART_TOKENS].tolist() for at in range(0, len(tokens), PART_TOKENS)]
+        answer = to_json({"count": len(tokens), "max_model_len": model.max_context})[:-1]
+        answer += b',"tokens":[' + _joined(parts) + b"]"
         if self.return_token_strs:
-            answer["token_strs"] = [tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
-        return to_json(answer)
+            texts = ([tokenizer.bytes_of(token).decode(errors="replace") for token in part] for part in parts)
+            answer += b',"token_strs":[' + _joined(texts) + b"]"
+        return answer + b"}"
+
+
+def _joined(lists: Iterable[list[Any]]) -> bytes:
+    """The JSON of the lists' entries, with commas between."""
+    return b",".join(to_json(part)[1:-1] for part in lists)
 
 
 class DetokenizeRequest(Fields):
@@ -49,14 +69,14 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     """As in a completion."""
-    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]], BeforeValidator(whole_list)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_UINT32)]], BeforeValidator(whole_list)] = Field(
+        max_length=DETOKENIZE_IDS
+    )
     """Token ids."""
 
     async def answer(self, model: ModelInfo, tokenizer: Tokenizer) -> bytes:
         """
         Raises:
-            InvalidRequest: an id is outside of the vocabulary, or there are too many.
+            InvalidRequest: an id is outside of the vocabulary.
         """
-        if len(self.tokens) > TOKENIZE_BYTES:
-            raise InvalidRequest("tokens: number of ids", len(self.tokens), f"up to {TOKENIZE_BYTES}")
         return to_json({"prompt": await tokenizer.decode(await checked_ids("tokens", self.tokens, model.vocab_size))})

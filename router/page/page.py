@@ -188,7 +188,7 @@ class Page:
             with front.generation(caller_of(request), declared_size(request, most)) as call:
                 data = await read(request, most, limit)
                 call.ticket.resize(len(data))
-                ask = await parse(Ask, data, 0)
+                ask = await front.apart(len(data), partial(parse, Ask, data))
                 run = _Run(front, events)
                 await run.follow(call.generate(ask.request(), AwaitedSink(run.write), run.begin))
                 return await events.end(run.end())

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +14,7 @@ from kvrelay.client import AsyncClient, Exhausted, InvalidRequest
 from kvrelay.internal.v1.worker_pb2 import Blocks, Load, Requests
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
+from support.costly import probed
 from support.router_fakes import (
     FakeCluster,
     FakeWorker,
@@ -36,23 +36,6 @@ MIB = 2**20
 
 def token_at(index: int) -> int:
     return 40 + index
-
-
-@asynccontextmanager
-async def probed(lags: list[float]) -> AsyncIterator[None]:
-    """Measures how long the event loop's turns take, by the thread's own time: other processes may delay it too."""
-
-    async def probe() -> None:
-        while True:
-            before = time.thread_time()
-            await asyncio.sleep(0)
-            lags.append(time.thread_time() - before)
-
-    task = asyncio.create_task(probe())
-    try:
-        yield
-    finally:
-        task.cancel()
 
 
 @asynccontextmanager
