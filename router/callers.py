@@ -9,11 +9,14 @@ A key may be granted less than everything, see `ApiKeys`; a certificate's tenant
 A tenant is never taken from a message: its caller could name another one, and learn from its prefix cache.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import math
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidRequest, Unauthenticated
 from kvrelay.router.limits import NO_LIMITS, Limits
 from kvrelay.rpc.certificates import CertificateFiles
-from kvrelay.rpc.watched import Watched
+from kvrelay.rpc.watched import file_state
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,10 @@ _LINE = re.compile(
 )
 _LOOKED_UP = 16
 """Digits of a digest by which a key is found; all of them are then compared, in a time that tells nothing of them."""
+LOOK_SECONDS = 0.25
+"""Between two looks at the file of API keys."""
+SWAP_SECONDS = 0.5
+"""How long keys hold while their file is being swapped: it is gone, or holds what can't be read."""
 MAX_WEIGHT = 1000.0
 MAX_COUNT = 10**12
 
@@ -59,6 +66,10 @@ class ApiKeys:
     (with commas between), `weight`, `requests_per_minute`, `tokens_per_minute`, `concurrent`. Empty lines and those
     that begin with # don't count. The file doesn't have the keys themselves. They are drawn at random, so a hash
     without salt protects them.
+
+    A key that was removed by any edit is refused within a second, if somebody looks as often as LOOK_SECONDS. Lines
+    that can't be read grant nothing, and a file that is empty or gone grants nothing at all: nobody may call then. An
+    editor or a mount that swaps the file gets SWAP_SECONDS before that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,35 +78,67 @@ class ApiKeys:
             ValueError: the file can't be used now; the text says why.
         """
         self._path = path
-        self._grants = Watched("API keys", [path], self._read)
+        self._lock = threading.Lock()
+        self._seen = file_state(path)
+        self._grants, mistakes = self._read()
+        if mistakes:
+            raise ValueError(mistakes[0])
+        self._found_at: float | None = None
+        """Monotonic time when the mistakes of a changed file were first seen; None without a change to be applied."""
+        self.mistakes = 0
+        """Lines that can't be read and grant nothing; 1 for a file that is gone, or holds no key."""
 
     def grant(self, key: str) -> Grant | None:
         """What a key allows; None if it is not known."""
+        self.look()
         digest = hashlib.sha256(key.encode()).hexdigest()
-        found = self._grants.current().get(digest[:_LOOKED_UP], Grant())
+        found = self._grants.get(digest[:_LOOKED_UP], Grant())
         return found if hmac.compare_digest(found.key, digest) else None
 
-    def _read(self) -> Mapping[str, Grant]:
+    def look(self) -> None:
+        """Reads the file again if it has changed."""
+        with self._lock:
+            state = file_state(self._path)
+            if state == self._seen:
+                self._found_at = None
+                return
+            grants, mistakes = self._read()
+            now = time.monotonic()
+            if mistakes and now - (self._found_at or now) < SWAP_SECONDS:
+                self._found_at = self._found_at or now
+                return
+            self._seen, self._grants, self._found_at, self.mistakes = state, grants, None, len(mistakes)
+        fields = {"file": str(self._path), "keys": len(grants)}
+        if mistakes:
+            text = "API keys read again; what can't be read grants nothing"
+            logger.error(text, extra={**fields, "mistakes": len(mistakes), "reason": mistakes[0]})
+        else:
+            logger.info("API keys read again", extra=fields)
+
+    def _read(self) -> tuple[Mapping[str, Grant], Sequence[str]]:
+        """What can be read, and a sentence for each mistake."""
         try:
             lines = self._path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"api_keys {self._path}: {getattr(error, 'strerror', None) or 'not text'}") from None
-        grants = {}
+            return {}, [f"api_keys {self._path}: {getattr(error, 'strerror', None) or 'not text'}"]
+        grants, mistakes = {}, []
         for number, line in enumerate(map(str.strip, lines), 1):
             if not line or line.startswith("#"):
                 continue
             match = _LINE.fullmatch(line)
             if match is None:
                 allowed = f"a tenant of up to {TENANT_CHARACTERS} characters, and a SHA-256 in 64 hexadecimal digits"
-                raise ValueError(f"api_keys {self._path}: line {number}; allowed: {allowed}, and options name=value")
+                mistakes.append(f"api_keys {self._path}: line {number}; allowed: {allowed}, and options name=value")
+                continue
             try:
                 grant = _grant(match["tenant"], match["digest"], match["options"].split())
             except ValueError as error:
-                raise ValueError(f"api_keys {self._path}: line {number}: {error}") from None
+                mistakes.append(f"api_keys {self._path}: line {number}: {error}")
+                continue
             grants[grant.key[:_LOOKED_UP]] = grant
         if not grants:
-            raise ValueError(f"api_keys {self._path}: holds no key, so nobody could call")
-        return grants
+            mistakes.append(f"api_keys {self._path}: holds no key, so nobody could call")
+        return grants, mistakes
 
 
 def _grant(tenant: str, key: str, options: Sequence[str]) -> Grant:
@@ -149,6 +192,17 @@ class Callers:
         self._certificates = bool(options.tls_client_ca)
         if self._keys is not None and not options.tls_certificate and options.host not in ("127.0.0.1", "::1"):
             logger.warning("API keys come in plaintext, as router.tls_certificate is not set")
+
+    @property
+    def mistakes(self) -> int:
+        """Lines of the API keys' file that can't be read; 1 for a file that is gone, or holds no key."""
+        return self._keys.mistakes if self._keys is not None else 0
+
+    async def watch(self) -> None:
+        """Looks at the file of API keys again and again, until it is cancelled."""
+        while self._keys is not None:
+            self._keys.look()
+            await asyncio.sleep(LOOK_SECONDS)
 
     @property
     def authenticated(self) -> bool:

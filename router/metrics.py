@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from kvrelay.router.callers import Callers
 from kvrelay.router.classes import DEFAULT
 from kvrelay.router.placement import WorkerView
 from kvrelay.router.trace import RequestRecord
@@ -45,6 +46,7 @@ class RouterMetrics:
         waiting: Callable[[], tuple[int, int]],
         running: Callable[[], int],
         workers: Callable[[], Sequence[WorkerView]],
+        callers: Callers,
     ) -> None:
         """Has the gauges follow what these return, whenever they are read.
 
@@ -61,6 +63,7 @@ class RouterMetrics:
             ready: list[str] = [worker.role for worker in workers() if worker.ready]
             for role in labels.ROLES:
                 metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
+            metrics.gauge(families.API_KEY_MISTAKES).set(callers.mistakes)
 
         metrics.before_scrape(update)
 

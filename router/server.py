@@ -122,8 +122,12 @@ class RouterServer:
         self._policy = policy
         traffic = TrafficMeter(LatencyTargets(config.ttft_target_seconds, config.tpot_target_seconds))
         defaults = SamplingDefaults.read(folder)
-        self._front = Front(dispatch, self._tokenizer, Callers(config), observer, defaults, traffic, self._spans)
-        metrics.watch(lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view)
+        self._callers = Callers(config)
+        self._watching: asyncio.Task[None] | None = None
+        self._front = Front(dispatch, self._tokenizer, self._callers, observer, defaults, traffic, self._spans)
+        metrics.watch(
+            lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view, self._callers
+        )
         self.metrics = metrics.metrics
         """The router's metrics."""
         self._metrics_port = MetricsPort(self.metrics)
@@ -205,6 +209,7 @@ class RouterServer:
         if self.config.metrics_port is not None:
             port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
             self._metrics_address = join(self.config.advertised_host or self.config.host, port)
+        self._watching = asyncio.create_task(self._callers.watch(), name="api keys")
         self._listening = True
         if self.config.share_port:
             await self._set_health(serving=self.registry.complete)
@@ -252,6 +257,8 @@ class RouterServer:
             await self._heartbeat.stop()
         if self._setting_health is not None:
             await self._setting_health
+        if self._watching is not None:
+            self._watching.cancel()
         self._tokenizer.close()
         if self._spans is not None:
             await self._spans.close()

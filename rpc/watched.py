@@ -51,10 +51,11 @@ class Watched(Generic[ValueT]):
 
     def _state(self) -> list[tuple[int, int, int] | None]:
         """Changes when a file does; None for one that isn't there."""
-        return [_state_of(path) for path in self._files]
+        return [file_state(path) for path in self._files]
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file does; None for one that isn't there."""
     try:
         stat = path.stat()
     except OSError:

@@ -194,6 +194,7 @@ def _router(make: Panels) -> Dashboard:
                     make.rate(table.RESUMES, "Resumed calls", "router"),
                     make.rate(table.FENCES, "Superseded calls", "router"),
                     make.gauge(table.READY_WORKERS, "Workers that take requests", "role", "router"),
+                    make.gauge(table.API_KEY_MISTAKES, "Unreadable lines of API keys", "router"),
                     make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
                 ],
             ),

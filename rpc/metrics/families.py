@@ -158,6 +158,14 @@ PREDICTION_ERROR = _family(
     "there.",
     buckets=(0.0, *TOKENS),
 )
+API_KEY_MISTAKES = _family(
+    "router",
+    "router_api_key_mistakes",
+    "gauge",
+    "lines",
+    "Lines of the file of API keys that can't be read and grant nothing; 1 if it is gone or holds no key, so that "
+    "nobody may call.",
+)
 READY_WORKERS = _family(
     "router",
     "router_ready_workers",

@@ -2,14 +2,18 @@
 
 import asyncio
 import hashlib
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
 from kvrelay.client import AsyncClient, Exhausted, InvalidRequest, Tls, Unauthenticated, Unavailable
-from kvrelay.router.callers import ApiKeys, Grant
+from kvrelay.router import callers
+from kvrelay.router.callers import ApiKeys
 from kvrelay.router.config import RouterConfig
 from kvrelay.v1.inference_pb2 import GenerateRequest, Resume, SamplingParams, TokenIds
 from kvrelay.v1.inference_pb2_grpc import InferenceServiceStub
@@ -166,16 +170,77 @@ def test_one_tenant_can_not_take_the_memory_of_another(tmp_path: Path) -> None:
     run(test)
 
 
-def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
+def edited(path: Path, edit: str) -> None:
+    """Removes the key "removed" and keeps the key "kept", as far as the edit can."""
+    kept = f"a {digest('kept')}\n"
+    if edit == "removed":
+        path.write_text(kept)
+    elif edit == "swapped":
+        (path.parent / "new").write_text(kept)
+        (path.parent / "new").rename(path)
+    elif edit == "a typo on its line":
+        path.write_text(f"{kept}b {digest('removed')[:-1]}\n")
+    elif edit == "a typo on another line":
+        path.write_text(f"{kept}c nonsense\n")
+    elif edit == "emptied":
+        path.write_text("")
+    else:
+        path.unlink()
+
+
+EDITS = ["removed", "swapped", "a typo on its line", "a typo on another line", "emptied", "deleted"]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_key_that_any_edit_removes_is_refused_within_a_second(tmp_path: Path, edit: str) -> None:
+    path = tmp_path / "api_keys"
+    whole = f"a {digest('kept')}\nb {digest('removed')}\n"
+    path.write_text(whole)
+
+    async def test() -> None:
+        async with fake_cluster(tmp_path / "m", *pair(token_at), api_keys=str(path)) as cluster:
+
+            async def known(key: str) -> bool:
+                async with AsyncClient(cluster.router.address, api_key=key, timeout=10) as client:
+                    try:
+                        await client.model_info()
+                    except Unauthenticated:
+                        return False
+                    return True
+
+            assert await known("kept")
+            assert await known("removed")
+            edited(path, edit)
+            # Nobody calls meanwhile: the time counts from the edit, not from the next call.
+            await asyncio.sleep(1.0)
+            assert not await known("removed")
+            assert await known("kept") == (edit not in ("emptied", "deleted"))
+            metrics = generate_latest(cluster.router.metrics.registry).decode()
+            mistakes = re.findall(r"kvrelay_router_api_key_mistakes\{.*\} (.*)", metrics)
+            assert mistakes == ["0.0" if edit in ("removed", "swapped") else "1.0"]
+            path.write_text(whole)
+            assert await known("removed"), "a whole file holds at once"
+
+    run(test)
+
+
+def test_a_file_that_is_being_swapped_takes_no_key_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = key_file(tmp_path, a=("first",))
-    keys = ApiKeys(path)
-    assert (keys.grant("first"), keys.grant("second")) == (Grant("a", digest("first")), None)
-    key_file(tmp_path, b=("second", "third"))
-    assert (keys.grant("first"), keys.grant("second")) == (None, Grant("b", digest("second")))
-    path.write_text("nonsense\n")
-    assert keys.grant("second") == Grant("b", digest("second")), "the last ones stay in use"
+    whole = path.read_text()
+    keys, start = ApiKeys(path), time.monotonic()
+    passed = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: start + passed)
+    for edit in (path.unlink, lambda: path.write_text(""), lambda: path.write_text(whole[:70])):
+        edit()
+        assert keys.grant("first")
+        passed += 0.8 * callers.SWAP_SECONDS
+        assert keys.grant("first")
+        path.write_text(whole)
+        assert keys.grant("first")
     path.unlink()
-    assert keys.grant("third") == Grant("b", digest("third"))
+    assert keys.grant("first")
+    passed += callers.SWAP_SECONDS
+    assert keys.grant("first") is None
 
 
 @pytest.mark.parametrize(
