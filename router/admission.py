@@ -20,8 +20,9 @@ class Ticket:
     """The share of one call."""
 
     def __init__(self, admission: "Admission", peer: str, size: int) -> None:
+        self.holder = peer
+        """The client's tenant, or its address where nobody is authenticated."""
         self._admission = admission
-        self._peer = peer
         self._size = size
         self._prompts = 0
         self._nbytes = 0
@@ -33,7 +34,12 @@ class Ticket:
         self._set(self._size + self._prompts)
 
     def resize(self, size: int) -> None:
-        """The request, which came without its size, has `size` bytes."""
+        """The request, which came without its size, has `size` bytes.
+
+        Raises:
+            Exhausted: too many bytes.
+        """
+        self._admission._check_bytes(self.holder, CHARGE * size - self._nbytes)
         self._size = size
         self._set(CHARGE * size)
 
@@ -55,7 +61,7 @@ class Ticket:
         self._set(0)
 
     def _set(self, nbytes: int) -> None:
-        self._admission._add(self._peer, nbytes - self._nbytes)
+        self._admission._add(self.holder, nbytes - self._nbytes)
         self._nbytes = nbytes
 
 
@@ -83,16 +89,7 @@ class Admission:
             Exhausted: too many calls, or too many bytes.
         """
         self._check_calls(1)
-        charge = CHARGE * size
-        if self.nbytes + charge > self._max_bytes:
-            raise Exhausted(
-                f"the requests in flight hold {self.nbytes} bytes; the router's max_queued_bytes would be passed"
-            )
-        if self._by_peer[peer] + charge > self._max_bytes // PEER_SHARE:
-            raise Exhausted(
-                f"this client's requests hold {self._by_peer[peer]} bytes; its share of the router's max_queued_bytes "
-                "would be passed"
-            )
+        self._check_bytes(peer, CHARGE * size)
         self.calls += 1
         ticket = Ticket(self, peer, size)
         try:
@@ -104,6 +101,19 @@ class Admission:
     def _check_calls(self, count: int) -> None:
         if self.calls + count > self._max_requests:
             raise Exhausted(f"{self.calls} requests are in flight; the router's max_requests is {self._max_requests}")
+
+    def _check_bytes(self, peer: str, more: int) -> None:
+        if more <= 0:
+            return
+        if self.nbytes + more > self._max_bytes:
+            raise Exhausted(
+                f"the requests in flight hold {self.nbytes} bytes; the router's max_queued_bytes would be passed"
+            )
+        if self._by_peer[peer] + more > self._max_bytes // PEER_SHARE:
+            raise Exhausted(
+                f"this client's requests hold {self._by_peer[peer]} bytes; its share of the router's max_queued_bytes "
+                "would be passed"
+            )
 
     def _add(self, peer: str, nbytes: int) -> None:
         self.nbytes += nbytes

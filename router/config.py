@@ -93,7 +93,17 @@ class RouterOptions:
     about 5 bytes each. 0: placement by load only."""
 
     max_message_bytes: int = 4 * 2**20
-    """Largest size of a request; a larger one is refused with INVALID_ARGUMENT."""
+    """Largest size of a request; a larger one is refused with INVALID_ARGUMENT. gRPC itself refuses one that is more
+    than a quarter larger, with RESOURCE_EXHAUSTED."""
+
+    request_timeout_seconds: float = 20.0
+    """Time for a request to arrive: the message of a gRPC call, or the body of an HTTP request, once its headers are
+    there."""
+
+    max_arriving_bytes: int = 32 * 2**20
+    """Bytes that the gRPC requests which are on their way to the router may hold, each of which counts as one and a
+    quarter times max_message_bytes; further ones wait at their senders. One tenant, or client address, has three
+    quarters of it at most. At least five times max_message_bytes."""
 
     first_token_timeout_seconds: float = 120.0
     """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
@@ -171,6 +181,8 @@ class RouterOptions:
             ("prefill_ahead_tokens", 1, 2**40),
             ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
+            ("request_timeout_seconds", 0.1, 3600),
+            ("max_arriving_bytes", 5120, 2**40),
             ("first_token_timeout_seconds", 0.1, 86400),
             ("coalesce_ms", 0.0, 1000.0),
             ("worker_wait_seconds", 0.0, 86400),
@@ -179,11 +191,10 @@ class RouterOptions:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {low} to {high}")
-        if self.max_queued_bytes < 10 * self.max_message_bytes:
-            least = 10 * self.max_message_bytes
-            raise ValueError(
-                f"max_queued_bytes is {self.max_queued_bytes}; allowed: at least {least}, ten times max_message_bytes"
-            )
+        for name, times, words in (("max_queued_bytes", 10, "ten"), ("max_arriving_bytes", 5, "five")):
+            if getattr(self, name) < times * self.max_message_bytes:
+                least = f"{times * self.max_message_bytes}, {words} times max_message_bytes"
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

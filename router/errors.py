@@ -33,6 +33,12 @@ class InvalidArgument(RequestError):
     outcome = "invalid"
 
 
+class SlowRequest(InvalidArgument):
+    """The request did not arrive in time."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 class InvalidRequest(InvalidArgument):
     """A field of the request is beyond a limit; the text names the field, its value and what is allowed."""
 

@@ -12,14 +12,16 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvrelay.router.answer import AwaitedSink
+from kvrelay.router.arrivals import Arrivals, Gate
 from kvrelay.router.callers import AUTHORIZATION, Identity
 from kvrelay.router.config import RouterOptions
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
-from kvrelay.router.front import Caller, Front
+from kvrelay.router.front import Call, Caller, Front
 from kvrelay.router.prompt import PART_TOKENS
 from kvrelay.router.validation import DETOKENIZE_IDS, TOKENIZE_BYTES, TOKENIZE_WHY, checked_ids, text_tokens
 from kvrelay.router.wire import BadOutline, check_outline
 from kvrelay.router.writer import Writer
+from kvrelay.rpc.options import public_receive_bytes
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -75,14 +77,26 @@ class GrpcFace:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._tokenizer = front.tokenizer
+        places = front.config.max_arriving_bytes // public_receive_bytes(front.config.max_message_bytes)
+        self._arrivals = Arrivals(max(1, places), front.config.request_timeout_seconds)
+
+    def gate(self) -> Gate:
+        """Bounds the requests of the other services of the same server."""
+
+        async def receive(context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
+            return await self._arrivals.receive(_host(context.peer()), context.read)
+
+        return Gate(receive, SERVICE, self._front.config.max_requests)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """The service's methods. Each gets its request unparsed."""
-        generate = grpc.unary_stream_rpc_method_handler(self._generate, Received, pb.GenerateResponse.SerializeToString)
+        """The service's methods. Each gets its request unparsed, and reads it itself: a handler of a stream begins
+        before gRPC has read a message. On the wire, there is no difference."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Generate": generate,
+                "Generate": grpc.stream_stream_rpc_method_handler(
+                    self._generate, None, pb.GenerateResponse.SerializeToString
+                ),
                 "GetModelInfo": self._unary(self._get_model_info),
                 "Tokenize": self._unary(self._tokenize),
                 "Detokenize": self._unary(self._detokenize),
@@ -91,8 +105,8 @@ class GrpcFace:
 
     async def _generate(
         self,
-        received: Received,
-        context: "grpc.aio.ServicerContext[Received, pb.GenerateResponse]",
+        _: object,
+        context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
     ) -> None:
         now = time.monotonic()
         # None if there is no deadline; the type stubs don't say so.
@@ -102,7 +116,8 @@ class GrpcFace:
         # A client that dies during a write shows as a BaseError, not as a cancellation.
         writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
         try:
-            with front.generation(_caller(context), len(received.data), deadline) as call:
+            with front.generation(_caller(context), 0, deadline) as call:
+                received = await self._receive(call, context)
                 kind, max_numbers = pb.GenerateRequest, front.model.max_context
                 await call.generate(received.take(kind, front.config, max_numbers), AwaitedSink(writer.write))
             return
@@ -143,20 +158,30 @@ class GrpcFace:
         tokens = await checked_ids("token_ids", request.token_ids, model.vocab_size)
         return pb.DetokenizeResponse(text=await self._tokenizer.decode(tokens))
 
-    def _unary(
-        self, answer: Callable[[Received], Awaitable[ResponseT]]
-    ) -> "grpc.RpcMethodHandler[Received, ResponseT]":
+    def _unary(self, answer: Callable[[Received], Awaitable[ResponseT]]) -> "grpc.RpcMethodHandler[bytes, ResponseT]":
         """The handler of a call with one request and one response: counts it, and turns errors into statuses."""
 
-        async def handle(received: Received, context: "grpc.aio.ServicerContext[Received, ResponseT]") -> ResponseT:
+        async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, ResponseT]") -> None:
             try:
-                with self._front.call(_caller(context), len(received.data)):
-                    return await answer(received)
+                with self._front.call(_caller(context), 0) as call:
+                    response = await answer(await self._receive(call, context))
+                await context.write(response)
+                return
             except RequestError as error:
                 failure = error
-            return await context.abort(failure.code, str(failure), failure.metadata)
+            await context.abort(failure.code, str(failure), failure.metadata)
 
-        return grpc.unary_unary_rpc_method_handler(handle, Received, lambda response: response.SerializeToString())
+        return grpc.stream_stream_rpc_method_handler(handle, None, lambda response: response.SerializeToString())
+
+    async def _receive(self, call: Call, context: "grpc.aio.ServicerContext[Any, Any]") -> Received:
+        """The request of a call that was admitted.
+
+        Raises:
+            RequestError: it doesn't come, comes too slowly, or is more than the router can hold now.
+        """
+        data = await self._arrivals.receive(call.ticket.holder, context.read)
+        call.ticket.resize(len(data))
+        return Received(data)
 
 
 def _caller(context: "grpc.aio.ServicerContext[Any, Any]") -> Caller:

@@ -187,10 +187,12 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
+        face, config = GrpcFace(self._front), self.config
         self._server = server = grpc.aio.server(
-            options=public_server_options(self.config.max_message_bytes, share_port=self.config.share_port)
+            interceptors=[face.gate()],
+            options=public_server_options(config.max_message_bytes, config.max_requests, share_port=config.share_port),
         )
-        server.add_generic_rpc_handlers((GrpcFace(self._front).handler(),))
+        server.add_generic_rpc_handlers((face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers(reflection.handlers((SERVICE, health.SERVICE_NAME)))
         await self._set_health(serving=False)

@@ -5,6 +5,7 @@ ping every second. Public ones, between clients and routers, give the other end 
 gets no CPU for some seconds must not lose its streams.
 """
 
+import math
 from collections.abc import Sequence
 
 Option = tuple[str, int | str]
@@ -16,9 +17,17 @@ INTERNAL_MESSAGE_BYTES = 64 * 2**20
 """Largest message between kvrelay's own processes, in both directions. The largest ones are a Submit, at most five
 bytes for each token of the context, and the events that a worker has gathered for a slow router."""
 
-PUBLIC_RECEIVE_FACTOR = 4
+PUBLIC_RECEIVE_FACTOR = 1.25
 """How much larger than the router's own limit a request may be, and still be refused by the router, which names the
-limit, rather than by gRPC."""
+limit, rather than by gRPC, which reads nothing of it."""
+
+PUBLIC_WINDOW_BYTES = 16 * 1024
+"""Bytes of each stream of a public connection that are taken before anybody reads them. gRPC's own window adapts to
+the client's speed, up to 4 MiB for each connection, which strangers could fill."""
+
+SPARE_STREAMS = 100
+"""Calls of one public connection beyond those that the router serves at once: they arrive, and are refused with a
+reason. Further calls wait in the client."""
 
 MAX_PENDING_CALLS = 1_000_000
 """Calls that have arrived and that the server has not begun to handle. gRPC's own default of 1,000 to 3,000 ends some
@@ -72,17 +81,26 @@ def server_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> Sequence[
     )
 
 
-def public_server_options(max_message_bytes: int, *, share_port: bool = False) -> Sequence[Option]:
+def public_receive_bytes(max_message_bytes: int) -> int:
+    """Largest message that a public server receives, if it refuses requests above `max_message_bytes` itself."""
+    return math.ceil(PUBLIC_RECEIVE_FACTOR * max_message_bytes)
+
+
+def public_server_options(max_message_bytes: int, max_requests: int, *, share_port: bool = False) -> Sequence[Option]:
     """Options of a server for clients, which refuses requests above `max_message_bytes` itself.
 
     Args:
+        max_requests: calls that it serves at once.
         share_port: whether other processes serve the same port; the kernel spreads connections among them.
     """
     return (
         *_PUBLIC_KEEPALIVE,
         *_SERVER,
         *_sharing(share_port=share_port),
-        *_message_limits(INTERNAL_MESSAGE_BYTES, PUBLIC_RECEIVE_FACTOR * max_message_bytes),
+        *_message_limits(INTERNAL_MESSAGE_BYTES, public_receive_bytes(max_message_bytes)),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", PUBLIC_WINDOW_BYTES),
+        ("grpc.max_concurrent_streams", max_requests + SPARE_STREAMS),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),

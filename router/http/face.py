@@ -231,7 +231,7 @@ class HttpFace:
 
     async def _read(self, request: web.Request, call: Call) -> bytes:
         config = self._front.config
-        data = await read(request, config.max_message_bytes, config.idle_timeout_seconds)
+        data = await read(request, config.max_message_bytes, config.request_timeout_seconds)
         call.ticket.resize(len(data))
         return data
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from support.router_fakes import FakeSupervisor, FakeWorker, Job, colocated_of, length_if, run, until
-from support.tokenizers import model_folder
+from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run
+from support.router_process import router_process
 
 STARVED_SECONDS = 10.0
 BURNERS = 4
@@ -45,34 +45,6 @@ async def slowly(job: Job) -> None:
     for index in range(job.base, end):
         await asyncio.sleep(PAUSE)
         job.send(index, (token_at(index),), length_if(index == end - 1))
-
-
-@asynccontextmanager
-async def router_process(folder: Path, worker: FakeWorker, **options: object) -> AsyncIterator[tuple[str, int]]:
-    """Address and pid of a router in a process of its own, which has reached the worker."""
-    supervisor = FakeSupervisor()
-    await supervisor.start()
-    await worker.start()
-    config = folder / "router.json"
-    settings = {"model": str(model_folder(folder / "model")), "grpc_port": 0, "http_port": None, **options}
-    config.write_text(json.dumps(settings | {"supervisor": f"127.0.0.1:{supervisor.port}"}))
-    command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
-    with (folder / "router.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log)
-    try:
-        assert process.stdout is not None
-        address = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))["address"]
-        supervisor.announce(worker.member())
-        await until(lambda: worker.streams, "the router has reached the worker", 30)
-        yield address, process.pid
-        process.terminate()
-        assert await asyncio.wait_for(process.wait(), 30) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await worker.stop()
-        await supervisor.stop()
 
 
 @asynccontextmanager

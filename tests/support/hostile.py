@@ -1,0 +1,134 @@
+"""Clients of a router that begin what they don't finish, with every byte under a test's control."""
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from types import TracebackType
+
+STALL_SECONDS = 1.0
+"""Without a window to send in, after which the server takes no more."""
+CHUNK_BYTES = 16384
+_FIRST_WINDOW = 65535
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+_ACK = _END_HEADERS = 1
+_END_HEADERS = 4
+_INITIAL_WINDOW_SIZE = 4
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def hello() -> bytes:
+    """What a client of HTTP/2 sends first."""
+    return PREFACE + frame(_SETTINGS, 0, 0)
+
+
+def client_tls(authority: str, protocol: str) -> ssl.SSLContext:
+    """A client's side of TLS that takes any name of the server."""
+    context = ssl.create_default_context(cafile=authority)
+    context.check_hostname = False
+    context.set_alpn_protocols([protocol])
+    return context
+
+
+class PartialCall:
+    """A gRPC call whose message never comes whole, on a connection of its own."""
+
+    def __init__(self, address: str, path: str, size: int, tls: ssl.SSLContext | None = None) -> None:
+        """
+        Args:
+            size: bytes of the message, all but the last of which are sent.
+        """
+        self._address = address
+        self._path = path
+        self._size = size
+        self._tls = tls
+        self._windows = [_FIRST_WINDOW, _FIRST_WINDOW]
+        """What may be sent on the connection, and on the call's stream."""
+        self._initial = _FIRST_WINDOW
+        self._changed = asyncio.Event()
+        self.closed = asyncio.Event()
+        """Set once the server has closed the connection."""
+
+    async def __aenter__(self) -> "PartialCall":
+        host, _, port = self._address.rpartition(":")
+        self._reader, self._writer = await asyncio.open_connection(host, int(port), ssl=self._tls)
+        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path)))
+        self._send(b"\x00" + self._size.to_bytes(4, "big"))
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._writer.transport.abort()
+
+    async def push(self) -> int:
+        """Sends as much as the server takes; returns the number of bytes."""
+        sent = 0
+        while sent < self._size - 1 and not self.closed.is_set():
+            room = min(CHUNK_BYTES, self._size - 1 - sent, *self._windows)
+            if room > 0:
+                self._send(bytes(room))
+                sent += room
+                try:
+                    await self._writer.drain()
+                except ConnectionError:
+                    break
+                continue
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), STALL_SECONDS)
+            except TimeoutError:
+                break
+        return sent
+
+    def _send(self, data: bytes) -> None:
+        self._windows = [window - len(data) for window in self._windows]
+        self._writer.write(frame(_DATA, 0, 1, data))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                head = await self._reader.readexactly(9)
+                payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+                self._take(head[3], head[4], int.from_bytes(head[5:9], "big"), payload)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.closed.set()
+            self._changed.set()
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == _SETTINGS and not flags & _ACK:
+            for at in range(0, len(payload), 6):
+                if int.from_bytes(payload[at : at + 2], "big") == _INITIAL_WINDOW_SIZE:
+                    size = int.from_bytes(payload[at + 2 : at + 6], "big")
+                    self._windows[1] += size - self._initial
+                    self._initial = size
+            self._writer.write(frame(_SETTINGS, _ACK, 0))
+        elif kind == _PING and not flags & _ACK:
+            self._writer.write(frame(_PING, _ACK, 0, payload))
+        elif kind == _WINDOW_UPDATE:
+            self._windows[bool(stream)] += int.from_bytes(payload, "big")
+        self._changed.set()
+
+
+def _fields(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
+    """The headers of a call, without compression."""
+
+    def text(value: str) -> bytes:
+        return bytes([len(value)]) + value.encode()
+
+    fields = (
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "router"),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+    )
+    return b"".join(b"\x00" + text(name) + text(value) for name, value in (*fields, *more))
