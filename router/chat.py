@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,6 +25,7 @@ MAX_CHARACTERS = 64 * 2**20
 MAX_REPEATED = 2**20
 """Characters of a text, or entries of a list, that a template makes by multiplying."""
 MAX_EXPONENT = 64
+_NOT_ASCII = re.compile(r"[^\x00-~]")
 
 
 class TemplateFailed(ValueError):
@@ -53,6 +55,8 @@ class Conversation:
     """End with the beginning of an assistant's message."""
     continue_final_message: bool = False
     """End with the last message's content, which the model is to continue."""
+    parse_special: bool = False
+    """Whether names of special tokens in the texts become these tokens."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -65,13 +69,25 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._limits = threading.local()
 
     @contextmanager
-    def limited(self, seconds: float) -> Iterator[None]:
-        """Limits what the current thread renders in a `with`."""
-        self._limits.until = time.monotonic() + seconds
+    def limited(self, seconds: float, signs: Collection[str]) -> Iterator[None]:
+        """Limits what the current thread renders in a `with`.
+
+        Args:
+            signs: characters that stand for others, of ASCII, so that JSON has them as they are.
+        """
+        self._limits.until, self._limits.signs = time.monotonic() + seconds, signs
         try:
             yield
         finally:
             self._limits.until = math.inf
+
+    def tojson(self, value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        """Replaces Jinja's own filter, which escapes HTML; no model was trained on that."""
+        signs = self._limits.signs
+        if not (ensure_ascii and signs):
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+        text = json.dumps(value, ensure_ascii=False, **options)
+        return _NOT_ASCII.sub(lambda part: part[0] if part[0] in signs else json.dumps(part[0])[1:-1], text)
 
     def check_time(self) -> None:
         if time.monotonic() > self._limits.until:
@@ -112,7 +128,7 @@ class ChatTemplate:
         """
         self.source = source
         self._environment = _Environment()
-        self._environment.filters["tojson"] = _tojson
+        self._environment.filters["tojson"] = self._environment.tojson
         self._environment.globals["raise_exception"] = _raise_exception
         self._environment.globals["strftime_now"] = _strftime_now
         try:
@@ -121,8 +137,13 @@ class ChatTemplate:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, conversation: Conversation, max_characters: int = MAX_CHARACTERS) -> str:
+    def render(
+        self, conversation: Conversation, max_characters: int = MAX_CHARACTERS, signs: Collection[str] = ()
+    ) -> str:
         """The prompt, special tokens included.
+
+        Args:
+            signs: characters of the conversation that stand for others, of ASCII.
 
         Raises:
             TemplateFailed: the template refuses the messages, takes too long, or renders more than `max_characters`.
@@ -130,7 +151,7 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
-            with self._environment.limited(RENDER_SECONDS):
+            with self._environment.limited(RENDER_SECONDS, signs):
                 for part in self._template.generate(self._variables(conversation)):
                     self._environment.check_time()
                     parts.append(part)
@@ -147,8 +168,8 @@ class ChatTemplate:
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         return {
             "documents": None,
-            **self._special_tokens,
             **conversation.variables,
+            **self._special_tokens,
             "messages": [dict(message) for message in conversation.messages],
             "tools": list(conversation.tools) or None,
             "add_generation_prompt": conversation.add_generation_prompt,
@@ -211,14 +232,3 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own filter, which escapes HTML; no model was trained on that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

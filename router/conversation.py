@@ -13,6 +13,11 @@ MAX_MESSAGES = 4096
 MAX_CALLS = 4096
 """Of all messages together."""
 MAX_TOOLS = 512
+RESERVED = {
+    *("messages", "tools", "documents", "add_generation_prompt", "additional_special_tokens"),
+    *("raise_exception", "strftime_now"),
+}
+"""Variables of templates that no request sets; nor does it set those of special tokens, such as `bos_token`."""
 PIECE_BYTES = 64
 """Bytes of text that take as long to be rendered as a message without any."""
 
@@ -31,13 +36,18 @@ def conversation(chat: ChatMessages) -> Conversation:
     if continued and chat.add_generation_prompt and chat.HasField("add_generation_prompt"):
         raise InvalidRequest("messages.add_generation_prompt", True, "false with continue_final_message")
     asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
-    kwargs = chat.template_kwargs
+    variables = _object("messages.template_kwargs", chat.template_kwargs) if chat.template_kwargs else {}
+    for name in variables:
+        if name in RESERVED or name.endswith("_token"):
+            limit = "variables of the template that the request's other fields and the model's files don't set"
+            raise InvalidRequest("messages.template_kwargs: name", name, limit)
     return Conversation(
         [_message(f"messages[{at}]", message) for at, message in enumerate(chat.messages)],
         [_object(f"tools[{at}]", tool) for at, tool in enumerate(chat.tools)],
-        _object("messages.template_kwargs", kwargs) if kwargs else {},
+        variables,
         asked,
         continued,
+        chat.parse_special,
     )
 
 

@@ -3,15 +3,16 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 
-from kvrelay.router.chat import ChatTemplate, Conversation, load_chat_template
+from kvrelay.router.chat import ChatTemplate, Conversation, TemplateFailed, load_chat_template
 from kvrelay.router.detokenizer import TokenBytes
+from kvrelay.router.special import SpecialTokens
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class Tokenizer:
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         settings = read_object(folder / "tokenizer_config.json")
         self._template: ChatTemplate | None = load_chat_template(folder, settings, chat_template)
+        self._special = SpecialTokens(self._tokenizer, self.template_source)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self.token_bytes = TokenBytes(self._tokenizer)
         self.longest_token_bytes = self.token_bytes.longest
@@ -93,8 +95,22 @@ class Tokenizer:
         template = self._template
         if template is None:
             raise LookupError("the model has no chat template")
-        text = await self.run(cost <= INLINE_CHARACTERS, lambda: template.render(make(), max_characters))
-        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._encode(text, most, special=False))
+
+        def render() -> tuple[str, Mapping[str, str]]:
+            conversation = make()
+            signs: dict[str, str] = {}
+            try:
+                if not conversation.parse_special:
+                    conversation, signs = self._special.protect(conversation)
+            except RecursionError:
+                raise TemplateFailed("the messages are nested too deeply") from None
+            return template.render(conversation, max_characters, signs), signs
+
+        def encode(tokenizer: tokenizers.Tokenizer, text: str) -> "array[int]":
+            return self._encode(text, most, special=False, tokenizer=tokenizer)
+
+        text, signs = await self.run(cost <= INLINE_CHARACTERS, render)
+        return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._special.encode(text, signs, encode))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -124,9 +140,11 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, most: int | None, *, special: bool) -> "array[int]":
+    def _encode(
+        self, text: str, most: int | None, *, special: bool, tokenizer: tokenizers.Tokenizer | None = None
+    ) -> "array[int]":
         # This releases the interpreter lock while it works, and computes no offsets, as `encode` does.
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        encoding = (tokenizer or self._tokenizer).encode_batch_fast([text], add_special_tokens=special)[0]
         # Some million ids would hold the lock for 20 ms.
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding))

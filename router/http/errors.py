@@ -51,9 +51,14 @@ STATUSES = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-NAMES = {"sampling.": "", "token_ids.ids": "prompt", "text": "prompt"}
+NAMES = {
+    "sampling.": "",
+    "token_ids.ids": "prompt",
+    "text": "prompt",
+    "messages.template_kwargs": "chat_template_kwargs",
+}
 """Fields of the public contract that have another name here."""
-_FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b)")
+_FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b|messages\.template_kwargs)")
 TYPES = {403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 UNKNOWN_URL = "unknown_url"

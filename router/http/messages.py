@@ -131,6 +131,8 @@ class ConversationFields(Fields):
     """The prompt ends with the beginning of an assistant's message; default true."""
     continue_final_message: bool | None = None
     """Continue the last message, of the assistant, in place of beginning a new one."""
+    parse_special: bool | None = None
+    """Names of special tokens in the messages' texts become these tokens; default false: they are plain text."""
     reasoning_effort: str | None = None
     """A variable of the chat template, if it uses it."""
     chat_template: Annotated[Any, Neutral()] = None
@@ -155,4 +157,5 @@ class ConversationFields(Fields):
             template_kwargs=json.dumps(variables) if variables else "",
             continue_final_message=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt,
+            parse_special=bool(self.parse_special),
         )

@@ -104,6 +104,8 @@ class Bodies:
             }
             shapes["keys"] = partial(_keys, min(size // 12, MAX_STRINGS - 200))
             shapes["text"] = partial(_text, "x", size - 200)
+            shapes["signs"] = partial(_text, "<", size - 200)
+            shapes["special tokens"] = partial(_text, "</s>", size // 4 - 50)
             shapes["escapes"] = partial(_text, "\\u00df", min(size // 6 - 50, MAX_ESCAPES))
             shapes["nesting"] = partial(str.__mul__, "[", min(size - 200, MAX_LISTS - 100))
             made += [(f"{path}: {name}", partial(self._filled, path, make)) for name, make in shapes.items()]

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\tJ\x04\x08\x07\x10\x10\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xc5\x01\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_promptJ\x04\x08\x06\x10\x10\"\xe8\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12*\n\nconstraint\x18\x12 \x01(\x0b\x32\x16.kvrelay.v1.Constraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x13\x10 \"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12,\n\x08messages\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x12.kvrelay.v1.Resume\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x01n\x18\t \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tslo_class\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\tB\x07\n\x05inputB\x04\n\x02_nJ\x04\x08\x0e\x10 \"\\\n\x06Resume\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06others\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.TokenIds\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9d\x03\n\x08Timeline\x12\x15\n\rroute_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x05 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x06 \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_queue_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x08 \x01(\x01\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\n \x01(\x04\x12\x0f\n\x07retries\x18\x0b \x01(\r\x12\x16\n\x0eprefill_worker\x18\x0c \x01(\t\x12\x15\n\rdecode_worker\x18\r \x01(\t\x12\x12\n\nmigrations\x18\x0e \x01(\r\x12\x0f\n\x07resumes\x18\x0f \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x10 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x11 \x01(\r\"\xd4\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12\r\n\x05index\x18\x07 \x01(\r\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x11\n\x04seed\x18\n \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seedJ\x04\x08\x0b\x10 \"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xb5\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x0f\n\x07version\x18\x08 \x01(\t\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc2\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\tJ\x04\x08\x07\x10\x10\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xdc\x01\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rparse_special\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_promptJ\x04\x08\x07\x10\x10\"\xe8\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12=\n\nlogit_bias\x18\x0e \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x0f \x03(\t\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12*\n\nconstraint\x18\x12 \x01(\x0b\x32\x16.kvrelay.v1.Constraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x13\x10 \"\x8c\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12$\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x12.kvrelay.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xee\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12,\n\x08messages\x18\x04 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\"\n\x06resume\x18\x07 \x01(\x0b\x32\x12.kvrelay.v1.Resume\x12\r\n\x05model\x18\x08 \x01(\t\x12\x0e\n\x01n\x18\t \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tslo_class\x18\x0b \x01(\t\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\tB\x07\n\x05inputB\x04\n\x02_nJ\x04\x08\x0e\x10 \"\\\n\x06Resume\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12$\n\x06others\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.TokenIds\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x9d\x03\n\x08Timeline\x12\x15\n\rroute_seconds\x18\x01 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x03 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x05 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x06 \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_queue_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x08 \x01(\x01\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\n \x01(\x04\x12\x0f\n\x07retries\x18\x0b \x01(\r\x12\x16\n\x0eprefill_worker\x18\x0c \x01(\t\x12\x15\n\rdecode_worker\x18\r \x01(\t\x12\x12\n\nmigrations\x18\x0e \x01(\r\x12\x0f\n\x07resumes\x18\x0f \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x10 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x11 \x01(\r\"\xd4\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12&\n\x08timeline\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.Timeline\x12\r\n\x05index\x18\x07 \x01(\r\x12+\n\x08logprobs\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x11\n\x04seed\x18\n \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seedJ\x04\x08\x0b\x10 \"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xb5\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x0f\n\x07version\x18\x08 \x01(\t\"X\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\x08messages\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.ChatMessagesH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc2\x02\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.kvrelay.v1.TokenizeRequest\x1a\x1c.kvrelay.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvrelay.v1.DetokenizeRequest\x1a\x1e.kvrelay.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3200
-  _globals['_FINISHREASON']._serialized_end=3295
+  _globals['_FINISHREASON']._serialized_start=3223
+  _globals['_FINISHREASON']._serialized_end=3318
   _globals['_TOKENIDS']._serialized_start=42
   _globals['_TOKENIDS']._serialized_end=65
   _globals['_CHATMESSAGE']._serialized_start=68
@@ -42,39 +42,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLCALL']._serialized_start=225
   _globals['_TOOLCALL']._serialized_end=280
   _globals['_CHATMESSAGES']._serialized_start=283
-  _globals['_CHATMESSAGES']._serialized_end=480
-  _globals['_SAMPLINGPARAMS']._serialized_start=483
-  _globals['_SAMPLINGPARAMS']._serialized_end=1227
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=989
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1037
-  _globals['_CONSTRAINT']._serialized_start=1230
-  _globals['_CONSTRAINT']._serialized_end=1370
-  _globals['_CHOICE']._serialized_start=1372
-  _globals['_CHOICE']._serialized_end=1395
-  _globals['_GENERATEREQUEST']._serialized_start=1398
-  _globals['_GENERATEREQUEST']._serialized_end=1764
-  _globals['_RESUME']._serialized_start=1766
-  _globals['_RESUME']._serialized_end=1858
-  _globals['_USAGE']._serialized_start=1860
-  _globals['_USAGE']._serialized_end=1940
-  _globals['_TIMELINE']._serialized_start=1943
-  _globals['_TIMELINE']._serialized_end=2356
-  _globals['_GENERATERESPONSE']._serialized_start=2359
-  _globals['_GENERATERESPONSE']._serialized_end=2699
-  _globals['_TOKENLOGPROBS']._serialized_start=2701
-  _globals['_TOKENLOGPROBS']._serialized_end=2786
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2788
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2809
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2812
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2993
-  _globals['_TOKENIZEREQUEST']._serialized_start=2995
-  _globals['_TOKENIZEREQUEST']._serialized_end=3083
-  _globals['_TOKENIZERESPONSE']._serialized_start=3085
-  _globals['_TOKENIZERESPONSE']._serialized_end=3122
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3124
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3162
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3164
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3198
-  _globals['_INFERENCESERVICE']._serialized_start=3298
-  _globals['_INFERENCESERVICE']._serialized_end=3620
+  _globals['_CHATMESSAGES']._serialized_end=503
+  _globals['_SAMPLINGPARAMS']._serialized_start=506
+  _globals['_SAMPLINGPARAMS']._serialized_end=1250
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1012
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1060
+  _globals['_CONSTRAINT']._serialized_start=1253
+  _globals['_CONSTRAINT']._serialized_end=1393
+  _globals['_CHOICE']._serialized_start=1395
+  _globals['_CHOICE']._serialized_end=1418
+  _globals['_GENERATEREQUEST']._serialized_start=1421
+  _globals['_GENERATEREQUEST']._serialized_end=1787
+  _globals['_RESUME']._serialized_start=1789
+  _globals['_RESUME']._serialized_end=1881
+  _globals['_USAGE']._serialized_start=1883
+  _globals['_USAGE']._serialized_end=1963
+  _globals['_TIMELINE']._serialized_start=1966
+  _globals['_TIMELINE']._serialized_end=2379
+  _globals['_GENERATERESPONSE']._serialized_start=2382
+  _globals['_GENERATERESPONSE']._serialized_end=2722
+  _globals['_TOKENLOGPROBS']._serialized_start=2724
+  _globals['_TOKENLOGPROBS']._serialized_end=2809
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2811
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2832
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2835
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3016
+  _globals['_TOKENIZEREQUEST']._serialized_start=3018
+  _globals['_TOKENIZEREQUEST']._serialized_end=3106
+  _globals['_TOKENIZERESPONSE']._serialized_start=3108
+  _globals['_TOKENIZERESPONSE']._serialized_end=3145
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3147
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3185
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3187
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3221
+  _globals['_INFERENCESERVICE']._serialized_start=3321
+  _globals['_INFERENCESERVICE']._serialized_end=3643
 # @@protoc_insertion_point(module_scope)
