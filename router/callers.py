@@ -30,7 +30,8 @@ from kvrelay.rpc.watched import file_state
 logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
-SCHEME = "Bearer "
+SCHEME = "bearer"
+"""In any case of letters, by RFC 9110."""
 TENANT_CHARACTERS = 128
 _LINE = re.compile(
     rf"(?P<tenant>[!-~]{{1,{TENANT_CHARACTERS}}})\s+(?P<digest>[0-9a-f]{{64}})(?P<options>(\s+[a-z_]+=[!-~]+)*)"
@@ -217,9 +218,10 @@ class Callers:
         """
         if self._keys is not None:
             given = identity.authorizations
-            if len(given) != 1 or not given[0].startswith(SCHEME):
+            scheme, _, key = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
+            if scheme.lower() != SCHEME:
                 raise Unauthenticated("no API key; this router asks for one, as `authorization: Bearer KEY`")
-            grant = self._keys.grant(given[0].removeprefix(SCHEME).strip())
+            grant = self._keys.grant(key.strip())
             if grant is None:
                 raise Unauthenticated("the API key is not known")
             return grant

@@ -8,6 +8,8 @@ import grpc
 from kvrelay.router.trace import Outcome
 
 MAX_VALUE_CHARACTERS = 64
+MAX_TEXT_BYTES = 1024
+"""Of an error's text; one with other characters than ASCII's, which gRPC writes in three bytes each, has half."""
 RETRY_DELAY_KEY = "retry-delay-ms"
 GIVEN_UP_KEY = "given-up"
 RETRY_DELAY_SECONDS = 1.0
@@ -24,6 +26,9 @@ class RequestError(Exception):
     """Trailing metadata of the status."""
     field: str | None = None
     """The field of the request that is at fault."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(brief(text))
 
 
 class InvalidArgument(RequestError):
@@ -132,6 +137,15 @@ class SlowReader(RequestError):
 
 class InternalError(RequestError):
     """A defect of kvrelay."""
+
+
+def brief(text: str, most: int = MAX_TEXT_BYTES) -> str:
+    """A text of at most `most` bytes in UTF-8, or half of them if it isn't ASCII; what can't be encoded is escaped."""
+    if text.isascii() and len(text) <= most:
+        return text
+    encoded = text[:most].encode(errors="backslashreplace")
+    most = most if encoded.isascii() else most // 2
+    return encoded.decode() if len(encoded) <= most else encoded[: most - 3].decode(errors="ignore") + "..."
 
 
 def shorten(value: object) -> str:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 
 from kvrelay.internal.v1.worker_pb2 import Failure
@@ -11,8 +12,16 @@ from kvrelay.internal.v1.worker_pb2 import Failure
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+LINE_BYTES = 4096
+"""Of a line; longer values are cut in the middle."""
+MAX_FIELDS = 32
+LEAST_BYTES = 64
+"""Fields of a line that is too long, and to what their values are cut before further fields are left out."""
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, the process's fields, message, the record's extra fields."""
+    """One JSON object per line: time, level, logger, the process's fields, message, exception, the record's extra
+    fields."""
 
     def __init__(self, fields: dict[str, str]) -> None:
         super().__init__()
@@ -26,14 +35,31 @@ class JsonFormatter(logging.Formatter):
             **self._fields,
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        text = json.dumps(line, default=str)
+        most, fields = LINE_BYTES, list(line.items())[:MAX_FIELDS]
+        while len(text) > LINE_BYTES:
+            if most > LEAST_BYTES:
+                most //= 2
+            else:
+                fields.pop()
+            text = json.dumps({key: _cut(value, most) for key, value in fields})
+        return text
+
+
+def _cut(value: object, most: int) -> object:
+    """A value with about `most` characters of text: its beginning, and its end, where an exception's reason is."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most // 4]} ... {text[len(text) - most // 2 :]}"
 
 
 def configure(**fields: str) -> None:
-    """Writes this process's `kvrelay` logs to stderr as JSON, with `fields` (e.g. part, name) in each line."""
+    """Writes this process's `kvrelay` logs to stderr as JSON, with `fields` (e.g. part, name) in each line; and the
+    warnings of libraries, of Python, and of threads that end by an exception."""
     # gRPC's core writes lines that are not JSON; its errors also come as statuses.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     handler = logging.StreamHandler(sys.stderr)
@@ -42,6 +68,17 @@ def configure(**fields: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+    libraries = logging.getLogger()
+    if not libraries.handlers:
+        libraries.addHandler(handler)
+    logging.captureWarnings(True)
+    threading.excepthook = _note_thread
+
+
+def _note_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_type is not SystemExit:
+        exception = ended.exc_type, ended.exc_value or ended.exc_type(), ended.exc_traceback
+        logging.getLogger("kvrelay").error("a thread ended by an exception", exc_info=exception)
 
 
 def reason(code: Failure.Code, message: str) -> str:

@@ -64,7 +64,7 @@ async def read(request: web.Request, most: int, seconds: float) -> bytes:
     except TimeoutError:
         raise SlowBody(f"the body did not come within {seconds:g} s") from None
     except web.RequestPayloadError:
-        raise InvalidArgument("body: its transfer encoding is malformed") from None
+        raise InvalidArgument("body: it ended early, or its transfer encoding is malformed") from None
     except web.HTTPRequestEntityTooLarge:
         raise TooLarge(f"body: number of bytes is above {most}; allowed: up to {most}") from None
 

@@ -8,6 +8,7 @@ import grpc
 from pydantic_core import to_json
 
 from kvrelay.router.errors import (
+    MAX_TEXT_BYTES,
     RETRY_DELAY_KEY,
     GivenUp,
     InvalidArgument,
@@ -15,6 +16,7 @@ from kvrelay.router.errors import (
     NotKept,
     PromptTooLong,
     RequestError,
+    brief,
 )
 
 
@@ -62,6 +64,8 @@ _FIELD = re.compile(r"^(sampling\.|token_ids\.ids|text\b|messages\.template_kwar
 TYPES = {403: "permission_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 UNKNOWN_URL = "unknown_url"
+MAX_BYTES = 2048
+"""Of an error's body."""
 
 
 def status_of(error: RequestError) -> int:
@@ -101,7 +105,11 @@ def _renamed(text: str) -> str:
 
 
 def error_json(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's error body."""
+    """OpenAI's error body, of at most MAX_BYTES."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
-    return to_json({"error": error})
+    for size in (MAX_TEXT_BYTES, MAX_TEXT_BYTES // 8):
+        shown = brief(message, size), None if param is None else brief(param, size // 4)
+        error: dict[str, Any] = {"message": shown[0], "type": kind, "param": shown[1], "code": code}
+        if len(body := to_json({"error": error})) <= MAX_BYTES:
+            break
+    return body

@@ -25,6 +25,7 @@ from kvrelay.router.http import cors, openapi
 from kvrelay.router.http.body import declared_size, parse, read
 from kvrelay.router.http.chat import ChatRequest, Chats
 from kvrelay.router.http.completions import TextChoice, read_completion
+from kvrelay.router.http.connection import BEGUN, REQUEST_ID, HttpRunner
 from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
 from kvrelay.router.http.reply import Reply
@@ -39,7 +40,6 @@ T = TypeVar("T")
 
 VERSION = version("kvrelay")
 
-REQUEST_ID = "X-Request-Id"
 NAME = web.RequestKey("name", str)
 """The request's name, which the header of its answer has."""
 SESSION = "X-Session-Id"
@@ -129,7 +129,7 @@ class HttpFace:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
-        runner = web.AppRunner(
+        runner = HttpRunner(
             self.app,
             handler_cancellation=True,
             access_log=None,
@@ -323,7 +323,9 @@ def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200)
 
 
 async def _show_name(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[REQUEST_ID] = request[NAME]
+    request[BEGUN] = response
+    if NAME in request:
+        response.headers[REQUEST_ID] = request[NAME]
 
 
 def _name(request: web.Request, given: str | None) -> str:
@@ -339,8 +341,13 @@ def _name(request: web.Request, given: str | None) -> str:
 
 
 def _set_session(request: web.Request, requests: Sequence[GenerateRequest]) -> None:
-    """The header wins over the body."""
+    """The header wins over the body.
+
+    Raises:
+        InvalidRequest: it is no name.
+    """
     if SESSION in request.headers:
+        check_name(f"header {SESSION}", request.headers[SESSION])
         for each in requests:
             each.session = request.headers[SESSION]
 

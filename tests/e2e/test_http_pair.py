@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -164,3 +165,29 @@ def test_a_closed_connection_frees_both_workers_within_half_a_second(
     start = time.monotonic()
     cluster.wait_idle(seconds=0.5)
     print(f"idle {time.monotonic() - start:.2f} s after the connection was closed")
+
+
+def test_a_routers_log_has_short_lines_of_json(served: tuple[ProcessCluster, int]) -> None:
+    """Whatever a client sends: aiohttp would write the whole of a field's name, as text."""
+    cluster, port = served
+    for request in (
+        b"\x16\x03\x01" * 100,
+        b"GET / HTTP/1.1\r\n" + b"x" * 4_000_000 + b": a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 4000006\r\n\r\n"
+        + b'{"'
+        + b"y" * 4_000_000
+        + b'":0}',
+    ):
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            connection.settimeout(10)
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := connection.recv(2**16):
+                answer += part
+            assert re.search(rb"^HTTP/1.[01] 400 ", answer, re.MULTILINE)
+    lines = cluster.processes["router-0"].log.read_bytes().splitlines()
+    assert len(lines) > 1
+    for line in lines:
+        assert len(line) <= 4096
+        assert json.loads(line)

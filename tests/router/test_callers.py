@@ -71,8 +71,12 @@ def test_a_tenant_can_not_end_anothers_request_by_its_resume_key(tmp_path: Path)
         async with fake_cluster(tmp_path / "m", *pair(token_at), api_keys=str(keys)) as cluster:
             async with grpc.aio.insecure_channel(cluster.router.address) as channel:
                 stub = InferenceServiceStub(channel)
-                for key, number in (("key of a", 1), ("key of b", 2), ("key of a", 2)):
-                    call = stub.Generate(request(number), metadata=(("authorization", f"Bearer {key}"),), timeout=10)
+                for scheme, key, number in (
+                    ("Bearer", "key of a", 1),
+                    ("bearer", "key of b", 2),
+                    ("BEARER", "key of a", 2),
+                ):
+                    call = stub.Generate(request(number), metadata=(("authorization", f"{scheme} {key}"),), timeout=10)
                     assert [answer async for answer in call]
             worker = cluster.workers["prefill-0"]
             first, other, second = (job.submit.client_call.key for job in worker.jobs)

@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import logging
+import re
 import ssl
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import pytest
@@ -12,15 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.cluster import certificates
-from kvrelay.router.errors import RequestError
+from kvrelay.router.errors import InvalidRequest, RequestError
 from kvrelay.router.http import openapi
 from kvrelay.router.http.body import parse
 from kvrelay.router.http.chat import ChatRequest
 from kvrelay.router.http.completions import CompletionRequest, read_completion
+from kvrelay.router.http.connection import HEADERS, LOOK_SECONDS
+from kvrelay.router.http.errors import body_of, error_json
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.wire import SMALL_BYTES
 from support.http_calls import CHAT, HELLO, Http, serving, token_at
-from support.router_fakes import FakeWorker, colocated_of, run
+from support.router_fakes import FakeWorker, Job, colocated_of, length_if, run, silent, until
 
 DOCUMENT = json.loads(openapi.document())
 KINDS = {
@@ -90,30 +97,188 @@ def test_any_body_is_answered_or_refused(tmp_path: Path) -> None:
     run(test, 120)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"",
-        b"\x00" * 100,
-        b"GET",
-        POST + b"Content-Length: -1\r\n\r\n",
-        POST + b"Transfer-Encoding: chunked\r\n\r\nzz",
-        POST + b"Content-Length: 99\r\n\r\n{}",
-        b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /" + b"x" * 20000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    ],
-)
-def test_broken_http_ends_its_connection_only(tmp_path: Path, request_: bytes) -> None:
-    async def test() -> None:
-        async with serving(tmp_path) as (cluster, http):
-            reader, writer = await asyncio.open_connection(*str(cluster.router.http_address).split(":"))
-            writer.write(request_)
+MAY_ANSWER = {200, 400, 401, 403, 404, 405, 408, 413, 417, 429, 503, 504}
+HELLO_BODY = json.dumps(HELLO).encode()
+BROKEN = [
+    b"\x00" * 100,
+    b"GET",
+    POST + b"Content-Length: -1\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked\r\n\r\nzz",
+    POST + b"Content-Length: 99\r\n\r\n{}",
+    b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /\xff\xed\xa0\x80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /v1/models/\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /" + b"x" * 20000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"x" * 4_000_000 + b": a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nx: " + b"\xff" * 4_000_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
+    b"GET / HTTP/1.1\r\n: a\r\n\r\n",
+    b"BREW / HTTP/1.1\r\nHost: x\r\n\r\n",
+    POST + b"Expect: tea\r\nContent-Length: 2\r\n\r\n{}",
+    POST + b'Content-Length: 4000018\r\n\r\n{"' + b"y" * 4_000_000 + b'": 0}' + b" " * 11,
+]
+
+
+def answers_of(data: bytes) -> list[tuple[int, bytes, bytes]]:
+    """Status, head and body of each answer to what was sent over one connection."""
+    found = []
+    while data:
+        head, separator, rest = data.partition(b"\r\n\r\n")
+        assert separator, data[:200]
+        status = int(head.split(b" ", 2)[1])
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        if status == 100:
+            data = rest
+            continue
+        body, data = (rest, b"") if length is None else (rest[: int(length[1])], rest[int(length[1]) :])
+        found.append((status, head, body))
+    return found
+
+
+def check_answers(answers: list[tuple[int, bytes, bytes]]) -> None:
+    """Each is no defect's; an error is short, and in OpenAI's form."""
+    for status, head, body in answers:
+        assert status in MAY_ANSWER, (status, body[:500])
+        if status >= 400 and b'"ready"' not in body:
+            assert len(body) <= 2048
+            assert b"application/json" in head
+            error = json.loads(body)["error"]
+            assert error["message"]
+            assert error.keys() == {"message", "type", "param", "code"}
+
+
+async def exchange(address: str, request: bytes, *, half_close: bool) -> list[tuple[int, bytes, bytes]]:
+    """Sends bytes, and reads until the router closes the connection."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    try:
+        writer.write(request)
+        if half_close:
             writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(), 10)
-            writer.close()
-            assert not answer.startswith(b"HTTP/1.1 5")
+        answer = b""
+        with suppress(ConnectionError):
+            while part := await asyncio.wait_for(reader.read(2**16), 10):
+                answer += part
+        return answers_of(answer)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_broken_http_ends_its_connection_only(tmp_path: Path, number: int) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, cors_origins=("*",)) as (cluster, http):
+            request = BROKEN[number]
+            answers = await exchange(str(cluster.router.http_address), request, half_close=True)
+            check_answers(answers)
+            assert answers or request == b"GET", "what is more than the beginning of a request gets an answer"
+            assert all(status >= 400 for status, _, _ in answers)
             assert (await http.post("/v1/completions", HELLO))[0] == 200
             assert cluster.router._front.running == 0
+
+    run(test)
+
+
+names = st.sampled_from([*HEADERS, "Cookie", "User-Agent", "Range", "If-Match", "Forwarded", "x"])
+likely = st.sampled_from([b"Bearer k", b"bearer k", b"basic", b"1", b"nan", b"*", b"gzip", b"100-continue"])
+octets = st.binary(max_size=30).map(lambda value: bytes(octet for octet in value if octet >= 32 and octet != 127))
+given_headers = st.lists(st.tuples(names, likely | octets), max_size=4)
+posts = st.sampled_from(["POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"])
+others = st.sampled_from(["GET /v1/models", "GET /metrics", "GET /ready", "OPTIONS /v1/completions", "GET /page/about"])
+paths = st.binary(max_size=20).map(
+    lambda path: "GET /" + bytes(octet for octet in path if octet > 32 and octet != 127).decode("latin1")
+)
+sent = st.sampled_from([HELLO_BODY, b"{}", b'{"prompt": "a"', b"\xff", b'{"tokens": [5]}', b'{"\xff": 1}'])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """A whole request, right in its outline, in whose headers, path and body there may be any bytes."""
+    target, given = draw(posts | others | paths), draw(given_headers)
+    body = draw(sent | st.binary(min_size=1)) if target.startswith("POST") else b""
+    lines = [target.encode("latin1") + b" HTTP/1." + draw(st.sampled_from([b"0", b"1"]))]
+    lines += [b"Host: x", b"Connection: close"]
+    lines += [name.encode() + b": " + value for name, value in given]
+    lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)] if body else []
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def test_any_bytes_in_headers_and_bodies_are_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Half-closed or not, with and without keys."""
+    drawn: list[tuple[bytes, bool]] = []
+
+    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(requests(), st.booleans())
+    def draw(request: bytes, half_close: bool) -> None:
+        drawn.append((request, half_close))
+
+    draw()
+    keys = tmp_path / "keys"
+    keys.write_text(f"a {sha256(b'k').hexdigest()}\n")
+
+    async def test() -> None:
+        statuses = set()
+        for number, options in enumerate(({"cors_origins": ("*",)}, {"api_keys": str(keys)})):
+            worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+            async with serving(tmp_path / str(number), worker, **options) as (cluster, _):
+                for request, half_close in drawn[number::2]:
+                    answers = await exchange(str(cluster.router.http_address), request, half_close=half_close)
+                    assert len(answers) == 1, request
+                    check_answers(answers)
+                    statuses.add(answers[0][0])
+                await until(lambda: cluster.router._front.running == 0, "nothing runs")
+        assert {200, 400, 401, 404} <= statuses
+
+    run(test, 120)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_gets_its_answer(tmp_path: Path, version: bytes, stream: bool) -> None:
+    async def slow(job: Job) -> None:
+        end = job.submit.sampling.max_tokens
+        for index in range(end):
+            await asyncio.sleep(2 * LOOK_SECONDS)  # the router looks for the client meanwhile
+            job.send(index, (token_at(index),), length_if(index == end - 1))
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", slow)
+        async with serving(tmp_path, worker) as (cluster, _):
+            body = json.dumps({**HELLO, "stream": stream}).encode()
+            request = POST.replace(b"1.1", version) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            for copies in (1, 3) if version == b"1.1" and not stream else (1,):
+                answers = await exchange(str(cluster.router.http_address), request * copies, half_close=True)
+                assert [status for status, _, _ in answers] == [200] * copies
+                assert all((b"[DONE]" in answer) == stream for _, _, answer in answers)
+            await until(lambda: cluster.router._front.running == 0, "nothing runs")
+
+    run(test)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    st.builds(lambda text, times: text * times, st.text(max_size=9), st.sampled_from([1, 100, 10**6])), st.booleans()
+)
+def test_an_error_is_short(text: str, named: bool) -> None:
+    for wide in (text, f"{text}\udcff"):
+        error = InvalidRequest(wide, wide, wide)
+        assert len(quote(str(error))) <= 4096
+        for body in (body_of(error), error_json(400, wide, param=wide if named else None)):
+            assert len(body) <= 2048
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_client_that_has_closed_its_connection_cancels(tmp_path: Path) -> None:
+    """Though it looks as one that has ended its side."""
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", silent)
+        async with serving(tmp_path, worker) as (cluster, _):
+            _, writer = await asyncio.open_connection(*str(cluster.router.http_address).split(":"))
+            writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(HELLO_BODY) + HELLO_BODY)
+            await cluster.job("colocated-0")
+            writer.close()
+            await until(lambda: cluster.router._front.running == 0, "the request has ended", 5)
 
     run(test)
 
