@@ -29,9 +29,9 @@ MAX_STOP_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_LOGPROBS = 20
-MAX_PROMPT_VALUES = 2**18
-"""Log-probabilities of a prompt's tokens and their likeliest ones: they go to the client in one message of up to about
-3 MB, with the first token, so that a client that has a token has all of them."""
+MAX_PROMPT_VALUES = 2**14
+"""Log-probabilities of a prompt's tokens and their likeliest ones: they go to the client in one message, with the first
+token, so that a client that has a token has all of them. 131,072 of them held the event loop for seconds."""
 MAX_CONSTRAINT_BYTES = 64 * 1024
 MAX_CHOICES = 1024
 

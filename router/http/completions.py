@@ -1,5 +1,6 @@
 """`/v1/completions`: text behind one prompt or several."""
 
+import asyncio
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from kvrelay.router.http.body import parse
 from kvrelay.router.http.fields import MAX_UINT32, GenerateFields, Integer, Neutral, misfit, whole_list
 from kvrelay.router.http.logprobs import TextLogprobs
 from kvrelay.router.http.usage import finish_name, timeline_json
+from kvrelay.router.prompt import PART_TOKENS
 from kvrelay.router.sampling import MAX_LOGPROBS
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import CheckedRequest
@@ -178,13 +180,22 @@ class TextChoice:
         self._body = body
         self._tokenizer = tokenizer
         self._prompt = list(request.prompt.submit(()).token_ids) if body.echo else []
+        self._echo = ""
+        """The prompt's text, until a message has shown it."""
         self._logprobs = None if body.logprobs is None else TextLogprobs(tokenizer)
         self._text: list[str] = []
         self._end: dict[str, Any] = {}
         self._token_ids: list[int] = []
 
     async def begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """The first message will show the prompt's log-probabilities too, if that was asked for."""
+        """The first message will show the prompt, and its log-probabilities, if that was asked for."""
+        parts = []
+        for start in range(0, len(self._prompt), PART_TOKENS):
+            parts.append(
+                b"".join([self._tokenizer.token_bytes[at] for at in self._prompt[start : start + PART_TOKENS]])
+            )
+            await asyncio.sleep(0)
+        self._echo = b"".join(parts).decode(errors="replace")
         if self._body.echo and self._logprobs is not None:
             await self._logprobs.add_prompt(self._prompt, prompt_logprobs)
 
@@ -195,7 +206,7 @@ class TextChoice:
         echoed = self._body.echo and not self._text
         text = "" if alone else message.text
         if echoed:
-            text = self._tokenizer.text(self._prompt) + text
+            text, self._echo = self._echo + text, ""
         if self._logprobs is not None and not alone:
             self._logprobs.add(message.token_ids, message.logprobs)
         self._text.append(text)

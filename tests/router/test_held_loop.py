@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvrelay.router.http import openapi
 from kvrelay.router.page.page import Ask
+from kvrelay.router.sampling import MAX_LOGPROBS, MAX_PROMPT_VALUES
 from kvrelay.router.validation import DETOKENIZE_IDS
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2 import FINISH_REASON_LENGTH
@@ -49,7 +51,7 @@ Send = Callable[[], Awaitable[None]]
 
 
 def value_of(top: int) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(logprob=-0.5, top_ids=[7] * top, top_logprobs=[-0.5] * top, rank=1)
+    return pb.TokenLogprobs(logprob=-0.5, top_ids=range(10, 10 + top), top_logprobs=[-0.5] * top, rank=1)
 
 
 async def answer(job: Job) -> None:
@@ -137,6 +139,29 @@ def test_no_message_holds_the_loop(tmp_path: Path, method: str, size: int, examp
             assert cluster.router._front.running == 0
 
     run(test, 900)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_answer_with_much_of_the_prompt_holds_the_loop(tmp_path: Path, stream: bool) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "echo": {"prompt": [40] * (CONTEXT - 10)},
+        "one value": {"prompt": [40] * MAX_PROMPT_VALUES, "logprobs": 0},
+        "many values": {"prompt": [40] * (MAX_PROMPT_VALUES // (MAX_LOGPROBS + 1)), "logprobs": MAX_LOGPROBS},
+    }
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", answer, max_context=CONTEXT)
+        async with serving(tmp_path, worker) as (_, http):
+
+            async def send(body: dict[str, Any]) -> None:
+                sent = {**body, "max_tokens": 1, "echo": True, "stream": stream}
+                async with http.session.post(f"{http.base}/v1/completions", json=sent) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
+
+            await check_holds((name, partial(send, body)) for name, body in bodies.items())
+
+    run(test, 120)
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 1000, [[5]] * 1000], ids=["texts", "ids"])
