@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -82,8 +81,6 @@ class Front:
         self.limits = KeyLimits()
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
-        # One thread: each thread that computes in Python makes the event loop wait for its turn.
-        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
         self._draining = False
         self._ending = False
 
@@ -151,14 +148,11 @@ class Front:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=END_SECONDS)
-        self._parsing.shutdown(wait=False, cancel_futures=True)
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
         """Does the work on a request of `size` bytes: in the event loop if they are few, else in a thread, between
         whose steps the event loop has its turns."""
-        if size <= INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._parsing, work)
+        return await self.tokenizer.run(size <= INLINE_BYTES, work, self.tokenizer.computing)
 
     @contextmanager
     def call(self, caller: Caller, size: int, deadline: float = math.inf) -> Iterator["Call"]:

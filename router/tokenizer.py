@@ -45,6 +45,8 @@ class Tokenizer:
         self._template: ChatTemplate | None = load_chat_template(folder, settings, chat_template)
         self._special = SpecialTokens(self._tokenizer, self.template_source)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self.computing = ThreadPoolExecutor(1, thread_name_prefix="computing")
+        """For work in Python on large requests: each thread more would make the event loop wait for its turn."""
         self.token_bytes = TokenBytes(self._tokenizer)
         self.longest_token_bytes = self.token_bytes.longest
         """Bytes of text that one token stands for, at most."""
@@ -109,7 +111,7 @@ class Tokenizer:
         def encode(tokenizer: tokenizers.Tokenizer, text: str) -> "array[int]":
             return self._encode(text, most, special=False, tokenizer=tokenizer)
 
-        text, signs = await self.run(cost <= INLINE_CHARACTERS, render)
+        text, signs = await self.run(cost <= INLINE_CHARACTERS, render, self.computing)
         return await self.run(len(text) <= INLINE_CHARACTERS, lambda: self._special.encode(text, signs, encode))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -138,7 +140,8 @@ class Tokenizer:
         return found
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self.computing):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
         self, text: str, most: int | None, *, special: bool, tokenizer: tokenizers.Tokenizer | None = None
@@ -150,9 +153,9 @@ class Tokenizer:
             raise TooManyTokens(len(encoding))
         return array("I", encoding.ids)
 
-    async def run(self, inline: bool, work: Callable[[], T]) -> T:
+    async def run(self, inline: bool, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
         """Does the work at once, or on a thread."""
-        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return work() if inline else await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

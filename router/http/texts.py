@@ -46,7 +46,9 @@ class TokenizeRequest(ConversationFields):
         """
         texts = Texts(text=self.prompt) if self.prompt is not None else Texts(messages=self.conversation(self.tools))
         tokens = await text_tokens(texts, tokenizer, TOKENIZE_BYTES, TOKENIZE_WHY)
-        return await tokenizer.run(len(tokens) <= INLINE_TOKENS, lambda: self._json(tokens, model, tokenizer))
+        return await tokenizer.run(
+            len(tokens) <= INLINE_TOKENS, lambda: self._json(tokens, model, tokenizer), tokenizer.computing
+        )
 
     def _json(self, tokens: "array[int]", model: ModelInfo, tokenizer: Tokenizer) -> bytes:
         """The answer, made in parts: others have their turn between them if this runs on a thread."""
