@@ -85,7 +85,6 @@ class Bench:
         pool = allocate_pool(layout, options.kv_memory_bytes, machine.device)
         pool.tensor.normal_()
         spec = ModelSpec(
-            name="random",
             architecture=self.config.architecture,
             vocab_size=self.config.vocab_size,
             max_context=min(options.max_context, pool.num_tokens),

@@ -113,7 +113,7 @@ def make_runner(layers: int, options: EngineConfig, graphs: bool) -> GpuRunner:
     config = replace(TINY, layers=layers, traits=Traits((0,) * layers), max_positions=2 * CONTEXT)
     layout = config.kv_layout(config.dtype, options.kv_dtype, options.block_size, "HND")
     pool = allocate_pool(layout, options.kv_memory_bytes, "cpu")
-    spec = ModelSpec("random", config.architecture, config.vocab_size, options.max_context, (), config.dtype, "random")
+    spec = ModelSpec(config.architecture, config.vocab_size, options.max_context, (), config.dtype, "random")
     with torch.inference_mode():
         weights, _ = random_weights(config, pool.tensor.device)
     runner = GpuRunner(spec, Decoder(config, weights, GpuOps()), pool, options, no_capture if graphs else None)

@@ -1,8 +1,12 @@
 """Writes the reference pages and the dashboards from the code: `python docs/generate.py` (`make docs`)."""
 
 import json
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvrelay.cluster.config import ClusterConfig, schema
 from kvrelay.cluster.grafana.dashboards import write
@@ -10,7 +14,8 @@ from kvrelay.rpc.metrics.families import BUILD_HELP, BUILD_LABELS, BUILD_NAME, F
 from kvrelay.rpc.metrics.family import COMMON, Family, Label
 
 FOLDER = Path(__file__).parent
-DASHBOARDS = FOLDER.parent / "helm" / "kvrelay" / "dashboards"
+CHART = FOLDER.parent / "helm" / "kvrelay"
+DASHBOARDS = CHART / "dashboards"
 CONFIGURATION = """# Configuration
 
 This page is generated from the configuration classes by `python docs/generate.py`; edit the docstrings there.
@@ -55,10 +60,36 @@ memory, file descriptors, start time.
 
 No metric has a label whose values clients could choose without limit, and none has text of anybody's request.
 """
+CHART_README = """# {name}
+
+{description}
+
+![Version: {version}](https://img.shields.io/badge/Version-{version}-informational) \
+![AppVersion: {appVersion}](https://img.shields.io/badge/AppVersion-{appVersion}-informational)
+
+This page is generated from `Chart.yaml` and the comments of `values.yaml` by `python docs/generate.py`; edit them.
+
+```sh
+helm install my-model helm/kvrelay --set model.path=hf:ORG/NAME --set image.repository=REGISTRY/kvrelay
+```
+
+It makes a RayCluster, so KubeRay's operator must be there.
+[docs/deploy.md]({source}/blob/main/docs/deploy.md) tells how to build the image, what each profile (`values-*.yaml`) is
+for, and how to upgrade.
+
+## Requirements
+
+Kubernetes: `{kubeVersion}`
+
+## Values
+
+| Key | Type | Default | Description |
+|-----|------|---------|-------------|
+"""
 PARTS = {
-    "router": ("Routers", "the router's name"),
-    "worker": ("Workers", "the worker's name and role"),
-    "transfer": ("The hand-off, as each of its two workers sees it", "the worker's name and role"),
+    "router": ("Routers", "the router's name and its model's"),
+    "worker": ("Workers", "the worker's name, role and model"),
+    "transfer": ("The hand-off, as each of its two workers sees it", "the worker's name, role and model"),
     "supervisor": ("The supervisor", ""),
 }
 
@@ -155,7 +186,42 @@ def _label(label: Label) -> str:
     return f"`{label.name}`: {', '.join(f'`{value}`' for value in label.values) or label.bound}"
 
 
+def chart_readme() -> str:
+    """The chart's README.md, in the form of helm-docs."""
+    text = (CHART / "values.yaml").read_text()
+    source = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    head = CHART_README.format(**yaml.safe_load((CHART / "Chart.yaml").read_text()), source=source)
+    return head + "".join(_values(yaml.compose(text), text.splitlines())) + "\n"
+
+
+def _values(node: yaml.MappingNode, lines: list[str], above: str = "") -> Iterator[str]:
+    """A line for each key that has a comment `# --` or a value without further keys."""
+    for key, value in node.value:
+        if key.value == "<<":
+            yield f"| {above}* | | | The keys of `prefill`. |\n"
+            continue
+        told = _comment(lines, key.start_mark.line)
+        if isinstance(value, yaml.MappingNode) and value.value and not told:
+            yield from _values(value, lines, f"{above}{key.value}.")
+            continue
+        default = yaml.safe_load(yaml.serialize(value))
+        kind = {str: "string", bool: "bool", int: "int", list: "list", dict: "object"}[type(default)]
+        yield f"| {above}{key.value} | {kind} | `{json.dumps(default)}` | {told} |\n"
+
+
+def _comment(lines: list[str], line: int) -> str:
+    """The text of the comment above a key, from its `# --` on."""
+    found: list[str] = []
+    while lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        found.insert(0, lines[line].strip().removeprefix("#").strip())
+        if found[0].startswith("-- "):
+            return " ".join(found).removeprefix("-- ").replace("|", "\\|")
+    return ""
+
+
 if __name__ == "__main__":
     for page, text in (("configuration.md", configuration()), ("metrics.md", metrics())):
         (FOLDER / page).write_text(text)
+    (CHART / "README.md").write_text(chart_readme())
     write(DASHBOARDS)

@@ -44,3 +44,17 @@ def resolve(model: str, *, weights: bool = True, heads: bool = False) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"model: the folder {model!r} holds no config.json; give {allowed}")
     return path
+
+
+def model_name(model: str) -> str:
+    """The name of a model, without looking for it: a bundled one's, ORG/NAME of the hub, or that of its folder."""
+    if bundled(model) is not None:
+        return model
+    if model.startswith(hub.PREFIX):
+        return model.removeprefix(hub.PREFIX).partition("@")[0]
+    folder = Path(model).expanduser().resolve()
+    # The hub's cache keeps ORG/NAME as models--ORG--NAME/snapshots/COMMIT.
+    kind, _, name = folder.parent.parent.name.partition("--")
+    if folder.parent.name == "snapshots" and kind == "models" and name:
+        return name.replace("--", "/", 1)
+    return folder.name

@@ -17,13 +17,13 @@ ANONYMOUS, OTHER, NO_CLASS = "anonymous", "other", "none"
 class RouterMetrics:
     """A router's metrics. Used on the event loop only."""
 
-    def __init__(self, router: str, classes: Iterable[str] = ()) -> None:
+    def __init__(self, router: str, model_name: str, classes: Iterable[str] = ()) -> None:
         """
         Args:
-            router: its name, a label of each metric.
+            router, model_name: labels of each metric.
             classes: of service, beside the default one.
         """
-        self.metrics = metrics = MetricSet("router", router=router)
+        self.metrics = metrics = MetricSet("router", router=router, model_name=model_name)
         for service in (DEFAULT, NO_CLASS, *classes):
             for outcome in labels.OUTCOMES:
                 metrics.counter(families.REQUESTS, outcome, service)

@@ -21,7 +21,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
     MemberState,
 )
 from kvrelay.internal.v1.worker_pb2 import ForeignPrompt, Load, Requests
-from kvrelay.models import resolve
+from kvrelay.models import model_name, resolve
 from kvrelay.router import reflection
 from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
@@ -112,7 +112,7 @@ class RouterServer:
         )
         budget, token_bytes = RetryBudget(), self._tokenizer.token_bytes
         pacer = Pacer(config.coalesce_ms / 1000)
-        metrics = RouterMetrics(config.name, config.classes)
+        metrics = RouterMetrics(config.name, model_name(config.model), config.classes)
         dispatch = Dispatch(
             config, self.registry, self._queue, self._trials, policy, pacer, fleet, budget, token_bytes, metrics
         )

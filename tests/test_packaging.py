@@ -136,6 +136,38 @@ def test_two_wheels_hold_each_file_once_and_import_together(
     assert "pico" in done.stdout.split()
 
 
+def test_a_package_indexs_page_has_links_that_hold_there(tree: Path, tmp_path: Path) -> None:
+    wheel = build(tree, "wheel", tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        page = archive.read(name).decode()
+    (source,) = re.findall(r"^Project-URL: Source, (.*)$", page, re.MULTILINE)
+    links = re.findall(r"\]\(([^)#]+)", page)
+    assert len(links) > 20
+    for link in links:
+        if link.startswith(source):
+            kind, branch, path = link.removeprefix(f"{source}/").split("/", 2)
+            assert (kind, branch) == ("raw" if path.endswith(".png") else "blob", "main")
+            assert (ROOT / path).exists(), link
+        else:
+            assert link.startswith("https://"), link
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_command_line_completes(shell: str) -> None:
+    def run(instruction: str, **environment: str) -> str:
+        return subprocess.run(
+            [Path(sysconfig.get_path("scripts"), "kvrelay")],
+            env={**os.environ, "_KVRELAY_COMPLETE": f"{shell}_{instruction}", **environment},
+            timeout=60, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+
+    assert f"_KVRELAY_COMPLETE={shell}_complete" in run("source")
+    word = "sta" if shell == "fish" else "1"
+    assert "status" in run("complete", COMP_WORDS="kvrelay sta", COMP_CWORD=word)
+    assert f"_KVRELAY_COMPLETE={shell}_source kvrelay" in (ROOT / "docs" / "start.md").read_text()
+
+
 def test_the_server_needs_the_client_of_its_version() -> None:
     server, client = (tomllib.loads((ROOT / part).read_text())["project"] for part in PROJECTS)
     assert f"{client['name']}=={client['version']}" in server["dependencies"]

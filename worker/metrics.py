@@ -18,10 +18,9 @@ _STATES = ("free", "cached", "held")
 class WorkerMetrics:
     """A worker's metrics, from the start of its process on."""
 
-    def __init__(self, worker: str, role: str) -> None:
-        """`worker`, `role`: labels of each metric."""
-        self._worker = worker
-        self.metrics = MetricSet("worker", worker=worker, role=role)
+    def __init__(self, worker: str, role: str, model_name: str) -> None:
+        """`worker`, `role`, `model_name`: labels of each metric."""
+        self.metrics = MetricSet("worker", worker=worker, role=role, model_name=model_name)
         self._totals: list[tuple[Total, Callable[[], float]]] = []
         """Counts that are kept elsewhere. Each is read as one number, so no lock is needed."""
         self._endpoint: Endpoint[Any] | None = None
@@ -48,7 +47,7 @@ class WorkerMetrics:
         """The worker goes on in another role, with the same engine. What it has counted so far stays the old role's."""
         for total, count in self._totals:
             total.set(count())
-        self.metrics.relabel(worker=self._worker, role=role)
+        self.metrics.relabel(role=role)
         self._bind()
         self._count(engine, endpoint)
 

@@ -28,10 +28,10 @@ CONTEXT_LIMITS = {
 }
 
 
-def model_info(spec: ModelSpec) -> ModelInfo:
-    """`spec` on the wire."""
+def model_info(name: str, spec: ModelSpec) -> ModelInfo:
+    """The model `name` on the wire."""
     return ModelInfo(
-        name=spec.name,
+        name=name,
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
         max_context=spec.max_context,

@@ -42,7 +42,7 @@ from kvrelay.internal.v1.supervisor_pb2 import (
 from kvrelay.internal.v1.supervisor_pb2 import Role as MemberRole
 from kvrelay.internal.v1.worker_pb2 import Load
 from kvrelay.internal.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from kvrelay.models import resolve
+from kvrelay.models import model_name, resolve
 from kvrelay.rpc.address import join
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.heartbeat import HeartbeatClient
@@ -91,7 +91,7 @@ class WorkerServer:
         self.config = config
         self.credentials = Credentials.of("worker", config.security)
         self._roles = roles
-        self._metrics = WorkerMetrics(config.name, config.role)
+        self._metrics = WorkerMetrics(config.name, config.role, model_name(config.model))
         self._build = build
         self._shell: WorkerShell | None = None
         self._worker: Worker | None = None

@@ -31,7 +31,7 @@ from kvrelay.internal.v1.worker_pb2 import (
     Submit,
     WorkerHello,
 )
-from kvrelay.models import resolve
+from kvrelay.models import model_name, resolve
 from kvrelay.rpc.credentials import Credentials
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.log import reason
@@ -300,7 +300,11 @@ class Worker:
 
     def hello(self) -> WorkerHello:
         """What a router is told first."""
-        return WorkerHello(name=self.id.name, incarnation=self.id.incarnation, model=model_info(self.spec))
+        return WorkerHello(
+            name=self.id.name,
+            incarnation=self.id.incarnation,
+            model=model_info(model_name(self.config.model), self.spec),
+        )
 
     def load(self) -> Load:
         """The current load."""

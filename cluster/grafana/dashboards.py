@@ -320,6 +320,11 @@ def _source() -> dict[str, Any]:
 def _variables(parts: Sequence[Part], prefix: str) -> list[dict[str, Any]]:
     """A variable for each label of the parts' processes, by which they can be selected."""
     sources = {"router": table.RUNNING_REQUESTS, "worker": table.KV_BLOCKS}
+    # The values of a label that several parts have are those of the first part.
+    part_of: dict[str, Part] = {}
+    for part in parts:
+        for label in COMMON[part]:
+            part_of.setdefault(label, part)
     return [
         {
             "name": label,
@@ -334,8 +339,7 @@ def _variables(parts: Sequence[Part], prefix: str) -> list[dict[str, Any]]:
             "allValue": ".*",
             "current": {"text": "All", "value": "$__all"},
         }
-        for part in parts
-        for label in COMMON[part]
+        for label, part in part_of.items()
     ]
 
 

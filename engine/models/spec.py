@@ -1,7 +1,6 @@
 """What the rest of the system knows about a model. No torch."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from kvrelay.engine.config import Quantization
@@ -16,8 +15,6 @@ ContextLimit = Literal["model", "option", "pool"]
 class ModelSpec:
     """A model as a worker serves it. Two workers can exchange KV only if their fingerprints are equal."""
 
-    name: str
-    """The checkpoint folder's name, or ORG/NAME of a model in the Hugging Face hub's cache."""
     architecture: str
     """The model's class as config.json names it, e.g. "LlamaForCausalLM"."""
     vocab_size: int
@@ -55,7 +52,6 @@ class ModelSpec:
         limits: dict[ContextLimit, int] = {"model": config.max_positions, "option": max_context, "pool": pool_tokens}
         context_limit = min((name for name in limits if limits[name]), key=limits.__getitem__)
         return cls(
-            name=_name(checkpoint.folder.resolve()),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             max_context=limits[context_limit],
@@ -84,11 +80,3 @@ def _weights(config: ModelConfig, dtype: FloatDtype, quantization: Quantization)
     if config.stored is not None:
         return config.stored.method
     return dtype if quantization == "none" else quantization
-
-
-def _name(folder: Path) -> str:
-    """The hub's cache keeps ORG/NAME as models--ORG--NAME/snapshots/COMMIT."""
-    kind, _, name = folder.parent.parent.name.partition("--")
-    if folder.parent.name == "snapshots" and kind == "models" and name:
-        return name.replace("--", "/", 1)
-    return folder.name

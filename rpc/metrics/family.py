@@ -7,7 +7,11 @@ Part = Literal["router", "worker", "supervisor"]
 """The kind of process that records a metric."""
 Kind = Literal["counter", "gauge", "histogram"]
 
-COMMON: dict[Part, tuple[str, ...]] = {"router": ("router",), "worker": ("worker", "role"), "supervisor": ()}
+COMMON: dict[Part, tuple[str, ...]] = {
+    "router": ("router", "model_name"),
+    "worker": ("worker", "role", "model_name"),
+    "supervisor": (),
+}
 """Labels that every metric of a part has, with the same values for the whole process."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)

@@ -24,7 +24,8 @@ class MetricSet:
         """
         self.registry = CollectorRegistry()
         """For Prometheus' client library."""
-        self._common = tuple(common[label] for label in COMMON[part])
+        self._labels = {label: common[label] for label in COMMON[part]}
+        self._common = tuple(self._labels.values())
         # Collectors are asked in the order of their registration, so this one updates the others' values.
         self._updates = _Updates()
         self.registry.register(self._updates)
@@ -53,8 +54,9 @@ class MetricSet:
         return self._series(family, values)  # type: ignore[no-any-return]
 
     def relabel(self, **common: str) -> None:
-        """From now on the part's common labels have other values: gauges have those only, what was counted stays."""
-        self._common = tuple(common.values())
+        """From now on some common labels have other values: gauges have those only, what was counted stays."""
+        self._labels |= common
+        self._common = tuple(self._labels.values())
         self._found.clear()
         for family, metric in self._metrics.items():
             if family.kind == "gauge":

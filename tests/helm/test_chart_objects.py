@@ -1,6 +1,8 @@
 """Every rendered object has the fields of its kind, and no others: an API server drops what it doesn't know."""
 
 import json
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,37 @@ def test_dashboards_and_rules_of_the_chart_are_installed(render) -> None:
     rules = list((CHART / "rules").glob("*.yaml"))
     assert len(rendered.all("PrometheusRule")) == len(rules)
     assert all(rule["spec"]["groups"] for rule in rendered.all("PrometheusRule"))
+
+
+def test_routers_are_spread_unless_values_say_how(render) -> None:
+    def spread(**router: Any) -> list[Object]:
+        template = render(router=router).templates["router"]
+        found: list[Object] = template["spec"]["topologySpreadConstraints"]
+        for constraint in found:
+            assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        return found
+
+    assert {each["topologyKey"] for each in spread(replicas=3)} == {
+        "topology.kubernetes.io/zone",
+        "kubernetes.io/hostname",
+    }
+    assert {each["whenUnsatisfiable"] for each in spread(replicas=3)} == {"ScheduleAnyway"}
+    own = {"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
+    own["labelSelector"] = {"matchLabels": {"app.kubernetes.io/component": "router"}}
+    assert spread(topologySpreadConstraints=[own]) == [own]
+
+
+def test_a_container_of_rays_has_its_time_to_start(render) -> None:
+    rendered: Rendered = render(startupSeconds=123)
+    for template in rendered.templates.values():
+        ray = template["spec"]["containers"][0]
+        probe = ray["startupProbe"]
+        assert probe["httpGet"] == ray["livenessProbe"]["httpGet"]
+        assert 123 <= probe["periodSeconds"] * probe["failureThreshold"] < 123 + probe["periodSeconds"]
+
+
+def test_the_charts_page_says_what_its_values_are() -> None:
+    found = runpy.run_path(str(CHART.parents[1] / "docs" / "generate.py"))["chart_readme"]()
+    assert (CHART / "README.md").read_text() == found, "run `make docs`"
+    listed = set(re.findall(r"^\| ([\w.]+)\S* \|", found, re.MULTILINE))
+    assert {"router.replicas", "prefill.gpus", "startupSeconds"} <= listed

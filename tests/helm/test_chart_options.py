@@ -96,6 +96,7 @@ def test_ports_of_metrics_reach_the_configuration_and_prometheus(render, tmp_pat
         (named,) = [item for item in ray_ports(rendered, group) if item["name"] == "own-metrics"]
         assert named["containerPort"] == port
     rays, own = rendered.one("PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert own["relabelings"] == rays["relabelings"]
     assert rays["metricRelabelings"][0]["action"] == "drop", "no series twice"
     assert own["port"] == "own-metrics"
     open_ports = {

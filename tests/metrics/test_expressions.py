@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def test_grafana_can_show_a_dashboard(name: str) -> None:
         assert not _overlap(one, other), (one, other)
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in dashboard["panels"])
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert len(variables) == len(dashboard["templating"]["list"])
     used = set(re.findall(r"\$\{?(\w+)", json.dumps([panel.get("targets") for panel in dashboard["panels"]])))
     assert used - {"__rate_interval"} <= variables
     for variable in dashboard["templating"]["list"]:
@@ -79,11 +81,18 @@ def test_a_rule_names_what_exists(rule: dict[str, Any]) -> None:
     assert mistakes(rule["expr"], {**KNOWN, **recorded()}) == []
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("record") or rule.get("alert"))
+def test_a_rule_keeps_models_apart(rule: dict[str, Any]) -> None:
+    if re.search(r"kvrelay_(router|worker|transfer)_", rule["expr"]):
+        sums = len(re.findall(r"\b(?:sum|max|min|avg|count)\b", rule["expr"]))
+        assert len(re.findall(r"\bby \([^)]*\bmodel_name\b", rule["expr"])) == sums
+
+
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "alert" in rule], ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_it_is_about(rule: dict[str, Any]) -> None:
     assert rule["alert"].startswith("Kvrelay")
     assert rule["labels"]["severity"] in ("critical", "warning")
-    assert set(rule["annotations"]) == {"summary", "description"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
     labels = re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values()))
     groups = {label.strip() for group in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in group.split(",")}
     labelled = {**KNOWN, **recorded()}
@@ -108,6 +117,14 @@ def test_a_recorded_series_is_named_by_level_metric_and_operation() -> None:
 )
 def test_a_mistake_is_found(expression: str, mistake: str) -> None:
     assert mistakes(expression, KNOWN) == [mistake]
+
+
+def test_every_alert_has_its_runbook() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in RULES if "alert" in rule}
+    assert alerts == {name: f"{source}/blob/main/docs/observability.md#{name.lower()}" for name in alerts}
+    assert set(re.findall(r"^### (Kvrelay\w+)$", page, re.MULTILINE)) == alerts.keys()
 
 
 def test_prometheus_reads_the_rules(tmp_path: Path) -> None:

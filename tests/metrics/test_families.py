@@ -20,7 +20,11 @@ from kvrelay.transfer.endpoint import TransferStats
 from kvrelay.transfer.messages import Code
 from kvrelay.worker.metrics import WorkerMetrics
 
-COMMON = {"router": {"router": "router-0"}, "worker": {"worker": "decode-0", "role": "decode"}, "supervisor": {}}
+COMMON = {
+    "router": {"router": "router-0", "model_name": "pico"},
+    "worker": {"worker": "decode-0", "role": "decode", "model_name": "pico"},
+    "supervisor": {},
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -84,7 +88,7 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
     engine: Any = SimpleNamespace(
         scheduler=SimpleNamespace(prefix=prefix, preemptions=0, speculation=None), on_step=None
     )
-    metrics = WorkerMetrics("worker-0", "prefill")
+    metrics = WorkerMetrics("worker-0", "prefill", "pico")
     metrics.watch(engine, lambda: Load(blocks=Blocks(total=4, free=4)), None)
 
     def values(name: str) -> dict[str, float]:
@@ -111,7 +115,7 @@ def test_a_worker_in_another_role_counts_on_under_its_name() -> None:
 
 
 def test_tenants_beyond_a_bound_share_a_series() -> None:
-    metrics = RouterMetrics("router-0")
+    metrics = RouterMetrics("router-0", "pico")
     for number in range(3 * MAX_TENANTS):
         metrics.ended(RequestRecord("stop", tenant=f"tenant-{number}", completion_tokens=2))
     metrics.ended(RequestRecord("stop", tenant="tenant-0"))

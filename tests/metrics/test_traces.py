@@ -120,7 +120,7 @@ def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_a_request_is_one_trace_with_a_span_for_each_attempt_and_stage(traced: Traced) -> None:
     spans = traced.spans
     (root,) = [span for span in spans if span.parent == SPAN]
-    assert (root.name, root.kind, root.failed) == ("text_completion hash", SERVER, False)
+    assert (root.name, root.kind, root.failed) == ("text_completion pico", SERVER, False)
     failed, second = below(spans, root)
     assert [span.name for span in (failed, second)] == ["attempt", "attempt"]
     assert failed.failed
@@ -146,7 +146,7 @@ def test_the_attributes_follow_the_conventions(traced: Traced, collector: Collec
     (root,) = [span for span in spans if span.parent == SPAN]
     expected = {
         "gen_ai.operation.name": "text_completion",
-        "gen_ai.request.model": "hash",
+        "gen_ai.request.model": "pico",
         "gen_ai.request.max_tokens": OUT,
         "gen_ai.usage.input_tokens": PROMPT,
         "gen_ai.usage.output_tokens": OUT,

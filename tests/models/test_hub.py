@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.models import bundled, resolve
+from kvrelay.models import bundled, model_name, resolve
 
 NAME = "someone/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -198,3 +198,18 @@ def test_speculative_heads_come_with_the_files_that_they_are_published_as(monkey
     model, heads = map(set, asked)
     assert heads - model == {"medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"}
     assert {"config.json", "model.safetensors"} <= heads
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("pico", "pico"),
+        (f"hf:{NAME}", NAME),
+        (f"hf:{NAME}@v2", NAME),
+        (f"/hub/models--someone--tiny/snapshots/{COMMIT}", NAME),
+        ("/models/tiny/", "tiny"),
+        ("~/tiny", "tiny"),
+    ],
+)
+def test_a_model_has_one_name_however_it_is_given(model: str, name: str) -> None:
+    assert model_name(model) == name

@@ -37,7 +37,9 @@ def graphs(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
 def queries(dashboard: Mapping[str, Any]) -> list[str]:
     """Its expressions, for Prometheus: the variables are filled in."""
     found = [target["expr"] for panel in graphs(dashboard) for target in panel["targets"]]
-    return [re.sub(r"\$(router|worker|role)\b", ".*", text.replace("$__rate_interval", "30s")) for text in found]
+    return [
+        re.sub(r"\$(router|worker|role|model_name)\b", ".*", text.replace("$__rate_interval", "30s")) for text in found
+    ]
 
 
 def recorded() -> dict[str, set[str]]:

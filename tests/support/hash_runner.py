@@ -41,7 +41,6 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_size=8, dtype="float32
 
 def hash_spec(max_context: int = 256, vocab_size: int = VOCAB_SIZE) -> ModelSpec:
     return ModelSpec(
-        name="hash",
         architecture="HashModel",
         vocab_size=vocab_size,
         max_context=max_context,

@@ -32,6 +32,18 @@ terminationGracePeriodSeconds: {{ .root.Values.terminationGracePeriodSeconds }}
 {{ $field }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
+{{- if and (eq (default "" .group) "router") (not .values.topologySpreadConstraints) }}
+topologySpreadConstraints:
+  {{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ $key }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        app.kubernetes.io/instance: {{ $.root.Release.Name }}
+        app.kubernetes.io/component: router
+  {{- end }}
+{{- end }}
 {{- $logs := and .root.Values.actorLogs.enabled (include "kvrelay.nativeSidecars" .root) }}
 {{- if or .values.extraInitContainers (and .model (include "kvrelay.prefetches" .root)) $logs }}
 initContainers:
@@ -256,10 +268,15 @@ httpGet:
   port: 52365
 {{- end -}}
 
-{{- define "kvrelay.livenessProbe" -}}
+{{/* A container of Ray's has as long to start as startupSeconds says; then it is restarted when it doesn't answer. */}}
+{{- define "kvrelay.probes" -}}
+startupProbe:
+  {{- include "kvrelay.rayHealth" . | nindent 2 }}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ divf .root.Values.startupSeconds 5 | ceil | int }}
 livenessProbe:
   {{- include "kvrelay.rayHealth" . | nindent 2 }}
-  initialDelaySeconds: 30
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 12
@@ -366,7 +383,7 @@ template:
           {{- end }}
         readinessProbe:
           {{- .readinessProbe | nindent 10 }}
-        {{- include "kvrelay.livenessProbe" . | nindent 8 }}
+        {{- include "kvrelay.probes" . | nindent 8 }}
         # The members of the pod finish their requests before Ray is told to stop.
         lifecycle:
           preStop:
