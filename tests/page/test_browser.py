@@ -4,16 +4,20 @@ The browser knows no other host than this one, so whatever the page needs comes 
 """
 
 import hashlib
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvrelay.client import AsyncClient
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD
 from support.browser import Tab, browser, chromium
 from support.page import KEYS, Steps, load
-from support.router_fakes import FakeCluster, fake_cluster, run, until
+from support.router_fakes import FakeCluster, FakeWorker, fake_cluster, run, until
+from support.tokenizers import byte_level_tokenizer, model_folder
 
 SECONDS = 120.0
 SERVING = "document.querySelector('#state').textContent === 'serving'"
@@ -24,6 +28,45 @@ FIGURES = (
 )
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 GROUND = "getComputedStyle(document.documentElement).backgroundColor"
+DRAWN = "document.querySelector('#life svg').viewBox.baseVal.width === document.querySelector('#life').clientWidth"
+CUT = """(() => {
+  document.querySelector('#links').style.pointerEvents = 'auto';
+  const cut = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode, holder = text.parentElement;
+    if (!text.data.trim() || !holder.checkVisibility()) continue;
+    if (holder.closest('.scroll, .sr, .skip, dialog, noscript, textarea, #life')) continue;
+    const range = document.createRange();
+    range.selectNodeContents(text);
+    for (const { left, right, top, bottom } of range.getClientRects())
+      for (const x of [left + 1, right - 1])
+        if (!holder.contains(document.elementFromPoint(x, (top + bottom) / 2))) cut.push(text.data);
+  }
+  return cut;
+})()"""
+"""Texts that aren't wholly in view, or that something covers. The chart has its own test; tables scroll."""
+CROSSED = """(() => {
+  const all = [...document.querySelectorAll('#life text')].filter((text) => text.textContent);
+  const boxes = all.map((text) => [text.textContent, text.getBBox()]);
+  const width = document.querySelector('#life svg').clientWidth;
+  const crossed = boxes.filter(([, box]) => box.x < -1 || box.x + box.width > width + 1).map(([text]) => text);
+  for (const [index, [text, one]] of boxes.entries())
+    for (const [other, two] of boxes.slice(index + 1))
+      if (one.x + 2 < two.x + two.width && two.x + 2 < one.x + one.width &&
+          one.y + 2 < two.y + two.height && two.y + 2 < one.y + one.height) crossed.push([text, other]);
+  return crossed;
+})()"""
+"""Texts of the chart that reach beyond it, or into another one."""
+
+MOVED = """import(new URL('page/map.js', location.href)).then(({ WorkerMap }) => {
+  const place = document.querySelector('#map').cloneNode(true);
+  place.querySelectorAll('li').forEach((card) => card.remove());
+  const worker = { name: 'worker-0', state: 'ready', ready: true, running: 0, computed_tokens: 0, block_size: 16 };
+  const map = new WorkerMap(place);
+  for (const role of ['prefill', 'decode']) map.show({ workers: [{ ...worker, role }], links: [] });
+  return ['prefill', 'decode'].map((role) => place.querySelector(`#${role}`).textContent);
+})"""
+"""The text of both columns after a worker has gone from prefill to decode."""
 
 
 @asynccontextmanager
@@ -86,8 +129,11 @@ def test_workers_keys_themes_and_small_windows(tmp_path: Path) -> None:
             await tab.until(SERVING)
             cluster.workers["decode-0"].report_load(load(held=25, cached=50, running=3))
             await tab.until("document.querySelector('#decode').innerText.includes('3 running')")
-            assert "KV 25 % of 1,600 tokens" in await tab.text("#decode")
-            assert await tab.value("document.querySelector('#decode .held').style.width") == "25%"
+            assert "KV 25 % in use, 50 % cached of 1,600 tokens" in await tab.text("#decode")
+            bar = "document.querySelector('#decode .kv .{}').style.width"
+            assert [await tab.value(bar.format(part)) for part in ("held", "cached")] == ["25%", "50%"]
+            roles = "[...document.querySelectorAll('.worker')].map((card) => card.innerText.split('\\n').slice(0, 2))"
+            assert await tab.value(roles) == [["prefill-0", "prefill"], ["decode-0", "decode"]]
 
             steps.all()
             names = ["first-one", "second-one"]
@@ -114,6 +160,87 @@ def test_workers_keys_themes_and_small_windows(tmp_path: Path) -> None:
             cluster.announce(prefill_0=MEMBER_STATE_DEAD, decode_0=MEMBER_STATE_DEAD)
             await tab.until("document.querySelector('#state').textContent !== 'serving'")
             assert tab.complaints == []
+
+    run(test, SECONDS)
+
+
+def test_no_name_and_no_figure_is_cut_at_any_width(tmp_path: Path) -> None:
+    chromium()
+    prefill, decode = "prefill-worker-12", "decode-worker-with-a-long-name-7"
+
+    async def test() -> None:
+        steps = Steps()
+        steps.all()
+        workers = FakeWorker(prefill, "prefill", steps.prefill), FakeWorker(decode, "decode", steps.decode)
+        async with (
+            fake_cluster(tmp_path / "m", *workers, http_port=0) as cluster,
+            browser(tmp_path) as tab,
+            AsyncClient(cluster.router.address) as client,
+        ):
+            await tab.open(f"http://{cluster.router.http_address}/", height=3000)
+            await tab.until(SERVING)
+            for worker in workers:
+                worker.report_load(load(held=25, cached=50, running=3))
+            await client.complete("hello", max_tokens=2, request_id="one", timeout=30)
+            await tab.until("document.querySelectorAll('#rows tr').length === 1")
+            await tab.press("ArrowDown")
+            await tab.until("document.querySelector('#links text')?.textContent === '123 KB'")
+            for width in (400, 700, 1100, 1400):
+                await tab.resize(width, 3000)
+                await tab.until(DRAWN)
+                assert await tab.value(CUT) == [], f"at {width}"
+                assert await tab.value(CROSSED) == [], f"at {width}"
+                shown = await tab.value("document.querySelector('#links').checkVisibility()")
+                assert shown == (width > 640)
+                assert shown or f"→ {decode} 123 KB" in await tab.text("#prefill")
+                assert await tab.value(OVERFLOW) == 0
+
+    run(test, SECONDS)
+
+
+def test_no_request_has_no_time(tmp_path: Path) -> None:
+    chromium()
+
+    async def test() -> None:
+        async with page(tmp_path, Steps()) as (_, tab):
+            await tab.until(SERVING)
+            texts = await tab.value("[...document.querySelectorAll('#life text')].map((text) => text.textContent)")
+            assert "prefill" in texts
+            assert [text for text in texts if re.search(r"\d", text)] == []
+
+    run(test, SECONDS)
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_the_playground_chats_with_models_that_have_a_template_only(tmp_path: Path, template: bool) -> None:
+    chromium()
+    model = model_folder(tmp_path / "own")
+    if not template:
+        (model / "chat_template.jinja").unlink()
+
+    async def test() -> None:
+        steps = Steps()
+        steps.all()
+        async with page(tmp_path, steps, model=str(model)) as (cluster, tab):
+            await tab.until(SERVING)
+            await tab.until("document.querySelector('#model').textContent.trim() !== ''")
+            assert await tab.value("document.querySelector('#chat').checkVisibility()") == template
+            await tab.write("#prompt", "hello")
+            await tab.press("Enter", "Control")
+            job = await cluster.job("prefill-0")
+            assert (list(job.submit.token_ids) == byte_level_tokenizer().encode("hello").ids) == (not template)
+            await tab.until("!document.querySelector('#go').disabled")
+
+    run(test, SECONDS)
+
+
+def test_a_worker_in_another_role_moves_to_its_column(tmp_path: Path) -> None:
+    chromium()
+
+    async def test() -> None:
+        async with page(tmp_path, Steps()) as (_, tab):
+            await tab.until(SERVING)
+            assert await tab.value(MOVED) == ["", "worker-0decode0 runningidle"]
 
     run(test, SECONDS)
 

@@ -22,6 +22,11 @@ export function size(bytes) {
   return [unit ? figure(bytes) : String(bytes), BYTE_UNITS[unit]];
 }
 
+/** A share of 1 in whole percents; one that isn't 0 doesn't look like 0. */
+export function share(value) {
+  return value > 0 && value < 0.005 ? "< 1 %" : `${Math.round(100 * value)} %`;
+}
+
 export const words = ([number, unit]) => (unit ? `${number} ${unit}` : number);
 
 export const count = (value, one, many) => `${value.toLocaleString("en")} ${value === 1 ? one : many}`;

@@ -5,13 +5,16 @@ import { drawing, duration, element, size, words } from "./format.js";
 
 const LEFT = 168;
 const RIGHT = 76;
+/** Below this width a stage's worker stands under its name, so that the bars keep their room. */
+const NARROW = 560;
+const LEAST = 60;
+const GAP = 12;
 const TOP = 40;
 const ROW = 28;
 const BAR = 16;
-const CHARACTER = 6.2;
 const PIXELS_PER_TICK = 90;
 const MOST_TOKEN_MARKS = 600;
-const NAMES = {
+export const NAMES = {
   router: "router",
   queue: "queue",
   prefill: "prefill",
@@ -20,6 +23,9 @@ const NAMES = {
   decode: "decode",
 };
 const STAGES = Object.keys(NAMES);
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = '600 11px system-ui, "Segoe UI", "DejaVu Sans", sans-serif';
+const wide = (text) => ruler.measureText(text).width;
 
 /** A life that grows by itself between two messages of the router. */
 export class Growing {
@@ -71,21 +77,26 @@ function chart({ life, age, tokens }, width, even) {
   const rows = life.spans.length;
   const height = TOP + rows * ROW + 6;
   const axis = axisOf(life, age, even);
-  const inner = Math.max(60, width - LEFT - RIGHT);
-  const x = (seconds) => LEFT + inner * axis.at(seconds);
+  const narrow = width < NARROW;
+  const names = life.spans.map((span) => [wide(NAMES[span.stage]), wide(workerOf(span, life))]);
+  const needed = GAP + Math.max(0, ...names.map(([name, worker]) => (narrow ? Math.max(name, worker) : name + GAP + worker)));
+  const left = Math.min(narrow ? needed : Math.max(LEFT, needed), width - LEAST - RIGHT);
+  const inner = Math.max(LEAST, width - left - RIGHT);
+  const x = (seconds) => left + inner * axis.at(seconds);
   const made = drawing("svg", { viewBox: `0 0 ${width} ${height}`, height });
   grid(made, axis, x, inner, height);
   handoff(made, life, x, height, age);
-  life.spans.forEach((span, row) => bar(made, span, TOP + row * ROW, x, life, age, tokens));
+  life.spans.forEach((span, row) => bar(made, span, TOP + row * ROW, { x, left, width, narrow }, life, age, tokens));
   for (const again of life.placed.slice(1)) {
     made.append(drawing("line", { class: "again", x1: x(again), x2: x(again), y1: TOP - 4, y2: height }));
   }
   if (life.ttft !== null) {
     const at = x(life.ttft);
     made.append(drawing("line", { class: "first", x1: at, x2: at, y1: TOP - 8, y2: height }));
-    const side = at > LEFT + inner - 130 ? "end" : "start";
     const text = `first token ${words(duration(life.ttft))}`;
-    made.append(drawing("text", { class: "mark halo", x: at + (side === "end" ? -4 : 4), y: TOP - 8, "text-anchor": side }, text));
+    const fits = at + 4 + wide(text) <= width;
+    const beside = fits ? { x: at + 4 } : { x: Math.max(wide(text), at - 4), "text-anchor": "end" };
+    made.append(drawing("text", { class: "mark halo", y: TOP - 8, ...beside }, text));
   }
   return made;
 }
@@ -115,12 +126,17 @@ function handoff(made, life, x, height, age) {
   made.append(drawing("rect", { class: "handoff", x: left, y: TOP - 4, width: Math.max(0, x(end) - left), height: height - TOP + 4 }));
 }
 
-function bar(made, span, top, x, life, age, tokens) {
+const workerOf = (span, life) => (span.stage === "transfer" && life.decode_worker ? `→ ${life.decode_worker}` : span.worker);
+
+function bar(made, span, top, place, life, age, tokens) {
+  const { x, left } = place;
   const end = span.end ?? age;
   const middle = top + BAR / 2 + 4;
-  made.append(drawing("text", { class: "name", x: 0, y: middle }, NAMES[span.stage]));
-  const worker = span.stage === "transfer" && life.decode_worker ? `→ ${life.decode_worker}` : span.worker;
-  made.append(drawing("text", { x: LEFT - 12, y: middle, "text-anchor": "end" }, worker));
+  const worker = workerOf(span, life);
+  const [above, below] = place.narrow && worker ? [middle - 6, middle + 6] : [middle, middle];
+  made.append(drawing("text", { class: "name halo", x: 0, y: above }, NAMES[span.stage]));
+  const beside = place.narrow ? { x: 0 } : { x: left - GAP, "text-anchor": "end" };
+  made.append(drawing("text", { class: "halo", y: below, ...beside }, worker));
   const width = Math.max(end > span.start ? 1.5 : 0, x(end) - x(span.start));
   const kind = `${span.stage}${span.end === null ? " open" : ""}`;
   const seconds = end - span.start;
@@ -133,9 +149,11 @@ function bar(made, span, top, x, life, age, tokens) {
   if (seconds <= 0) return;
   const extra = span.stage === "transfer" && life.transfer_bytes ? `, ${words(size(life.transfer_bytes))}` : "";
   const text = `${words(duration(seconds))}${extra}`;
-  const right = x(span.start) + width;
-  const fits = right + 8 + text.length * CHARACTER < x(Infinity) + RIGHT;
-  made.append(drawing("text", { class: "halo", x: fits ? right + 6 : x(span.start) - 6, y: middle, "text-anchor": fits ? "start" : "end" }, text));
+  const [right, start, length] = [x(span.start) + width, x(span.start), wide(text)];
+  let at = { x: place.width, "text-anchor": "end" };
+  if (right + 6 + length <= place.width) at = { x: right + 6 };
+  else if (start - 6 - length >= left) at = { x: start - 6, "text-anchor": "end" };
+  made.append(drawing("text", { class: "halo", y: middle, ...at }, text));
 }
 
 /** The figures below the chart. */

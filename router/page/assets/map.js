@@ -1,6 +1,6 @@
 // The workers, their KV, and the links between prefill and decode.
 
-import { count, drawing, element, figure, size, words } from "./format.js";
+import { count, drawing, element, figure, share, size, words } from "./format.js";
 
 const ROLES = ["prefill", "decode", "colocated"];
 /** A transfer ends between two looks at the workers: its link goes on flowing for this long, to be seen. */
@@ -22,15 +22,19 @@ export class WorkerMap {
   }
 
   show({ workers, links }) {
+    const roles = new Map(workers.map((worker) => [worker.name, worker.role]));
     for (const [name, card] of this.cards) {
-      if (!workers.some((worker) => worker.name === name)) {
-        card.root.remove();
-        this.cards.delete(name);
-        this.history.delete(name);
-      }
+      if (roles.get(name) === card.role) continue;
+      card.root.remove();
+      this.cards.delete(name);
+      this.history.delete(name);
     }
     for (const worker of workers) this.showWorker(worker);
     this.shown = links;
+    for (const [name, card] of this.cards) {
+      const sent = links.filter((link) => link.prefill === name);
+      card.sent.replaceChildren(...sent.map((link) => element("span", {}, `→ ${link.decode} ${words(size(link.nbytes))}`)));
+    }
     this.drawLinks();
   }
 
@@ -47,10 +51,12 @@ export class WorkerMap {
     card.root.classList.toggle("away", word !== "");
     card.state.textContent = word;
     card.what.textContent = `${worker.running} running${worker.waiting ? ` · ${worker.waiting} waiting` : ""}`;
-    const part = (blocks) => (worker.total ? (100 * blocks) / worker.total : 0);
-    card.held.style.width = `${part(worker.held)}%`;
-    card.cached.style.width = `${part(worker.cached)}%`;
-    card.blocks.textContent = worker.total ? `KV ${Math.round(part(worker.held))} % of ${count(worker.total * worker.block_size, "token", "tokens")}` : "";
+    const part = (blocks) => (worker.total ? blocks / worker.total : 0);
+    const [held, cached] = [part(worker.held), part(worker.cached)];
+    card.held.style.width = `${100 * held}%`;
+    card.cached.style.width = `${100 * cached}%`;
+    const kv = `KV ${share(held)} in use, ${share(cached)} cached of ${count(worker.total * worker.block_size, "token", "tokens")}`;
+    card.blocks.textContent = worker.total ? kv : "";
     const rate = this.rate(worker);
     card.rate.textContent = rate > 0 ? `${figure(rate)} tokens/s` : "idle";
   }
@@ -108,15 +114,16 @@ export class WorkerMap {
 }
 
 function makeCard(worker) {
-  const card = { root: element("li", { class: `worker ${worker.role}`, "data-name": worker.name }) };
-  for (const name of ["what", "rate", "blocks"]) card[name] = element("span", { class: name });
+  const card = { role: worker.role, root: element("li", { class: `worker ${worker.role}`, "data-name": worker.name }) };
+  for (const name of ["what", "rate", "blocks", "sent"]) card[name] = element("span", { class: name });
   card.state = element("span", { class: "away-word" });
   card.held = element("i", { class: "held" });
   card.cached = element("i", { class: "cached" });
   card.root.append(
-    element("div", { class: "top" }, element("b", {}, worker.name), card.state, card.what),
+    element("div", { class: "top" }, element("b", {}, worker.name), element("span", { class: "role" }, worker.role), card.state, card.what),
     element("div", { class: "kv" }, card.held, card.cached),
     element("div", { class: "foot" }, card.blocks, card.rate),
+    card.sent,
   );
   return card;
 }

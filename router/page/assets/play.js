@@ -25,8 +25,11 @@ export class Playground {
     this.stopping.addEventListener("click", () => this.stop());
   }
 
+  /** Chats with a model that has a chat template, and completes with any other; the viewer's choice is kept. */
   offerChat(possible) {
-    document.getElementById("chat-option").hidden = !possible;
+    const option = document.getElementById("chat-option");
+    if (possible === !option.hidden) return;
+    option.hidden = !possible;
     this.chat.checked = possible;
   }
 

@@ -1,6 +1,7 @@
 // The running and the latest requests, each with its bars.
 
 import { clock, drawing, duration, element, words } from "./format.js";
+import { NAMES } from "./life.js";
 
 const MOST_ROWS = 200;
 const FAILED = ["invalid", "exhausted", "unavailable", "deadline", "internal"];
@@ -98,9 +99,13 @@ function bars(life) {
   const made = drawing("svg", { viewBox: "0 0 1000 14", preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const span of life.spans) {
     const end = span.end ?? life.age;
-    const [top, height] = span.stage === "transfer" ? [8, 4] : [2, span.stage === "decode" || span.stage === "prefill" ? 5 : 5];
+    const [top, height] = span.stage === "transfer" ? [8, 4] : [2, 5];
     made.append(
-      drawing("rect", { class: span.stage, x: (1000 * span.start) / total, y: top, width: Math.max(2, (1000 * (end - span.start)) / total), height }),
+      drawing(
+        "rect",
+        { class: span.stage, x: (1000 * span.start) / total, y: top, width: Math.max(2, (1000 * (end - span.start)) / total), height },
+        drawing("title", {}, `${NAMES[span.stage]} ${words(duration(end - span.start))}`),
+      ),
     );
   }
   return made;
