@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 START_SECONDS = 60.0
 CALL_SECONDS = 30.0
 MODIFIERS = {"Control": 2}
