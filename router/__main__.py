@@ -5,6 +5,7 @@ import sys
 
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
+from kvrelay.router.sockets import raise_limit
 from kvrelay.rpc.serve import fast_loop, main
 
 GC_THRESHOLDS = 10_000, 20, 20
@@ -29,6 +30,7 @@ class RouterProcess(RouterServer):
 
 def run() -> int:
     """Serves until a signal; returns the exit code."""
+    raise_limit()
     about = "The router: takes requests over gRPC and HTTP and places them on workers."
     return main(RouterConfig, RouterProcess, about, loop=fast_loop())
 

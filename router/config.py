@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvrelay.router.addresses import network
 from kvrelay.router.tools.choose import ReasoningParserName, ToolParserName
 from kvrelay.rpc.security import SecurityConfig
 
@@ -96,9 +97,34 @@ class RouterOptions:
     """Largest size of a request; a larger one is refused with INVALID_ARGUMENT. gRPC itself refuses one that is more
     than a quarter larger, with RESOURCE_EXHAUSTED."""
 
-    request_timeout_seconds: float = 20.0
+    request_timeout_seconds: float = 15.0
     """Time for a request to arrive: the message of a gRPC call, or the body of an HTTP request, once its headers are
     there."""
+
+    header_timeout_seconds: float = 10.0
+    """Time for a new connection's TLS handshake and the headers of its first request, and for those of each later one
+    from their first byte. A gRPC connection is closed if no whole request has come on it within this time and
+    request_timeout_seconds together."""
+
+    http_idle_seconds: float = 90.0
+    """Time for which an HTTP connection that has served a request may wait for the next one. Longer than proxies keep
+    their connections, so that none of them sends a request on one that is just being closed."""
+
+    grpc_idle_seconds: float = 300.0
+    """The same for a gRPC connection; its client is told before it is closed."""
+
+    max_connections_per_address: int = 512
+    """Connections that one client address may have to the gRPC port, and as many to the HTTP port; further ones are
+    closed. An IPv6 network of 64 bits is one address."""
+
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks (`10.0.0.0/8`) of proxies and load balancers that clients come through. They have no limit
+    of connections, and the address of a client behind them is that of `X-Forwarded-For` (in gRPC as metadata)."""
+
+    spare_descriptors: int = 64
+    """File descriptors that client connections leave for everything else, such as connections to workers. The rest is
+    shared by gRPC and HTTP; a face that has used up its half closes connections without a request to make room for new
+    ones."""
 
     max_arriving_bytes: int = 32 * 2**20
     """Bytes that the gRPC requests which are on their way to the router may hold, each of which counts as one and a
@@ -165,6 +191,13 @@ class RouterOptions:
                 raise ValueError(
                     f"cors_origins has {origin!r}; allowed: '*', or scheme://host or scheme://host:port, without a path"
                 )
+        for proxy in self.trusted_proxies:
+            try:
+                network(proxy)
+            except ValueError:
+                raise ValueError(
+                    f"trusted_proxies has {proxy!r}; allowed: addresses, and networks such as '10.0.0.0/8'"
+                ) from None
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(
                 f"otlp_endpoint is {self.otlp_endpoint!r}; allowed: http://HOST:PORT, https://..., or empty"
@@ -182,6 +215,11 @@ class RouterOptions:
             ("prefix_index_tokens", 0, 2**40),
             ("max_message_bytes", 1024, 2**30),
             ("request_timeout_seconds", 0.1, 3600),
+            ("header_timeout_seconds", 0.1, 3600),
+            ("http_idle_seconds", 0.1, 86400),
+            ("grpc_idle_seconds", 0.1, 86400),
+            ("max_connections_per_address", 1, 1_000_000),
+            ("spare_descriptors", 8, 1_000_000),
             ("max_arriving_bytes", 5120, 2**40),
             ("first_token_timeout_seconds", 0.1, 86400),
             ("coalesce_ms", 0.0, 1000.0),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
+from kvrelay.router.addresses import Addresses
 from kvrelay.router.admission import Admission, Ticket
 from kvrelay.router.answer import Answer, Sink
 from kvrelay.router.callers import Callers, Grant, Identity
@@ -52,7 +53,7 @@ class Caller:
 
     identity: Identity
     host: str
-    """The client's address without its port."""
+    """The client's address, as limits by address count it."""
     context: TraceContext = field(default_factory=TraceContext.new)
     """Of the trace that the client has begun; else of one that begins here."""
 
@@ -79,6 +80,7 @@ class Front:
         self._observer = observer
         self._spans = spans
         self.limits = KeyLimits()
+        self.addresses = Addresses(self.config.trusted_proxies)
         self._admission = Admission(self.config.max_requests, self.config.max_queued_bytes)
         self._calls: set[asyncio.Task[Any]] = set()
         self._draining = False

@@ -7,14 +7,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from kvrelay.router.addresses import FORWARDED_FOR
 from kvrelay.router.answer import AwaitedSink
 from kvrelay.router.arrivals import Arrivals, Gate
 from kvrelay.router.callers import AUTHORIZATION, Identity
 from kvrelay.router.config import RouterOptions
+from kvrelay.router.connections import Connections, Peer, peer_of
 from kvrelay.router.errors import InvalidArgument, InvalidRequest, RequestError
 from kvrelay.router.front import Call, Caller, Front
 from kvrelay.router.prompt import PART_TOKENS
@@ -74,8 +77,9 @@ class Received:
 class GrpcFace:
     """Answers the public calls of gRPC. A client's mistake becomes a status."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, connections: Connections) -> None:
         self._front = front
+        self._connections = connections
         self._tokenizer = front.tokenizer
         places = front.config.max_arriving_bytes // public_receive_bytes(front.config.max_message_bytes)
         self._arrivals = Arrivals(max(1, places), front.config.request_timeout_seconds)
@@ -84,7 +88,9 @@ class GrpcFace:
         """Bounds the requests of the other services of the same server."""
 
         async def receive(context: "grpc.aio.ServicerContext[Any, Any]") -> bytes:
-            return await self._arrivals.receive(_host(context.peer()), context.read)
+            data = await self._arrivals.receive(self._caller(context).host, context.read)
+            self._served(context)
+            return data
 
         return Gate(receive, SERVICE, self._front.config.max_requests)
 
@@ -116,7 +122,7 @@ class GrpcFace:
         # A client that dies during a write shows as a BaseError, not as a cancellation.
         writer = Writer(context.write, front.config.idle_timeout_seconds, (grpc.aio.BaseError,))
         try:
-            with front.generation(_caller(context), 0, deadline) as call:
+            with front.generation(self._caller(context), 0, deadline) as call:
                 received = await self._receive(call, context)
                 kind, max_numbers = pb.GenerateRequest, front.model.max_context
                 await call.generate(received.take(kind, front.config, max_numbers), AwaitedSink(writer.write))
@@ -163,7 +169,7 @@ class GrpcFace:
 
         async def handle(_: object, context: "grpc.aio.ServicerContext[bytes, ResponseT]") -> None:
             try:
-                with self._front.call(_caller(context), 0) as call:
+                with self._front.call(self._caller(context), 0) as call:
                     response = await answer(await self._receive(call, context))
                 await context.write(response)
                 return
@@ -180,20 +186,34 @@ class GrpcFace:
             RequestError: it doesn't come, comes too slowly, or is more than the router can hold now.
         """
         data = await self._arrivals.receive(call.ticket.holder, context.read)
+        self._served(context)
         call.ticket.resize(len(data))
         return Received(data)
 
+    def _served(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        """A connection has sent a whole request, which it has until the end of the call."""
+        peer = _peer(context)
+        if peer is None:
+            return
+        connection = self._connections.of(peer) or self._connections.add(peer, None)
+        if connection is not None:
+            connection.begin()
+            done: Any = lambda _: connection.end()  # noqa: E731  # the type stubs want one of an internal class
+            context.add_done_callback(done)
 
-def _caller(context: "grpc.aio.ServicerContext[Any, Any]") -> Caller:
-    metadata = context.invocation_metadata() or ()
-    given = [str(value) for key, value in metadata if key == AUTHORIZATION]
-    sent = {key: str(value) for key, value in metadata if key in (HEADER, STATE_HEADER)}
-    names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
-    return Caller(
-        Identity(given, names), _host(context.peer()), TraceContext.read(sent.get(HEADER), sent.get(STATE_HEADER))
-    )
+    def _caller(self, context: "grpc.aio.ServicerContext[Any, Any]") -> Caller:
+        metadata = context.invocation_metadata() or ()
+        given = [str(value) for key, value in metadata if key == AUTHORIZATION]
+        forwarded = [str(value) for key, value in metadata if key == FORWARDED_FOR]
+        sent = {key: str(value) for key, value in metadata if key in (HEADER, STATE_HEADER)}
+        names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
+        peer = _peer(context)
+        host = self._front.addresses.client(peer[0] if peer else context.peer(), forwarded)
+        return Caller(Identity(given, names), host, TraceContext.read(sent.get(HEADER), sent.get(STATE_HEADER)))
 
 
-def _host(peer: str) -> str:
-    """A client's address without its port: gRPC's `ipv4:10.0.0.1:5000`, `ipv6:[::1]:5000` or `unix:/path`."""
-    return peer.rpartition(":")[0] if peer.startswith("ip") else peer
+def _peer(context: "grpc.aio.ServicerContext[Any, Any]") -> Peer | None:
+    """The other end of a call's connection: gRPC's `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`; None for others."""
+    kind, _, rest = unquote(context.peer()).partition(":")
+    host, _, port = rest.rpartition(":")
+    return peer_of(host, int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None

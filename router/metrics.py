@@ -29,6 +29,9 @@ class RouterMetrics:
                 metrics.counter(families.REQUESTS, outcome, service)
         self._tenants: set[str] = set()
         self._attempts = metrics.counter(families.ATTEMPTS)
+        for face in ("http", "grpc"):
+            for reason in ("first", "header", "request", "idle", "address", "descriptors"):
+                metrics.counter(families.CLOSED_CONNECTIONS, face, reason)
         self._itl = metrics.histogram(families.ITL)
         self._prompt_tokens = metrics.counter(families.PROMPT_TOKENS)
         self._cached_tokens = metrics.counter(families.CACHED_TOKENS)
@@ -47,12 +50,14 @@ class RouterMetrics:
         running: Callable[[], int],
         workers: Callable[[], Sequence[WorkerView]],
         callers: Callers,
+        connections: Callable[[], tuple[int, int]],
     ) -> None:
         """Has the gauges follow what these return, whenever they are read.
 
         Args:
             waiting: requests in the queue for capacity, and in the one for workers without a trial.
             running: calls in the router that don't wait.
+            connections: those of clients over HTTP, and over gRPC.
         """
         metrics = self.metrics
 
@@ -60,6 +65,8 @@ class RouterMetrics:
             for queue, count in zip(("capacity", "trial"), waiting(), strict=True):
                 metrics.gauge(families.QUEUE_REQUESTS, queue).set(count)
             metrics.gauge(families.RUNNING_REQUESTS).set(running())
+            for face, count in zip(("http", "grpc"), connections(), strict=True):
+                metrics.gauge(families.CONNECTIONS, face).set(count)
             ready: list[str] = [worker.role for worker in workers() if worker.ready]
             for role in labels.ROLES:
                 metrics.gauge(families.READY_WORKERS, role).set(ready.count(role))
@@ -74,6 +81,10 @@ class RouterMetrics:
     def attempt_failed(self, reason: str) -> None:
         """A placement has failed, because of one of `labels.ATTEMPT_REASON`."""
         self.metrics.counter(families.ATTEMPT_FAILURES, reason).inc()
+
+    def connection_closed(self, face: str, reason: str) -> None:
+        """The router has closed a client's connection, or refused it."""
+        self.metrics.counter(families.CLOSED_CONNECTIONS, face, reason).inc()
 
     def superseded(self) -> None:
         """A call has ended because a later one continues its request."""

@@ -27,6 +27,7 @@ from kvrelay.router.budget import RetryBudget
 from kvrelay.router.callers import Callers, public_certificates
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatch
+from kvrelay.router.doors import Doors
 from kvrelay.router.front import Front
 from kvrelay.router.grpc_face import SERVICE, GrpcFace
 from kvrelay.router.health import FleetHealth
@@ -52,7 +53,7 @@ from kvrelay.rpc.description import describe
 from kvrelay.rpc.heartbeat import HeartbeatClient
 from kvrelay.rpc.identity import WorkerId
 from kvrelay.rpc.metrics.exposition import MetricsPort
-from kvrelay.rpc.options import public_server_options
+from kvrelay.rpc.options import connection_options, public_server_options
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,13 @@ class RouterServer:
         self._callers = Callers(config)
         self._watching: asyncio.Task[None] | None = None
         self._front = Front(dispatch, self._tokenizer, self._callers, observer, defaults, traffic, self._spans)
+        self._doors = Doors(config, self._front.addresses, metrics)
         metrics.watch(
-            lambda: (len(self._queue), len(self._trials)), lambda: self.running, self.registry.view, self._callers
+            lambda: (len(self._queue), len(self._trials)),
+            lambda: self.running,
+            self.registry.view,
+            self._callers,
+            lambda: (len(self._doors.http), len(self._doors.grpc)),
         )
         self.metrics = metrics.metrics
         """The router's metrics."""
@@ -137,7 +143,8 @@ class RouterServer:
         if config.http_port is not None:
             source = self._tokenizer.template_source
             format_, splits = tool_format(config.tool_parser, source), reasons(config.reasoning_parser, source)
-            self._http = HttpFace(self._front, self.metrics.registry, Chats(self._tokenizer, format_, reasons=splits))
+            chats = Chats(self._tokenizer, format_, reasons=splits)
+            self._http = HttpFace(self._front, self.metrics.registry, chats, self._doors.http)
             if config.page:
                 self._http.app.add_routes(Page(self._front, self.registry, config.name).routes())
         self._fenced = asyncio.Event()
@@ -187,10 +194,13 @@ class RouterServer:
         Raises:
             OSError: the port is in use.
         """
-        face, config = GrpcFace(self._front), self.config
+        face, config = GrpcFace(self._front, self._doors.grpc), self.config
         self._server = server = grpc.aio.server(
             interceptors=[face.gate()],
-            options=public_server_options(config.max_message_bytes, config.max_requests, share_port=config.share_port),
+            options=(
+                *public_server_options(config.max_message_bytes, config.max_requests, share_port=config.share_port),
+                *connection_options(config.header_timeout_seconds, config.grpc_idle_seconds, self._doors.grpc.most),
+            ),
         )
         server.add_generic_rpc_handlers((face.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -208,6 +218,7 @@ class RouterServer:
                 self.config.host, self.config.http_port, tls, share_port=self.config.share_port
             )
         await server.start()
+        self._doors.start(self._port)
         if self.config.metrics_port is not None:
             port = await self._metrics_port.start(self.config.host, self.config.metrics_port)
             self._metrics_address = join(self.config.advertised_host or self.config.host, port)
@@ -244,7 +255,7 @@ class RouterServer:
         if self._server is not None and self.config.share_port:
             closing = asyncio.create_task(self._server.stop(grace + LINGER_SECONDS + CALLS_SECONDS), name="closing")
             if self._http is not None:
-                await self._http.close_port()
+                self._http.close_port()
             await asyncio.sleep(min(grace, LINGER_SECONDS))
         await self._front.stop(grace)
         if self._server is not None:
@@ -253,6 +264,7 @@ class RouterServer:
             await closing
         if self._http is not None:
             await self._http.stop()
+        await self._doors.stop()
         await self._metrics_port.stop()
         await self.registry.close()
         if self._heartbeat is not None:

@@ -107,6 +107,21 @@ def public_server_options(max_message_bytes: int, max_requests: int, *, share_po
     )
 
 
+def connection_options(handshake_seconds: float, idle_seconds: float, most: int) -> Sequence[Option]:
+    """Options of a public server that bound its connections.
+
+    Args:
+        handshake_seconds: time for TLS and for the client's settings.
+        idle_seconds: time without a call after which a connection is closed.
+        most: connections that there may be; further ones are closed at once.
+    """
+    return (
+        ("grpc.server_handshake_timeout_ms", math.ceil(handshake_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", math.ceil(idle_seconds * 1000)),
+        ("grpc.max_allowed_incoming_connections", min(most, 2**31 - 1)),
+    )
+
+
 def _sharing(*, share_port: bool) -> Sequence[Option]:
     # gRPC's default is 1: a second server could bind the same port by mistake, and take half of its calls.
     return (("grpc.so_reuseport", int(share_port)),)

@@ -195,6 +195,8 @@ def _router(make: Panels) -> Dashboard:
                     make.rate(table.FENCES, "Superseded calls", "router"),
                     make.gauge(table.READY_WORKERS, "Workers that take requests", "role", "router"),
                     make.gauge(table.API_KEY_MISTAKES, "Unreadable lines of API keys", "router"),
+                    make.gauge(table.CONNECTIONS, "Connections of clients", "router", "face", stacked=True),
+                    make.rate(table.CLOSED_CONNECTIONS, "Connections closed by routers", "face", "reason"),
                     make.quantiles(table.PREDICTION_ERROR, "Error of the expected prefix hit"),
                 ],
             ),

@@ -5,6 +5,7 @@ from typing import cast
 
 from aiohttp import HttpVersion11, web
 
+from kvrelay.router.addresses import FORWARDED_FOR, Addresses
 from kvrelay.router.callers import Identity
 from kvrelay.router.errors import InvalidRequest
 from kvrelay.router.front import Caller
@@ -12,6 +13,8 @@ from kvrelay.router.writer import Writer
 from kvrelay.rpc.tracing import HEADER, STATE_HEADER, TraceContext
 
 JSON = "application/json"
+ADDRESSES = web.AppKey("addresses", Addresses)
+"""Tells the clients of an application's requests."""
 GONE = (ConnectionError,)
 BEHIND_BYTES = 32 * 1024
 """Not yet taken by the system from which on a stream's writes wait for its client."""
@@ -81,7 +84,8 @@ def caller_of(request: web.Request) -> Caller:
     names = [value for part in (shown or {}).get("subject", ()) for key, value in part if key == "commonName"]
     identity = Identity(request.headers.getall("Authorization", []), names)
     context = TraceContext.read(request.headers.get(HEADER), request.headers.get(STATE_HEADER))
-    return Caller(identity, request.remote or "", context)
+    host = request.app[ADDRESSES].client(request.remote or "", request.headers.getall(FORWARDED_FOR, []))
+    return Caller(identity, host, context)
 
 
 def check_type(request: web.Request) -> None:

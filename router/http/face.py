@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.aiohttp import make_aiohttp_handler
 from pydantic_core import to_json
 
+from kvrelay.router.connections import Connection, Connections, peer_of
 from kvrelay.router.errors import InvalidRequest, RequestError, SlowReader
 from kvrelay.router.front import Call, Front, together
 from kvrelay.router.http import cors, openapi
@@ -27,7 +28,8 @@ from kvrelay.router.http.chat import ChatRequest, Chats
 from kvrelay.router.http.completions import TextChoice, read_completion
 from kvrelay.router.http.connection import BEGUN, REQUEST_ID, HttpRunner
 from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
-from kvrelay.router.http.exchange import JSON, Events, caller_of, check_type
+from kvrelay.router.http.exchange import ADDRESSES, JSON, Events, caller_of, check_type
+from kvrelay.router.http.listener import Listener
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.validation import DETOKENIZE_IDS, CheckedRequest, check_name, is_name
@@ -93,12 +95,14 @@ class HttpSink:
 class HttpFace:
     """Answers HTTP. A client's mistake becomes an error in OpenAI's form; a closed connection cancels its requests."""
 
-    def __init__(self, front: Front, metrics: CollectorRegistry, chats: Chats) -> None:
+    def __init__(self, front: Front, metrics: CollectorRegistry, chats: Chats, connections: Connections) -> None:
         self._front = front
+        self._connections = connections
         self._metrics = make_aiohttp_handler(metrics)
         self._chats = chats
         self._created = int(time.time())
         self.app = web.Application(client_max_size=front.config.max_message_bytes, middlewares=[self._answer_errors])
+        self.app[ADDRESSES] = front.addresses
         self.app.on_response_prepare.append(_show_name)
         self.app.add_routes(
             [
@@ -118,6 +122,7 @@ class HttpFace:
         if front.config.cors_origins:
             cors.allow(self.app, front.config.cors_origins)
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, share_port: bool = False) -> int:
         """Binds and serves; returns the port.
@@ -129,29 +134,33 @@ class HttpFace:
             OSError: the port can't be bound; the text names the option.
         """
         # A connection that its client closes cancels the handler at once.
+        config = self._front.config
         runner = HttpRunner(
             self.app,
             handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
             shutdown_timeout=CLOSE_SECONDS,
+            # The deadline is that of `Doors`; without one, aiohttp's own is an hour.
+            keepalive_timeout=2 * config.http_idle_seconds,
         )
         await runner.setup()
         self._runner = runner
+        make = cast("Callable[[], asyncio.Protocol]", runner.server)
+        self._listener = Listener(make, self._connections, tls, config.header_timeout_seconds)
         try:
-            await web.TCPSite(runner, host, port, ssl_context=tls, reuse_port=share_port).start()
+            return await self._listener.start(host, port, share_port=share_port)
         except OSError as error:
             raise OSError(f"http_port {port}: already in use, or not to be bound, on {host}") from error
-        return int(runner.addresses[0][1])
 
-    async def close_port(self) -> None:
+    def close_port(self) -> None:
         """Takes no new connections."""
-        if self._runner is not None:
-            for site in self._runner.sites:
-                await site.stop()
+        if self._listener is not None:
+            self._listener.close()
 
     async def stop(self) -> None:
         """Closes all connections; `Front.stop` has ended the calls."""
+        self.close_port()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -303,6 +312,9 @@ class HttpFace:
     ) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
         request[NAME] = given if given and is_name(given) else uuid.uuid4().hex
+        connection = self._connection(request)
+        if connection is not None:
+            connection.begin(request.content.is_eof)
         try:
             return await handler(request)
         except RequestError as error:
@@ -316,6 +328,14 @@ class HttpFace:
             reason = f"{error.reason}; allowed: {allow}" if allow else error.text
             text = f"{request.method} {request.path[:64]}: {reason}"
             return _json(error_json(error.status, text), {"Allow": allow} if allow else {}, error.status)
+        finally:
+            if connection is not None:
+                connection.end()
+
+    def _connection(self, request: web.Request) -> Connection | None:
+        """A request's connection; None if its client has gone."""
+        peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+        return self._connections.of(peer_of(*peer[:2])) if peer else None
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> web.Response:

@@ -4,6 +4,7 @@ from kvrelay.rpc.metrics.family import ROWS, SECONDS, SHORT_SECONDS, TOKENS, Fam
 from kvrelay.rpc.metrics.labels import (
     ATTEMPT_REASON,
     CLASS,
+    FACE,
     HANDOFF_REASON,
     MEMBER_ROLE,
     OUTCOME,
@@ -130,6 +131,17 @@ ATTEMPT_FAILURES = _family(
     "attempts",
     "Placements that failed, by what the router or the worker says of it.",
     ATTEMPT_REASON,
+)
+CONNECTIONS = _family("router", "router_connections", "gauge", "connections", "Open connections of clients.", FACE)
+CLOSED_CONNECTIONS = _family(
+    "router",
+    "router_closed_connections_total",
+    "counter",
+    "connections",
+    "Connections that the router closed or refused: before their first request, in a request's headers or body, idle "
+    "HTTP, for the limit of their address, or to make room.",
+    FACE,
+    Label("reason", ("first", "header", "request", "idle", "address", "descriptors")),
 )
 RETRIES = _family("router", "router_retries_total", "counter", "attempts", "Placements after a failed one.")
 MIGRATIONS = _family(

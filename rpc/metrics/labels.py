@@ -26,6 +26,7 @@ HANDOFF_REASON = Label(
         "unknown_peer",
     ),
 )
+FACE = Label("face", ("http", "grpc"))
 STEP = Label("kind", ("prefill", "decode", "mixed"))
 ROLES = ("prefill", "decode", "colocated")
 STATES = ("starting", "ready", "draining", "suspect", "dead")

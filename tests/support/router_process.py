@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,15 +13,21 @@ from support.tokenizers import model_folder
 
 
 @asynccontextmanager
-async def router_process(folder: Path, worker: FakeWorker, **options: object) -> AsyncIterator[tuple[str, int]]:
-    """Address and pid of a router in a process of its own, which has reached the worker."""
+async def router_process(
+    folder: Path, worker: FakeWorker, *, command: Sequence[str] = (), **options: object
+) -> AsyncIterator[tuple[str, int]]:
+    """Address and pid of a router in a process of its own, which has reached the worker.
+
+    Args:
+        command: a program that becomes the router, as its arguments say.
+    """
     supervisor = FakeSupervisor()
     await supervisor.start()
     await worker.start()
     config = folder / "router.json"
     settings = {"model": str(model_folder(folder / "model")), "grpc_port": 0, "http_port": None, **options}
     config.write_text(json.dumps(settings | {"supervisor": f"127.0.0.1:{supervisor.port}"}))
-    command = [sys.executable, "-m", "kvrelay.router", "--config", str(config)]
+    command = [*command, sys.executable, "-m", "kvrelay.router", "--config", str(config)]
     with (folder / "router.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log)
     try:
