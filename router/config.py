@@ -113,7 +113,7 @@ class RouterOptions:
     grpc_idle_seconds: float = 300.0
     """The same for a gRPC connection; its client is told before it is closed."""
 
-    max_connections_per_address: int = 512
+    max_connections_per_address: int = 256
     """Connections that one client address may have to the gRPC port, and as many to the HTTP port; further ones are
     closed. An IPv6 network of 64 bits is one address."""
 
@@ -126,7 +126,7 @@ class RouterOptions:
     shared by gRPC and HTTP; a face that has used up its half closes connections without a request to make room for new
     ones."""
 
-    max_arriving_bytes: int = 32 * 2**20
+    max_arriving_bytes: int = 20 * 2**20
     """Bytes that the gRPC requests which are on their way to the router may hold, each of which counts as one and a
     quarter times max_message_bytes; further ones wait at their senders. One tenant, or client address, has three
     quarters of it at most. At least five times max_message_bytes."""

@@ -122,6 +122,8 @@ class Connections:
         """
         self.most = 2**31 - 1
         """Connections that there may be; set by whoever knows the descriptors."""
+        self.stranger: Callable[[], object] = lambda: None
+        """Called for each request on a connection that isn't known yet."""
         self._face: Face = face
         self._deadlines = deadlines
         self._most_per_address = most_per_address
@@ -141,6 +143,11 @@ class Connections:
     def of(self, peer: Peer) -> Connection | None:
         """The connection with another end."""
         return self._connections.get(peer)
+
+    def check(self, peer: Peer) -> None:
+        """A request has begun to come on the connection with this other end."""
+        if peer not in self._connections:
+            self.stranger()
 
     def peers(self) -> list[Peer]:
         return list(self._connections)

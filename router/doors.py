@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 
 from kvrelay.router.addresses import Addresses
 from kvrelay.router.config import RouterOptions
@@ -11,6 +12,8 @@ from kvrelay.router.sockets import AcceptedSockets, limit, open_descriptors
 
 SWEEP_SECONDS = 0.5
 """Between two looks at all connections."""
+GAP_SECONDS = 0.05
+"""The same while requests come on new connections to gRPC, each of which may bring 64 KiB with it."""
 ANSWER_SECONDS = 1.0
 """For a client to read that its request took too long, before its connection is closed."""
 LEAST = 8
@@ -30,6 +33,8 @@ class Doors:
         self._faces = [self.grpc] if config.http_port is None else [self.grpc, self.http]
         self._spare = config.spare_descriptors
         self._sockets: AcceptedSockets | None = None
+        self._strangers = asyncio.Event()
+        self.grpc.stranger = self._strangers.set
         self._watching: asyncio.Task[None] | None = None
         self._share(open_descriptors())
 
@@ -49,7 +54,10 @@ class Doors:
 
     async def _watch(self, grpc_port: int) -> None:
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(GAP_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._strangers.wait(), SWEEP_SECONDS - GAP_SECONDS)
+            self._strangers.clear()
             if self._sockets is not None:
                 await self._sockets.look(grpc_port)
             for face in self._faces:

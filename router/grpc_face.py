@@ -208,6 +208,8 @@ class GrpcFace:
         sent = {key: str(value) for key, value in metadata if key in (HEADER, STATE_HEADER)}
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
         peer = _peer(context)
+        if peer is not None:
+            self._connections.check(peer)
         host = self._front.addresses.client(peer[0] if peer else context.peer(), forwarded)
         return Caller(Identity(given, names), host, TraceContext.read(sent.get(HEADER), sent.get(STATE_HEADER)))
 

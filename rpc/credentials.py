@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import grpc
 
@@ -175,12 +175,22 @@ def bind(
         if certificates is None:
             return server.add_insecure_port(join(host, port))
 
-        def current() -> grpc.ServerCertificateConfiguration:
-            pair = certificates.current()
-            return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.ca)
+        used = certificates.current()
 
-        # gRPC asks for the certificates of each connection.
-        secured = grpc.dynamic_ssl_server_credentials(current(), current, clients == "required")
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """The new certificates, if there are any; gRPC asks for those of each connection.
+
+            It must not get the same ones again: it would replace what the handshakes on its other threads are using,
+            and many clients that connect at once end the process.
+            """
+            nonlocal used
+            if (pair := certificates.current()) is used:
+                return None
+            used = pair
+            return _server(pair)
+
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)  # the type stubs don't know None
+        secured = grpc.dynamic_ssl_server_credentials(_server(used), fetch, clients == "required")
         return server.add_secure_port(join(host, port), secured)
     except RuntimeError as error:
         raise OSError(f"{option} {port}: already in use, or not to be bound, on {host}") from error
@@ -188,6 +198,10 @@ def bind(
 
 def _client(pair: KeyPair) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pair.ca, pair.key, pair.certificate)
+
+
+def _server(pair: KeyPair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], pair.ca)
 
 
 def _expecting(to: Part) -> Sequence[Option]:

@@ -21,9 +21,9 @@ PUBLIC_RECEIVE_FACTOR = 1.25
 """How much larger than the router's own limit a request may be, and still be refused by the router, which names the
 limit, rather than by gRPC, which reads nothing of it."""
 
-PUBLIC_WINDOW_BYTES = 16 * 1024
-"""Bytes of each stream of a public connection that are taken before anybody reads them. gRPC's own window adapts to
-the client's speed, up to 4 MiB for each connection, which strangers could fill."""
+PUBLIC_WINDOW_BYTES = 65535
+"""Bytes of a public connection that are taken before anybody reads them: the least that HTTP/2 allows. gRPC's own
+window adapts to the client's speed, up to 4 MiB for each connection, which strangers could fill."""
 
 SPARE_STREAMS = 100
 """Calls of one public connection beyond those that the router serves at once: they arrive, and are refused with a

@@ -29,7 +29,7 @@ from kvrelay.router.http.completions import TextChoice, read_completion
 from kvrelay.router.http.connection import BEGUN, REQUEST_ID, HttpRunner
 from kvrelay.router.http.errors import UNKNOWN_URL, body_of, error_json, headers_of, status_of
 from kvrelay.router.http.exchange import ADDRESSES, JSON, Events, caller_of, check_type
-from kvrelay.router.http.listener import Listener
+from kvrelay.router.http.listener import READ_BYTES, Listener
 from kvrelay.router.http.reply import Reply
 from kvrelay.router.http.texts import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.validation import DETOKENIZE_IDS, CheckedRequest, check_name, is_name
@@ -141,6 +141,7 @@ class HttpFace:
             access_log=None,
             auto_decompress=False,
             shutdown_timeout=CLOSE_SECONDS,
+            read_bufsize=READ_BYTES,
             # The deadline is that of `Doors`; without one, aiohttp's own is an hour.
             keepalive_timeout=2 * config.http_idle_seconds,
         )

@@ -19,6 +19,15 @@ AT_ONCE = 64
 """Connections that are accepted in one turn of the event loop."""
 RETRY_SECONDS = 0.1
 """After which a listener tries again, if there was no descriptor for a connection."""
+READ_BYTES = 16 * 1024
+"""Read from a connection at once."""
+_TLS_SYSTEM_BYTES = 32 * 1024
+"""Asked from the system as the receive buffer of each connection with TLS: the event loop reads all of it at once,
+and holds it twice, before anybody can say that it is too much. Linux doubles it, so a body comes with 64 KiB in each
+round trip."""
+_BUFFER = bytearray(READ_BYTES)
+"""For the bytes of any connection, from a read to the call of `buffer_updated` that follows at once."""
+_VIEW = memoryview(_BUFFER)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -55,6 +64,8 @@ class Listener:
             own = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             self._sockets.append(own)
             own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if self._tls is not None:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_SYSTEM_BYTES)
             if share_port:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
@@ -137,8 +148,11 @@ class Listener:
         accepted.close()
 
 
-class Observed(asyncio.Protocol):
-    """A protocol, and a connection that learns when bytes come and when it ends."""
+class Observed(asyncio.BufferedProtocol):
+    """A protocol, and a connection that learns when bytes come and when it ends.
+
+    Bytes are read in small parts: the event loop would read 256 KiB at once, whether anybody wants them or not.
+    """
 
     def __init__(self, inner: asyncio.Protocol, connection: Connection, lost: Callable[[], object]) -> None:
         self._inner = inner
@@ -146,11 +160,17 @@ class Observed(asyncio.Protocol):
         self._lost = lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Both event loops' transports of TLS have this method, and a default of 256 KiB.
+        if limit := getattr(transport, "set_read_buffer_limits", None):
+            limit(high=READ_BYTES)
         self._inner.connection_made(transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
         self._connection.received()
-        self._inner.data_received(data)
+        self._inner.data_received(bytes(_VIEW[:nbytes]))
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
@@ -174,7 +194,8 @@ def _shut(accepted: socket.socket) -> None:
 
 
 def _made_refusal() -> bytes:
-    body = error_json(429, "this address has too many connections, or the router has no descriptor left; close some")
+    text = "this address has router.max_connections_per_address connections, or the router has no descriptor left"
+    body = error_json(429, text)
     head = (
         "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

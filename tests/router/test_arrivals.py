@@ -2,15 +2,12 @@
 
 import asyncio
 import hashlib
-import ssl
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2
@@ -23,10 +20,7 @@ from kvrelay.router.arrivals import Arrivals
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.errors import RequestError
 from kvrelay.v1.inference_pb2 import GenerateRequest, SamplingParams, TokenIds
-from support.hostile import PartialCall, client_tls
-from support.router_fakes import FakeWorker, colocated_of, fake_cluster, pair, run, until
-from support.router_process import router_process
-from support.secrets import secrets_in
+from support.router_fakes import fake_cluster, pair, run, until
 
 MIB = 2**20
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
@@ -34,8 +28,6 @@ CHECK = "/grpc.health.v1.Health/Check"
 REFLECT = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 METHODS = (GENERATE, "/kvrelay.v1.InferenceService/Tokenize", CHECK, "/grpc.health.v1.Health/Watch", REFLECT)
 REQUEST = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), sampling=SamplingParams(max_tokens=2)).SerializeToString()
-CALLS = 60
-LIMIT_BYTES = 64 * MIB
 
 
 def token_at(index: int) -> int:
@@ -53,40 +45,6 @@ def begin(channel: grpc.aio.Channel, method: str, key: str = "") -> Any:
     """A call that sends headers and no message."""
     metadata = (("authorization", f"Bearer {key}"),) if key else None
     return channel.stream_stream(method)(metadata=metadata, timeout=30)
-
-
-def test_unfinished_messages_hold_little_memory(tmp_path: Path) -> None:
-    """Without authentication, and with TLS and keys of which the client has none."""
-    secrets = secrets_in(tmp_path, "mutual").folder / "certificates"
-    files = {"tls_certificate": str(secrets / "router.crt"), "tls_key": str(secrets / "router.key")}
-    tls = client_tls(str(secrets / "ca.crt"), "h2")
-    secured = {**files, "api_keys": key_file(tmp_path, "a")}
-
-    async def held(name: str, method: str, context: ssl.SSLContext | None, **options: object) -> int:
-        """Most bytes by which the router grows."""
-        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
-        async with router_process(tmp_path / name, worker, **options) as (address, pid), AsyncExitStack() as stack:
-            process = psutil.Process(pid)
-            before = process.memory_info().rss
-            calls = [
-                await stack.enter_async_context(PartialCall(address, method, 4 * MIB, context)) for _ in range(CALLS)
-            ]
-            pushing = asyncio.gather(*(call.push() for call in calls))
-            most = 0
-            while not pushing.done():
-                most = max(most, process.memory_info().rss - before)
-                await asyncio.wait([pushing], timeout=0.05)
-            print(f"{name}: +{most / MIB:.0f} MiB, {sum(pushing.result()) / MIB:.0f} MiB sent")
-            return most
-
-    async def test() -> None:
-        for name in ("open", "health", "secured"):
-            (tmp_path / name).mkdir()
-        assert await held("open", GENERATE, None) < LIMIT_BYTES
-        assert await held("health", CHECK, None) < LIMIT_BYTES
-        assert await held("secured", GENERATE, tls, **secured) < LIMIT_BYTES
-
-    run(test, 120)
 
 
 def test_a_call_without_a_key_is_refused_before_its_message_comes(tmp_path: Path) -> None:

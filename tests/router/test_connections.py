@@ -219,6 +219,7 @@ def test_requests_that_run_are_not_closed(tmp_path: Path) -> None:
                     # These come later, and go by their deadlines.
                     await asyncio.gather(it.ended(), other.ended())
                 doors = cluster.router._doors
+                await until(lambda: len(doors.http) == len(doors.grpc) == 1, "those that are gone are forgotten")
                 doors.http.make_room()
                 doors.grpc.make_room()
                 going.set()

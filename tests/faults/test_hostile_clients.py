@@ -1,0 +1,121 @@
+"""Hundreds of clients that begin what they don't finish: the router lives, stays small, and is rid of them in time."""
+
+import asyncio
+import hashlib
+import ssl
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.client import AsyncClient
+from kvrelay.router.sockets import raise_limit
+from support.hostile import PartialCall, client_tls
+from support.processes import free_port
+from support.router_fakes import FakeWorker, colocated_of, run
+from support.router_process import router_process
+from support.secrets import secrets_in
+
+MIB = 2**20
+CLIENTS = 400
+LIMIT_BYTES = 64 * MIB
+DEADLINES = {"header_timeout_seconds": 3.0, "request_timeout_seconds": 4.0}
+CLOSED_SECONDS = 30.0
+"""Far more than the deadlines together, for a busy machine."""
+BODY_BYTES = 200_000
+HEADERS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 4000000\r\n\r\n"
+)
+
+
+def token_at(index: int) -> int:
+    return 40 + index
+
+
+async def half_a_call(address: str, method: str, tls: ssl.SSLContext | None) -> None:
+    """Sends all but the last byte of a message of 4 MiB, as far as the router takes it."""
+    async with PartialCall(address, method, 4 * MIB, tls) as call:
+        await call.push()
+        await call.closed.wait()
+
+
+async def half_a_body(address: str, tls: ssl.SSLContext | None) -> None:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+    try:
+        writer.write(HEADERS + bytes(BODY_BYTES))
+        while await reader.read(65536):
+            pass
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["open", "tls and keys"])
+@pytest.mark.parametrize("kind", ["Generate", "health", "http"])
+def test_unfinished_requests_hold_little_memory_and_end(tmp_path: Path, kind: str, secured: bool) -> None:
+    """The clients have no key."""
+    raise_limit()
+    folder = secrets_in(tmp_path, "mutual").folder / "certificates"
+    keys = tmp_path / "api_keys"
+    keys.write_text(f"a {hashlib.sha256(b'a').hexdigest()}\n")
+    files = {"tls_certificate": folder / "router.crt", "tls_key": folder / "router.key", "api_keys": keys}
+    options: dict[str, object] = {name: str(path) for name, path in files.items()} if secured else {}
+    options |= {**DEADLINES, "http_port": free_port()}
+    tls = client_tls(str(folder / "ca.crt"), "http/1.1" if kind == "http" else "h2") if secured else None
+    methods = {"Generate": "/kvrelay.v1.InferenceService/Generate", "health": "/grpc.health.v1.Health/Check"}
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        async with router_process(tmp_path, worker, **options) as (address, pid):
+
+            async def one() -> None:
+                try:
+                    if kind == "http":
+                        await half_a_body(f"127.0.0.1:{options['http_port']}", tls)
+                    else:
+                        await half_a_call(address, methods[kind], tls)
+                except (OSError, asyncio.IncompleteReadError):
+                    pass  # it was one too many
+
+            process = psutil.Process(pid)
+            before, most = process.memory_info().rss, 0
+            started = time.monotonic()
+            clients = asyncio.gather(*(one() for _ in range(CLIENTS)))
+            while not clients.done():
+                most = max(most, process.memory_info().rss - before)
+                assert time.monotonic() - started < CLOSED_SECONDS
+                await asyncio.wait([clients], timeout=0.05)
+            clients.result()
+            print(f"+{most / MIB:.0f} MiB, closed after {time.monotonic() - started:.1f} s")
+            assert most < LIMIT_BYTES
+            if not secured:
+                async with AsyncClient(address, timeout=30) as client:
+                    assert (await client.complete([5, 6], max_tokens=2)).token_ids == (40, 41)
+
+    run(test, 120)
+
+
+def test_many_handshakes_at_once_do_not_end_a_router(tmp_path: Path) -> None:
+    raise_limit()
+    folder = secrets_in(tmp_path, "mutual").folder / "certificates"
+    files = {"tls_certificate": str(folder / "router.crt"), "tls_key": str(folder / "router.key")}
+    tls = client_tls(str(folder / "ca.crt"), "h2")
+
+    async def test() -> None:
+        worker = FakeWorker("colocated-0", "colocated", colocated_of(token_at))
+        many = {"max_connections_per_address": 10_000}
+        async with router_process(tmp_path, worker, **files, **many) as (address, pid):
+            host, _, port = address.rpartition(":")
+            for _ in range(3):
+                made = await asyncio.gather(
+                    *(asyncio.open_connection(host, int(port), ssl=tls) for _ in range(CLIENTS)), return_exceptions=True
+                )
+                for each in made:
+                    if not isinstance(each, BaseException):
+                        each[1].transport.abort()
+                assert psutil.pid_exists(pid)
+                assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+    run(test, 120)
