@@ -375,6 +375,11 @@ class Worker:
         """Ends a request that came on `stream`, without another event. Other keys are ignored."""
         live = self._live.get(key)
         if live is not None and live.stream is stream:
+            self.drop(key)
+
+    def drop(self, key: Key) -> None:
+        """Ends a live request without another event. Other keys are ignored."""
+        if key in self._live:
             self._release(key)
             self._forget(key)
 
