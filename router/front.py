@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.addresses import Addresses
 from kvrelay.router.admission import Admission, Place, Ticket
-from kvrelay.router.answer import Answer, Sink
+from kvrelay.router.answer import Answer, FirstSink, Sink
 from kvrelay.router.callers import Callers, Grant, Identity
 from kvrelay.router.classes import claim_of
 from kvrelay.router.config import RouterOptions
@@ -44,7 +44,7 @@ from kvrelay.router.trace import Observer, Outcome, RequestTrace
 from kvrelay.router.traffic import TrafficMeter
 from kvrelay.router.validation import CheckedRequest, check, completions
 from kvrelay.rpc.tracing import TraceContext
-from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest, GenerateResponse
+from kvrelay.v1.inference_pb2 import FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -357,7 +357,7 @@ class Call:
         cached = asyncio.Event()
 
         async def first() -> None:
-            await self._complete(requests[0], trace, _FirstSink(sink, trace, cached), meter, place)
+            await self._complete(requests[0], trace, FirstSink(sink, trace, cached), meter, place)
             cached.set()
 
         async def later(request: CheckedRequest, place: Place) -> None:
@@ -429,27 +429,6 @@ class Call:
     def _note_end(self, trace: RequestTrace, outcome: Outcome, failure: str = "") -> None:
         self.ended.append(Ended(trace, outcome, failure))
         self._front.note_end(self.ended[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstSink:
-    """That of the first of several completions: notes when others can have its prompt from the prefix caches."""
-
-    _sink: Sink
-    _trace: RequestTrace
-    _cached: asyncio.Event
-
-    @property
-    def ready(self) -> bool:
-        return self._cached.is_set() and self._sink.ready
-
-    def write_now(self, message: GenerateResponse) -> None:
-        self._sink.write_now(message)
-
-    async def write(self, message: GenerateResponse) -> None:
-        if self._trace.generated_tokens > 1:
-            self._cached.set()
-        await self._sink.write(message)
 
 
 async def together(works: AsyncIterator[Coroutine[Any, Any, None]]) -> None:
