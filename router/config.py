@@ -76,12 +76,13 @@ class RouterOptions:
 
     max_queued_bytes: int = 256 * 2**20
     """Bytes that the requests in flight may hold in the router, half of it those of one tenant or client address; one
-    more is refused with RESOURCE_EXHAUSTED, or displaces those of a client that holds more. A request counts with its size as sent and one to three bytes per token of its
-    prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
+    more is refused with RESOURCE_EXHAUSTED, or displaces those of a client that holds more. A request counts with its
+    size as sent and one to three bytes per token of its prompt, and until it is tokenized with five times its size. At
+    least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or client
-    address, that has most of them is refused with RESOURCE_EXHAUSTED, or waits with its list of prompts."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
+    the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
 
     backlog_share: float = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity

@@ -161,7 +161,8 @@ class HeartbeatClient:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reading side of the same call reports why
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._now.wait(), self._interval)
+                async with asyncio.timeout(self._interval):
+                    await self._now.wait()
 
     def _take_question(self, number: int) -> None:
         """Answers the latest question; one at a time."""
