@@ -69,16 +69,20 @@ class RouterOptions:
     beginning, none doesn't split; auto splits if the chat template has such tags."""
 
     max_requests: int = 1024
-    """Calls in flight at once, running, waiting, or tokenizing; one more is refused with RESOURCE_EXHAUSTED."""
+    """Calls in flight at once, from the headers of their requests on; each prompt of a list, and each completion of a
+    prompt, counts as one while it runs or waits for workers. A sixteenth of them is for clients that have less than an
+    equal share. With one more, the tenant, or client address, that has most of them loses one that has not begun:
+    prompts of a list then wait, and another call is refused with RESOURCE_EXHAUSTED, as one more of that client is."""
 
     max_queued_bytes: int = 256 * 2**20
-    """Bytes that the requests in flight may hold in the router, half of it those of one client address; one more is
-    refused with RESOURCE_EXHAUSTED. A request counts with its size as sent and one to three bytes per token of its
-    prompt, and until it is tokenized with five times its size. At least ten times max_message_bytes."""
+    """Bytes that the requests in flight may hold in the router, half of it those of one tenant or client address; one
+    more is refused with RESOURCE_EXHAUSTED, or displaces those of a client that holds more. A request counts with its
+    size as sent and one to three bytes per token of its prompt, and until it is tokenized with five times its size. At
+    least ten times max_message_bytes."""
 
     max_queue: int = 512
-    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant that has
-    most of them is refused with RESOURCE_EXHAUSTED."""
+    """Requests that may wait in the router for workers with capacity. With one more, the latest of the tenant, or of
+    the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
 
     backlog_share: float = 0.25
     """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity

@@ -93,6 +93,10 @@ class Exhausted(RequestError):
     metadata = ((RETRY_DELAY_KEY, str(round(RETRY_DELAY_SECONDS * 1000))),)
 
 
+class QueueOverflow(Exhausted):
+    """The queue had no room for the request, or gave its place there to another client's."""
+
+
 class LimitReached(Exhausted):
     """The caller has used up what it may ask for now."""
 

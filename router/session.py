@@ -48,6 +48,7 @@ from kvrelay.router.errors import (
     GivenUp,
     InternalError,
     InvalidArgument,
+    QueueOverflow,
     RequestError,
     Superseded,
     Unavailable,
@@ -168,7 +169,9 @@ class Session:
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
         except QueueFull:
-            raise Exhausted(f"{len(queue)} requests wait for workers with capacity, the router's max_queue") from None
+            raise QueueOverflow(
+                f"{len(queue)} requests wait for workers with capacity, the router's max_queue"
+            ) from None
         finally:
             self._trace.router_queue_seconds = time.monotonic() - asked
         if not isinstance(attempt, NoPlace):

@@ -38,13 +38,21 @@ class PartialCall:
     """A gRPC call whose message never comes whole, on a connection of its own."""
 
     def __init__(
-        self, address: str, path: str, size: int, tls: ssl.SSLContext | None = None, source: str = "127.0.0.1"
+        self,
+        address: str,
+        path: str,
+        size: int,
+        tls: ssl.SSLContext | None = None,
+        source: str = "127.0.0.1",
+        fields: Sequence[tuple[str, str]] = (),
     ) -> None:
         """
         Args:
             size: bytes of the message, all but the last of which are sent.
             source: the client's address.
+            fields: further headers.
         """
+        self._more = fields
         self._source = source
         self._address = address
         self._path = path
@@ -62,7 +70,7 @@ class PartialCall:
         self._reader, self._writer = await asyncio.open_connection(
             host, int(port), ssl=self._tls, local_addr=(self._source, 0)
         )
-        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path)))
+        self._writer.write(hello() + frame(_HEADERS, _END_HEADERS, 1, _fields(self._path, self._more)))
         self._send(b"\x00" + self._size.to_bytes(4, "big"))
         self._reading = asyncio.create_task(self._read())
         return self
