@@ -1,6 +1,6 @@
 """The process of `kvrelay up`: owns a cluster, and starts it anew when its Ray is lost.
 
-    owner -- driver (driver.py) -- Ray's GCS, dashboard, raylet -- Ray's agents, the supervisor's and the members' actors
+    owner -- driver (driver.py) -- Ray's GCS, dashboard, raylet -- Ray's agents, and all actors
 
 Ray ends its drivers when it is lost, or lets them wait without end. So the driver is a process of its own; the owner
 imports nothing of Ray. It adopts the driver's orphans, and before each start no process of the cluster is left.
@@ -36,6 +36,7 @@ from kvrelay.cluster.state import ClusterState
 
 logger = logging.getLogger(__name__)
 
+COMMAND = [sys.executable, "-m", "kvrelay.cluster.driver"]
 POLL_SECONDS = 0.1
 READ_SECONDS = 1.0
 END_SECONDS = 65.0
@@ -83,7 +84,7 @@ class Driver:
         self._silence = Silence()
         with log.open("wb") as stderr:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "kvrelay.cluster.driver"],
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

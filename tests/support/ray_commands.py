@@ -115,7 +115,7 @@ class World:
 
 KINDS = {
     "up": rb"kvrelay\0up|kvrelay\.cluster\.cli\0up",
-    "driver": rb"kvrelay\.cluster\.launch",
+    "driver": rb"kvrelay\.cluster\.driver",
     "gcs_server": rb"/gcs_server\0",
     "raylet": rb"/raylet\0",
     "monitor": rb"autoscaler/_private/monitor\.py",
