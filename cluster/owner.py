@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "kvrelay.cluster.driver"]
 POLL_SECONDS = 0.1
 READ_SECONDS = 1.0
-END_SECONDS = 65.0
-"""For the driver to end, beyond the time for requests: longer than its own deadline."""
+END_SECONDS = 55.0
+"""For the driver to end, beyond the time for requests: longer than its own deadline, less than `kvrelay down` waits."""
 MOST_FAILURES = 3
 """Starts in a row that may fail after a loss, where somebody else can start `kvrelay up` again."""
 
