@@ -31,7 +31,7 @@ ENVIRONMENT = {
 RAY_SAYS = """
 import json, sys
 from kvrelay.cluster import rayenv
-rayenv.prepare()
+rayenv.prepare(local=sys.argv[2] == "dashboard")
 import ray, ray.util
 ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
 from ray.util.placement_group import placement_group_table
@@ -164,7 +164,11 @@ def cluster_processes(state: Path) -> dict[str, list[int]]:
 
 
 def ray_says(address: str, *, dashboard: bool) -> Any:
-    """Ray's view of a cluster, from a driver in a process of its own."""
+    """Ray's view of a cluster, from a driver in a process of its own.
+
+    Args:
+        dashboard: whether it is a cluster of `kvrelay up`'s own Ray, which has a dashboard.
+    """
     command = [sys.executable, "-c", RAY_SAYS, address, "dashboard" if dashboard else "-"]
     output = subprocess.check_output(command, env=ENVIRONMENT, timeout=START_SECONDS, text=True)
     return json.loads(output.splitlines()[-1])
