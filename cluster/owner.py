@@ -180,7 +180,13 @@ class Owner:
         config = self._config.model_dump(mode="json")
         orders = Orders(config, self._secured.token, self._secured.token_path, self._resume)
         self._error = None
-        driver = self._driver = Driver(orders, state.folder() / "driver.log")
+        log = state.folder() / "driver.log"
+        try:
+            if log.exists():
+                log.replace(log.with_name("driver.log.1"))  # may tell why the one before was lost
+            driver = self._driver = Driver(orders, log)
+        except OSError as error:
+            raise RunError(f"the driver can't be started: {error}") from None
         while True:
             self._signals.check()
             ended = driver.lost()
@@ -285,7 +291,10 @@ class Owner:
 
     def _save(self, **fields: Any) -> None:
         self.state = replace(self.state, pid=os.getpid(), **fields)
-        state.save(self.state)
+        try:
+            state.save(self.state)
+        except OSError as error:  # the cluster serves all the same
+            self._report.phase(f"the record of the cluster can't be written: {error}")
 
     def _end_processes(self) -> None:
         """Ends the driver, and with a Ray of this machine's own every process of it."""

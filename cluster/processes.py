@@ -49,7 +49,8 @@ def title(pid: int) -> bytes:
 
 
 def activity(pid: int) -> tuple[int, bool]:
-    """The CPU time that a process has used, in clock ticks, and whether a thread of it runs or waits for a core."""
+    """The CPU time that a process has used, in clock ticks, and whether a thread of it runs, or waits for a core or
+    the disk."""
     used, running = 0, False
     with suppress(FileNotFoundError, ProcessLookupError):
         for path in Path(f"/proc/{pid}/task").iterdir():
@@ -57,7 +58,7 @@ def activity(pid: int) -> tuple[int, bool]:
                 text = (path / "stat").read_text(errors="replace")
                 fields = text[text.rindex(")") + 2 :].split()
                 used += int(fields[11]) + int(fields[12])
-                running |= fields[0] == "R"
+                running |= fields[0] in "RD"
     return used, running
 
 

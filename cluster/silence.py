@@ -1,4 +1,4 @@
-"""Tells a frozen process from a busy one. Both are silent; a busy one computes, or waits for a core."""
+"""Tells a frozen process from a busy one. Both are silent; a busy one computes, or waits for a core or the disk."""
 
 import time
 
