@@ -97,18 +97,19 @@ config_option = click.option(
 @click.option("--address", metavar="local|auto|HOST:PORT", help="Start Ray here, or join a running Ray cluster.")
 @click.option("--drain-seconds", type=float, metavar="S", help="For requests to finish when a member is to end.")
 @click.option("--detach", is_flag=True, help="Return when the cluster is ready, and leave it running.")
-def up(config: Path | None, detach: bool, **flags: Any) -> None:
-    """Starts a cluster and serves until Ctrl-C."""
-    from kvrelay.cluster import background, preflight, rayenv
+@click.option("--unattended", is_flag=True, hidden=True)
+def up(config: Path | None, detach: bool, unattended: bool, **flags: Any) -> None:
+    """Starts a cluster and serves until Ctrl-C.
+
+    A cluster whose Ray is lost is started anew; exit code 1 if that fails.
+    """
+    from kvrelay.cluster import background, owner, preflight, rayenv
     from kvrelay.cluster.report import Report
     from kvrelay.cluster.signals import Interrupted
 
     configured = _load(config, flags)
     _refuse_second()  # before its ports are found in use
     loaded = preflight.check(configured)
-
-    rayenv.prepare()
-    from kvrelay.cluster import launch  # imports Ray
 
     out = console()
     report = Report(out)
@@ -120,11 +121,16 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     code = 0
     try:
         if not detach:
-            launch.run(loaded, report, show_ready)
+            owner.run(loaded, report, show_ready, unattended=unattended)
             report.close()
             click.echo("the cluster has ended")
+        elif loaded.local:
+            show_ready(background.start(loaded, report))
         else:
-            show_ready(background.start(loaded, report) if loaded.local else launch.leave_running(loaded, report))
+            rayenv.prepare()
+            from kvrelay.cluster import launch  # imports Ray
+
+            show_ready(launch.leave_running(loaded, report))
     except Interrupted as interrupted:
         report.close()
         click.echo(f"{ERROR_PREFIX}{interrupted}", err=True)
@@ -153,15 +159,18 @@ def status(wide: bool, as_json: bool) -> None:
     current = state.current()
     found = None if current is None else status_of.get_status(current)
     router = current.router if current is not None and found is None and current.router else ""
+    trouble = "" if current is None else current.trouble
     unsupervised = current is not None and router != "" and status_of.serves(router, current.router_tls)
     if as_json:
         shown = status_of.as_json(found)
+        shown["trouble"] = trouble or None
         click.echo(json.dumps({**shown, "router": router, "ready": True} if unsupervised else shown))
     elif found is not None and current is not None:
         out = console()
         out.print(status_of.headline(found, current.dashboard), style="bold", soft_wrap=True, markup=False)
         out.print(Whole(status_of.as_table(found, wide=wide)), crop=False)
         for line in (
+            *([f"{current.missing} ended; requests are served without it"] if current.missing else []),
             *status_of.changes(found),
             *status_of.incompatible_workers(found),
             *status_of.context_notes(found),
@@ -171,6 +180,8 @@ def status(wide: bool, as_json: bool) -> None:
             out.print(line, markup=False)
     elif unsupervised:
         click.echo(f"the supervisor is down; the router {router} serves, and lost members are not replaced meanwhile")
+    elif trouble:
+        click.echo(f"the cluster is lost and being started anew: {trouble}")
     else:
         click.echo(NO_CLUSTER if current is None else "a cluster is starting, or does not answer")
     if found is None:

@@ -190,6 +190,8 @@ class Keepers:
                     if not (adopted or start) or keeper.leaving.is_set():
                         break
                 ended = await self._launcher.run(name, self._plan(name), self._address)
+            except OSError as error:  # of the machine, such as a full disk: the line below says it
+                ended = Ended(str(error))
             except Exception as error:
                 logger.exception("can't be kept running", extra={"member": name})
                 ended = Ended(f"{type(error).__name__}: {error}")

@@ -1,18 +1,17 @@
-"""`kvrelay up`: a cluster's life in the process that owns it.
+"""A cluster's life in the process that is its Ray driver.
 
     start or join Ray -> start the supervisor's actor, which starts the others -> ready
     -> wait for SIGINT, SIGTERM or SIGHUP -> members finish and end -> end or leave Ray
 
-Signals are checked between steps. Only Ray's own start, which takes seconds, is interrupted: this process ends where it
-is, with its descendants. Ray may also wait without end, for a process of its own that hangs: its start and its end have
-deadlines, at which this process ends in the same way.
+`kvrelay up` runs it in a process of its own (`driver.py`), which can be ended with its Ray when that hangs.
+
+Signals are checked between steps. Ray may wait without end, for a process of its own that hangs: its start and its end
+have deadlines, at which this process ends where it is, with its descendants.
 """
 
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,16 +29,19 @@ from kvrelay.cluster.config import MEMBER, MEMBERS, ClusterConfig, available_cor
 from kvrelay.cluster.errors import ERROR_PREFIX, RunError, UsageError, listed
 from kvrelay.cluster.grafana import dashboards
 from kvrelay.cluster.ray_launcher import present_gpus
+from kvrelay.cluster.ray_watch import Addresses
+from kvrelay.cluster.secrets import Secured
 from kvrelay.cluster.sections import AUTO
-from kvrelay.cluster.signals import Interrupted, Signals
+from kvrelay.cluster.signals import Signals
 from kvrelay.cluster.state import ClusterState
 from kvrelay.cluster.status import serves
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_READY
 from kvrelay.kernels.cpu.library import library
+from kvrelay.rpc.address import join
 from kvrelay.rpc.serve import ExitDeadline
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.report import Report
+    from kvrelay.cluster.report import Reporting
     from kvrelay.cluster.supervisor import Startup
 
 logger = logging.getLogger(__name__)
@@ -59,66 +61,71 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Nearly Ray's minimum: kvrelay sends nothing through the object store."""
 
 
-def run(config: ClusterConfig, report: "Report", on_ready: Callable[[ClusterState], None]) -> None:
-    """Owns a cluster: starts it, calls `on_ready`, waits for a signal, and ends it.
+def leave_running(config: ClusterConfig, report: "Reporting") -> ClusterState:
+    """Starts a cluster on a shared Ray cluster and leaves it there, for `kvrelay down` to end.
 
     Raises:
         ClusterError: it can't be started; nothing of it is left.
         Interrupted: a signal came before it was ready; nothing of it is left.
     """
-    with _started(config, report, owner=os.getpid()) as cluster:
-        on_ready(cluster.state)
-        cluster.wait()
-        cluster.stop()
-
-
-def leave_running(config: ClusterConfig, report: "Report") -> ClusterState:
-    """Starts a cluster on a shared Ray cluster and leaves it there, for `kvrelay down` to end.
-
-    Raises:
-        ClusterError, Interrupted: as `run`.
-    """
-    with _started(config, report, owner=None) as cluster:
+    signals = Signals()
+    with state.owned(), quiet():
+        signals.install()
+        secured = secrets.prepare(config)
+        cluster = Cluster(secured, report, signals, state.save)
+        try:
+            cluster.start()
+        except BaseException:
+            cluster.stop()
+            raise
         ray.shutdown()
     state.save(cluster.state)
     return cluster.state
 
 
-@contextmanager
-def _started(config: ClusterConfig, report: "Report", owner: int | None) -> Iterator["Cluster"]:
-    """A started cluster, whose record is removed at the end; it is stopped if the start or the body fails."""
-    signals = Signals()
-    with state.owned(), _quiet():
-        signals.install()
-        cluster = Cluster(config, report, signals, owner)
-        try:
-            cluster.start()
-            yield cluster
-        except BaseException:
-            cluster.stop()
-            raise
-
-
 class Cluster:
     """One cluster on Ray, from this process's side."""
 
-    def __init__(self, config: ClusterConfig, report: "Report", signals: Signals, owner: int | None) -> None:
-        self._config = config
-        self._token = ""
+    def __init__(
+        self,
+        secured: Secured,
+        report: "Reporting",
+        signals: Signals,
+        save: Callable[[ClusterState], None],
+        *,
+        resume: bool = False,
+    ) -> None:
+        """
+        Args:
+            secured: the configuration, and its secrets.
+            save: takes the cluster's addresses whenever they change.
+            resume: whether a cluster that runs on the joined Ray already is this one.
+        """
+        config = self._config = secured.config
+        self._token = secured.token
         self._report = report
         self._signals = signals
+        self._save = save
+        self._resume = resume
         self._supervisor: Any = None
         self._session = Path()
         """Ray's folder of its present session."""
         self._deadline = ExitDeadline(before=processes.kill_descendants)
-        self.state = ClusterState(pid=owner, namespace=config.ray.namespace, drain_seconds=config.drain_seconds)
+        self.state = ClusterState(
+            pid=None,
+            namespace=config.ray.namespace,
+            drain_seconds=config.drain_seconds,
+            join_token_path=secured.token_path,
+            certificates=config.security.certificates,
+            router_tls=bool(config.router.tls_certificate),
+            page=config.router.page,
+        )
+        self.addresses = Addresses("")
+        """Of Ray's own processes."""
 
     def start(self) -> None:
         """Returns when every member is ready, or, after STALL_SECONDS without progress, when requests can be served."""
-        secured = secrets.prepare(self._config)
-        self._config, self._token = secured.config, secured.token
-        self._update(join_token_path=secured.token_path, certificates=secured.config.security.certificates)
-        self._update(router_tls=bool(self._config.router.tls_certificate), page=self._config.router.page)
+        self._save(self.state)
         if self._config.local:
             # The native kernels take seconds to build the first time, as Ray does to start. Workers wait for them.
             threading.Thread(target=library, name="kernels", daemon=True).start()
@@ -129,7 +136,7 @@ class Cluster:
         self._deadline.cancel()
         self._signals.check()
         self._report.phase("starting the cluster")
-        self._supervisor = supervisor_actor.create(self._config, self._token)
+        self._supervisor = self._found() or self._created()
         self._update(supervisor=self._ask(self._supervisor.address))
         startup = self._until_ready()
         if self._config.local and self._config.ray.include_dashboard:
@@ -152,9 +159,7 @@ class Cluster:
             except RayError as error:
                 reason = " ".join(str(error).split())
                 self._report.phase(f"the supervisor is lost and replaced; requests are served meanwhile: {reason}")
-                self._supervisor = supervisor_actor.find(self._config.ray.namespace) or supervisor_actor.create(
-                    self._config, self._token
-                )
+                self._supervisor = self._found() or self._created()
             watch = self._supervisor.watch.remote(WATCH_SECONDS)
 
     def stop(self) -> None:
@@ -174,24 +179,27 @@ class Cluster:
             logger.warning("pid %d did not end with Ray and was killed", process.pid)
         self._deadline.cancel()
 
-    def _end_at_once(self, number: int) -> None:
-        """Ends this process while Ray starts. An exception could be lost in Ray's code, which it would go through."""
-        processes.kill_descendants()
-        state.forget()
-        self._report.close()
-        interrupted = Interrupted(number)
-        print(f"{ERROR_PREFIX}{interrupted}", file=sys.stderr, flush=True)
-        os._exit(interrupted.code)
+    def _found(self) -> Any | None:
+        return supervisor_actor.find(self._config.ray.namespace)
+
+    def _created(self) -> Any:
+        # A Ray of this machine's own keeps nothing beyond its end, so the record outlives it in the state folder.
+        record = str(state.record()) if self._config.local else ""
+        return supervisor_actor.create(self._config, self._token, record)
 
     def _update(self, **fields: Any) -> None:
         self.state = replace(self.state, **fields)
-        state.save(self.state)
+        self._save(self.state)
 
     def _connect(self) -> None:
         if self._config.local:
             context = self._start_ray()
         else:
             context = _join(self._config.ray.address, self._config.ray.namespace)
+            if self._found() is not None and not self._resume:
+                ray.shutdown()
+                namespace = self._config.ray.namespace
+                raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
         try:
             self._config = self._config.with_gpus(present_gpus())
         except ValueError as error:
@@ -199,7 +207,9 @@ class Cluster:
         state.keep_logs(Path(_logs()) if self._config.local else None)
         dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
         self._session = Path(context.address_info["session_dir"])
-        self._update(ray_address=context.address_info["gcs_address"], dashboard=dashboard)
+        gcs = context.address_info["gcs_address"]
+        self.addresses = Addresses(gcs, _raylet(context.address_info["node_id"]))
+        self._update(ray_address=gcs, dashboard=dashboard)
 
     def _add_dashboards(self) -> None:
         """Puts kvrelay's dashboards beside Ray's own, for a Grafana that is provisioned from Ray's session."""
@@ -212,7 +222,6 @@ class Cluster:
 
     def _start_ray(self) -> Any:
         section = self._config.ray
-        self._signals.end_at_once(self._end_at_once)
         try:
             return supervisor_actor.connect(
                 "Ray did not start",
@@ -225,10 +234,8 @@ class Cluster:
                 dashboard_port=section.dashboard_port or None,
                 namespace=section.namespace,
             )
-        except SystemExit:
-            raise Interrupted(signal.SIGTERM) from None  # raised by Ray's own handler while Ray starts
         finally:
-            self._signals.install()
+            self._signals.install()  # Ray has put a handler of its own in their place
 
     def _ask(self, method: Any) -> Any:
         """The answer of the supervisor's actor; signals are checked while it is awaited."""
@@ -270,7 +277,7 @@ class Cluster:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps Ray's driver from writing to this process's output; Ray's log files have all of it."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -280,11 +287,13 @@ def _quiet() -> Iterator[None]:
 def _join(address: str, namespace: str) -> Any:
     if address != AUTO:
         _check_reachable(address)
-    context = supervisor_actor.connect(f"--address {address}", address=address, namespace=namespace)
-    if supervisor_actor.find(namespace) is not None:
-        ray.shutdown()
-        raise RunError(f"ray.namespace {namespace}: a kvrelay cluster is running there already")
-    return context
+    return supervisor_actor.connect(f"--address {address}", address=address, namespace=namespace)
+
+
+def _raylet(node_id: str) -> str:
+    """host:port of a node's raylet."""
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+    return join(node["NodeManagerAddress"], node["NodeManagerPort"])
 
 
 def _check_reachable(address: str) -> None:

@@ -36,6 +36,8 @@ MODULE_ROLES: dict[str, MemberRole] = {
     "kvrelay.worker": "colocated",
     "kvrelay.router": "router",
 }
+RECORD_BYTES = 200
+"""Of NAME.pid; more than it takes."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -196,6 +198,9 @@ class ProcessLauncher:
         options, log = self._folder / f"{name}.json", self._folder / f"{name}.log"
         given = {"security": self._security, **member.options, "name": name, "supervisor": supervisor}
         options.write_text(json.dumps(given, indent=2))
+        # Its record has its room on the disk before the process starts, which nobody would find without one.
+        fresh = self._folder / f"{name}.pid.new"
+        fresh.write_text(" " * RECORD_BYTES)
         with log.open("ab") as output:
             child = self._children[name] = subprocess.Popen(
                 [sys.executable, "-m", member.module, "--config", str(options)],
@@ -207,9 +212,15 @@ class ProcessLauncher:
         process = processes.find(child.pid)
         if process is None:
             raise RuntimeError(f"pid {child.pid} was reaped by somebody else")
-        fresh = self._folder / f"{name}.pid.new"
-        fresh.write_text(json.dumps({"pid": process.pid, "started": process.started, "boot": _boot()}))
-        fresh.replace(self._folder / f"{name}.pid")
+        record = json.dumps({"pid": process.pid, "started": process.started, "boot": _boot()})
+        try:
+            with fresh.open("r+") as file:
+                file.write(record.ljust(RECORD_BYTES))
+            fresh.replace(self._folder / f"{name}.pid")
+        except OSError:
+            child.kill()
+            child.wait()
+            raise
         return process
 
     def _recorded(self, name: str) -> Process | None:

@@ -1,5 +1,6 @@
 """Processes of this machine by pid and start time, and the descendants of this one (Linux's /proc)."""
 
+import ctypes
 import os
 import signal
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 POLL_SECONDS = 0.02
 KILLED_SECONDS = 5.0
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,47 @@ def find(pid: int) -> Process | None:
         fields = text[text.rindex(")") + 2 :].split()  # the name may contain anything
         return Process(pid, started=int(fields[19]), parent=int(fields[1]), state=fields[0])
     return None
+
+
+def title(pid: int) -> bytes:
+    """The command line of a process, or what it has set in its place; empty if it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def activity(pid: int) -> tuple[int, bool]:
+    """The CPU time that a process has used, in clock ticks, and whether a thread of it runs, or waits for a core or
+    the disk."""
+    used, running = 0, False
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for path in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
+                text = (path / "stat").read_text(errors="replace")
+                fields = text[text.rindex(")") + 2 :].split()
+                used += int(fields[11]) + int(fields[12])
+                running |= fields[0] in "RD"
+    return used, running
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants whose own parents end, so that `descendants` finds them.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+
+
+def reap(but: int) -> None:
+    """Removes the adopted children that have ended; the child with the pid `but` is its starter's to wait for."""
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == but:
+                return  # the kernel names one child only; the others follow when this one is waited for
+            os.waitpid(ended.si_pid, 0)
 
 
 def descendants() -> list[Process]:

@@ -6,6 +6,7 @@ Actors are detached, so running streams outlive the supervisor; a restarted one 
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +14,11 @@ from functools import cache
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from kvrelay.cluster import processes
 from kvrelay.cluster.actors import CONCURRENCY, WATCH_SECONDS, RouterActor, WorkerActor
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.desired import MEMBER_ROLES, MemberRole
@@ -31,6 +33,8 @@ from kvrelay.worker.config import WorkerConfig
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+KILL_SECONDS = 5.0
+"""For a process on another node to send a signal there."""
 
 
 class RayLauncher:
@@ -149,9 +153,10 @@ class RayLauncher:
         await asyncio.to_thread(self._reservations.release, name)
 
     async def kill(self, name: str) -> None:
-        """Ends the member's process at once."""
+        """Ends the member's process at once, a frozen one too: Ray itself would wait for it for 5 s and longer."""
         actor = self._actors.get(name)
         if actor is not None:
+            await asyncio.to_thread(_kill_process, actor)
             ray.kill(actor)
 
     def _find(self, name: str) -> Any | None:
@@ -241,6 +246,30 @@ def actor_options(namespace: str, name: str) -> dict[str, Any]:
         "max_restarts": 0,
         "max_concurrency": CONCURRENCY,
     }
+
+
+def _kill_process(actor: Any) -> None:
+    """Sends SIGKILL to the process of an actor, on whichever node it is. Asks Ray's GCS."""
+    entry = ray._private.state.actors(actor._actor_id.hex())  # type: ignore[no-untyped-call]  # untyped in Ray
+    if entry["State"] != "ALIVE":
+        return
+    node, pid = entry["Address"]["NodeID"], int(entry["Pid"])
+    if node == ray.get_runtime_context().get_node_id():
+        _kill_own(pid)
+        return
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    remote = ray.remote(num_cpus=0, max_retries=0)(_kill_own)
+    try:
+        ray.get(remote.options(scheduling_strategy=there).remote(pid), timeout=KILL_SECONDS)
+    except (RayError, GetTimeoutError) as error:  # its node is lost, or has no room for a process
+        logger.warning("could not send SIGKILL", extra={"pid": pid, "node": node, "reason": _why(error)})
+
+
+def _kill_own(pid: int) -> None:
+    """Sends SIGKILL to an actor's process on this node; not to another one that has its pid by now."""
+    process = processes.find(pid)
+    if process is not None and processes.title(pid).startswith(b"ray::"):
+        processes.send(signal.SIGKILL, [process])
 
 
 async def _watch(actor: Any) -> Ended:

@@ -96,8 +96,8 @@ class Recorder:
             return True
         try:
             async with asyncio.timeout(SAVE_SECONDS):
-                if self._writing is not None:  # one that took too long
-                    await asyncio.wait((asyncio.wrap_future(self._writing),))
+                if self._writing is not None:  # one that took too long, and may have failed since
+                    await asyncio.gather(asyncio.shield(asyncio.wrap_future(self._writing)), return_exceptions=True)
                 self._writing = self._thread.submit(self._store.save, record)
                 await asyncio.shield(asyncio.wrap_future(self._writing))
         except (OSError, TimeoutError) as error:

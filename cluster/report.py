@@ -1,6 +1,7 @@
 """The progress of `kvrelay up`: one changing line on a terminal, elsewhere a line for each change."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -24,6 +25,16 @@ WORDS = {
 
 
 FRAMES_PER_SECOND = 12.5
+
+
+class Reporting(Protocol):
+    """Takes how a cluster comes up: shows it, or tells it to the process that does."""
+
+    def phase(self, text: str) -> None:
+        """The present step of the whole cluster."""
+
+    def progress(self, members: Sequence[Progress]) -> None:
+        """The progress of each member."""
 
 
 class Report:

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,20 +25,9 @@ class Signals:
 
     def install(self) -> None:
         """Handles the signals, except those that this process was started to ignore (nohup)."""
-        self._handle(self._on)
-
-    def end_at_once(self, end: Callable[[int], object]) -> None:
-        """Has the first signal call `end`, which ends this process, with its number, until `install` is called again.
-
-        Code that can't be left by an exception runs meanwhile.
-        """
-
-        def on(number: int, frame: FrameType | None) -> None:
-            for each in NUMBERS:
-                signal.signal(each, signal.SIG_IGN)
-            end(number)
-
-        self._handle(on)
+        for number in NUMBERS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on)
 
     def check(self) -> None:
         """Raises Interrupted if a signal came."""
@@ -49,11 +37,6 @@ class Signals:
     def wait(self, seconds: float) -> bool:
         """Waits up to `seconds` for a signal; True if one came."""
         return self._came.wait(seconds)
-
-    def _handle(self, handler: Callable[[int, FrameType | None], None]) -> None:
-        for number in NUMBERS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, handler)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         self._number = number

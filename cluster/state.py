@@ -49,6 +49,10 @@ class ClusterState:
     """Whether the public gRPC and HTTP use TLS."""
     drain_seconds: float = 30.0
     """Time that requests are given to finish when it ends."""
+    trouble: str = ""
+    """Why the cluster was lost, while it is started anew."""
+    missing: str = ""
+    """Processes of Ray's that have ended and that serving doesn't need, with commas between."""
 
 
 def folder() -> Path:
@@ -93,6 +97,12 @@ def save(state: ClusterState) -> None:
 def forget() -> None:
     """Removes the record."""
     (folder() / "cluster.json").unlink(missing_ok=True)
+
+
+def record() -> Path:
+    """The file with the supervisor's record of a cluster on this machine, from which a cluster that is started anew
+    continues."""
+    return folder() / "supervisor.json"
 
 
 def keep_logs(path: Path | None) -> None:

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from kvrelay.cluster.actors import ServerActor, own_host
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.errors import RunError
 from kvrelay.cluster.ray_launcher import RayLauncher, actor_options, parsed
+from kvrelay.cluster.record import FileStore
 from kvrelay.cluster.supervisor import ALL_STOP_SECONDS, Startup, SupervisorConfig, SupervisorServer
 from kvrelay.internal.v1.supervisor_pb2 import SupervisorRecord
 
@@ -31,15 +33,15 @@ class SupervisorActor(ServerActor[SupervisorServer]):
 
     stop_seconds = ALL_STOP_SECONDS
 
-    def __init__(self, config: ClusterConfig, token: str) -> None:
-        super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config, token), token)
+    def __init__(self, config: ClusterConfig, token: str, record: str) -> None:
+        super().__init__("supervisor", "supervisor", SUPERVISOR, partial(_supervisor, config, token, record), token)
 
     def startup(self) -> Startup:
         """How far every member is, for `kvrelay up`."""
         return self._started.result().startup()
 
 
-def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
+def _supervisor(config: ClusterConfig, token: str, record: str) -> SupervisorServer:
     options = SupervisorConfig(
         **asdict(config.heartbeat),
         host=own_host(config.local),
@@ -47,7 +49,7 @@ def _supervisor(config: ClusterConfig, token: str) -> SupervisorServer:
         security=config.security,
         metrics_port=config.metrics.supervisor_port,
     )
-    store = RayStore(config.ray.namespace)
+    store = FileStore(Path(record)) if record else RayStore(config.ray.namespace)
     return SupervisorServer(options, RayLauncher(config, token), store, lambda text: parsed(text).scaling)
 
 
@@ -87,15 +89,17 @@ class RayStore:
         internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
 
 
-def create(config: ClusterConfig, token: str) -> Any:
+def create(config: ClusterConfig, token: str, record: str) -> Any:
     """Starts the supervisor's actor, which then starts all the others or finds them running; returns its handle.
 
-    `token`: the join token, unless `config` names a file with it.
+    Args:
+        token: the join token, unless `config` names a file with it.
+        record: file on the head node that keeps the supervisor's record; empty keeps it in Ray's internal KV.
     """
     # Its calls only ask, or may be repeated, so Ray repeats those that a restart interrupts.
     options = actor_options(config.ray.namespace, SUPERVISOR) | {"max_restarts": -1, "max_task_retries": -1}
     options["resources"] = {HEAD: 0.001}
-    return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config, token)
+    return ray.remote(SupervisorActor).options(num_cpus=0, **options).remote(config, token, record)
 
 
 def find(namespace: str) -> Any | None:

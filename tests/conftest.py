@@ -20,6 +20,7 @@ os.environ["KVRELAY_JOIN_TOKEN"] = "the-join-token-of-the-tests"
 
 LONGEST = (
     "tests/cluster/test_cluster_ray.py",
+    "tests/cluster/test_ray_death.py",
     "tests/faults/test_router_faults.py",
     "tests/faults/test_drains.py",
     "tests/faults/test_desired.py",

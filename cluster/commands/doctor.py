@@ -46,7 +46,7 @@ def _examine(as_json: bool) -> None:
     from kvrelay.cluster.doctor import examine
 
     current = state.current()
-    if current is None or not current.supervisor:
+    if current is None or not (current.supervisor or current.trouble):
         raise RunError(NO_CLUSTER if current is None else "the cluster is starting; try again")
     findings = examine.diagnose(examine.examine(current))
     if as_json:

@@ -31,12 +31,21 @@ class Members:
     name: ClassVar[str] = "members"
 
     def run(self, cluster: Examined) -> Iterator[Finding]:
+        state = cluster.state
+        if state.missing:
+            advice = "`kvrelay down` and `kvrelay up` bring it back; nothing else does"
+            yield Finding("warning", state.missing, "ended; requests are served without it", advice)
+        if state.trouble:
+            yield Finding("error", "cluster", f"is being started anew: {state.trouble}", "`kvrelay status` says when")
+            return
         if cluster.status is None:
+            # Ray starts a supervisor again that has ended; a frozen one is ended by `kvrelay up`, if that runs.
+            mends = "Ray starts it again" + (", unless it is frozen: then end its process" if state.pid is None else "")
             yield Finding(
                 "error",
                 "supervisor",
                 "does not answer: lost members are not replaced, and no other member can be examined",
-                "`kvrelay logs supervisor` says why; Ray starts it again by itself",
+                f"`kvrelay logs supervisor` says why; {mends}",
             )
             return
         ready = cluster.status.ready

@@ -201,10 +201,23 @@ def test_nothing_is_running() -> None:
             "scaling": None,
             "desired": None,
             "incompatible": [],
+            "trouble": None,
         },
     )
     down = call("down")
     assert (down.exit_code, down.stdout) == (0, "no cluster is running\n")
+
+
+def test_a_lost_cluster_says_why_it_is_being_started_anew() -> None:
+    reason = "the raylet (pid 5) has ended"
+    with owned():
+        save(ClusterState(pid=os.getpid(), namespace="kvrelay", trouble=reason))
+        status, known = call("status"), call("status", "--json")
+        doctor = call("doctor", "--json")
+    assert (status.exit_code, status.stdout) == (1, f"the cluster is lost and being started anew: {reason}\n")
+    assert (known.exit_code, json.loads(known.stdout)["trouble"]) == (1, reason)
+    (finding,) = json.loads(doctor.stdout)["checks"]["members"]
+    assert (doctor.exit_code, finding["found"]) == (1, f"is being started anew: {reason}")
 
 
 def test_a_router_that_is_not_there() -> None:

@@ -11,12 +11,13 @@ from support.processes import wait_until
 
 SECONDS = 60.0
 STUCK = """
-import ctypes, os, subprocess, sys
+import ctypes, subprocess, sys
 import ray
 from kvrelay.cluster import launch, supervisor_actor
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.commands.common import console
 from kvrelay.cluster.report import Report
+from kvrelay.cluster.secrets import Secured
 from kvrelay.cluster.signals import Signals
 
 def stuck(*args, **options):
@@ -29,7 +30,7 @@ def stuck(*args, **options):
 launch.STALL_SECONDS = launch.END_SECONDS = 1.0
 supervisor_actor.connect = supervisor_actor.end = stuck
 config = ClusterConfig(drain_seconds=0.0)
-cluster = launch.Cluster(config, Report(console()), Signals(), os.getpid())
+cluster = launch.Cluster(Secured(config, "", ""), Report(console()), Signals(), lambda state: None)
 if sys.argv[1] == "stop":
     ray.is_initialized = lambda: True
     cluster._supervisor = object()

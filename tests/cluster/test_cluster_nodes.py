@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.desired import MemberRole
 from kvrelay.cluster.nodes import Node, Wish, preferred
+from support.ray_commands import KVRELAY
 
 GPU = {"GPU": 1.0}
 RACK = "kvrelay.io/rack"
+MOVED_SECONDS = 120.0
+"""For a lost node's member to serve elsewhere, on a busy machine; Ray alone takes 15 s to give the node up."""
 
 
 def placed(order: list[MemberRole], nodes: Mapping[str, Mapping[str, str]], gpus: int = 8) -> dict[str, str | None]:
@@ -108,3 +112,57 @@ def test_on_a_ray_cluster_of_several_nodes() -> None:
     assert found["waits"] == "a node of the Ray cluster with 1 CPU free"
     assert found["after"] == ""
     assert found["taken"]
+
+
+LOST_NODE = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from kvrelay.cluster import rayenv
+rayenv.prepare()
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+from kvrelay.cluster.state import ClusterState
+from kvrelay.cluster.status import as_json, get_status
+
+folder, kvrelay = Path(os.environ["KVRELAY_STATE_DIR"]), sys.argv[1]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+ray.init(cluster.address, log_to_driver=False, configure_logging=False)
+cluster.wait_for_nodes()
+options = ["--address", cluster.address, "--grpc-port", "0", "--http-port", "0", "--drain-seconds", "1"]
+subprocess.run([kvrelay, "up", "--detach", *options], check=True, stdout=sys.stderr)
+
+def workers():
+    status = as_json(get_status(ClusterState(**json.loads((folder / "cluster.json").read_text()))))
+    return {worker["name"]: worker for worker in status["workers"]}
+
+before = workers()
+places = {
+    table["name"].removeprefix("kvrelay/"): table["bundles_to_node_id"][0] for table in placement_group_table().values()
+}
+lost, node = next((name, node) for node in nodes for name in before if places[name] == node.node_id)
+begun = time.monotonic()
+cluster.remove_node(node, allow_graceful=False)
+while time.monotonic() - begun < float(sys.argv[2]):
+    now = workers().get(lost, {})
+    if now.get("state") == "ready" and now["incarnation"] != before[lost]["incarnation"]:
+        print(json.dumps({"lost": lost, "seconds": time.monotonic() - begun}))
+        break
+    time.sleep(0.2)
+subprocess.run([kvrelay, "down"], check=True, stdout=sys.stderr)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_the_members_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
+    hidden = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment["KVRELAY_STATE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", LOST_NODE, KVRELAY, str(MOVED_SECONDS)]
+    output = subprocess.check_output(command, env=environment, text=True, timeout=500)
+    assert json.loads(output.splitlines()[-1])["seconds"] < MOVED_SECONDS

@@ -1,7 +1,10 @@
 """The supervisor's record: whole or absent, written in order, and never in the way of the service."""
 
 import asyncio
+import errno
+import gc
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -55,6 +58,28 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_folder_that_does_not_exist_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its folder doesn't exist"):
         SupervisorServer(SupervisorConfig(state_path=str(tmp_path / "no" / "record.json")))
+
+
+def test_a_disk_that_stays_full_is_one_error_and_leaves_no_exception_behind(caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        def load(self) -> None:
+            return None
+
+        def save(self, record: SupervisorRecord) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def save() -> list[dict[str, object]]:
+        unretrieved: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
+        recorder = Recorder(Full())
+        for generation in range(20):
+            assert not await recorder.save(record(generation))
+        recorder.close()
+        gc.collect()
+        return unretrieved
+
+    assert asyncio.run(save()) == []
+    assert [each.message for each in caplog.records] == ["the supervisor's record can't be saved"]
 
 
 class BadStore:
