@@ -49,6 +49,8 @@ class Stream:
     """Seconds for which its client reads nothing after the first token."""
     may_fail: bool = False
     """The poison."""
+    seconds: float = REQUEST_SECONDS
+    """Of its deadline."""
 
     @property
     def first_token(self) -> float | None:
@@ -65,24 +67,35 @@ class Stream:
         return max(gaps, default=None)
 
 
-def draw(name: str) -> Stream:
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of requests, least and most."""
+
+    prompts: tuple[int, int] = PROMPTS
+    counts: tuple[int, int] = COUNTS
+
+
+USUAL = Sizes()
+
+
+def draw(name: str, sizes: Sizes = USUAL) -> Stream:
     """The request of this name, which is its seed: one in four is greedy."""
     rng = random.Random(name)
     seed = rng.getrandbits(64) if rng.random() < 0.75 else None
-    prompt = tuple(rng.choices(range(TOKENS), k=rng.randint(*PROMPTS)))
-    return Stream(name, prompt, rng.randint(*COUNTS), seed, time.monotonic())
+    prompt = tuple(rng.choices(range(TOKENS), k=rng.randint(*sizes.prompts)))
+    return Stream(name, prompt, rng.randint(*sizes.counts), seed, time.monotonic())
 
 
-async def ask(client: AsyncClient, stream: Stream) -> None:
-    """Runs the request to its end."""
+async def ask(client: AsyncClient, stream: Stream, request_id: str = "") -> None:
+    """Runs the request to its end, by default under the stream's name."""
     pause = stream.pause
     try:
         async for chunk in client.generate(
             stream.prompt,
             max_tokens=stream.count,
             ignore_eos=True,
-            request_id=stream.name,
-            timeout=REQUEST_SECONDS,
+            request_id=request_id or stream.name,
+            timeout=stream.seconds,
             **sampling_options(stream.seed),
         ):
             stream.tokens += chunk.token_ids
