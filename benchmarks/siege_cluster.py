@@ -141,7 +141,8 @@ def besieged(
         made = secrets_in(folder, "mutual").folder / "certificates"
         authority = made / "ca.crt"
         options |= {"tls_certificate": str(made / "router.crt"), "tls_key": str(made / "router.key")}
-    engine: dict[str, Any] = {"kv_memory_bytes": kv_bytes, "threads": 1}
+    # Without a prefix cache, so that a real model's tokens don't depend on what was asked before.
+    engine: dict[str, Any] = {"kv_memory_bytes": kv_bytes, "threads": 1, "prefix_cache": model == "hash"}
     if model == "hash":
         engine |= {"block_size": WORKER_LAYOUT.block_size, "max_batch_tokens": 256}
     members: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import re
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import aiohttp
 import grpc
 
+from kvrelay.client import Tls
 from kvrelay.router.http.connection import HEADERS
+from kvrelay.rpc.certificates import dns_name
 from support.costly import METHODS, PATHS, messages
 from support.hostile import client_tls
 from support.http_calls import check_answers, exchange
@@ -39,6 +42,34 @@ GRPC_CODES = {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DE
 OCTETS = [bytes([value]) for value in range(256)]
 Send = Callable[[], Awaitable[str]]
 """Returns what came of a request, after an exclamation mark if it is wrong."""
+
+
+def channel(options: dict[str, Any]) -> grpc.aio.Channel:
+    """To the router of `options["grpc"]`, with TLS if there is an `authority`."""
+    if options["authority"] is None:
+        return grpc.aio.insecure_channel(options["grpc"])
+    tls = Tls(ca=options["authority"], server_name=dns_name("router"))
+    return grpc.aio.secure_channel(options["grpc"], tls.credentials(), options=tls.options(()))
+
+
+def session(options: dict[str, Any], seconds: float | None) -> aiohttp.ClientSession:
+    """Of HTTP, whose paths are those of the router of `options["http"]`, with the key of `options`."""
+    tls = web_tls(options)
+    return aiohttp.ClientSession(
+        f"http{'s' if tls else ''}://{options['http']}",
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True),
+        headers={"Authorization": f"Bearer {options['key']}", "Content-Type": "application/json"},
+        timeout=aiohttp.ClientTimeout(seconds),
+    )
+
+
+def web_tls(options: dict[str, Any]) -> ssl.SSLContext | None:
+    return None if options["authority"] is None else client_tls(options["authority"], "http/1.1")
+
+
+def authorization(options: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Metadata of gRPC."""
+    return (("authorization", f"Bearer {options['key']}"),)
 
 
 def _request(line: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
@@ -110,10 +141,9 @@ async def fuzz(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
     """Options: `key`; `count`, of which a tenth is sent over gRPC; `seed`; `stride`, with which the requests that are
     wrong in one place are chosen: 1 for all."""
     rng = random.Random(options["seed"])
-    tls = None if options["authority"] is None else client_tls(options["authority"], "http/1.1")
-    metadata = (("authorization", f"Bearer {options['key']}"),)
+    tls, metadata = web_tls(options), authorization(options)
     raw, calls = http_requests(options["key"], rng), [*grpc_requests()]
-    async with grpc.aio.insecure_channel(options["grpc"]) as channel:
+    async with channel(options) as calling:
 
         async def over_http(request: bytes, half_close: bool) -> str:
             try:
@@ -124,7 +154,7 @@ async def fuzz(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
             return f"HTTP {answers[0][0]}" if answers else f"! no answer to {request[:300]!r}"
 
         async def over_grpc(method: str, data: bytes) -> str:
-            return await call(channel, method, data, CALL_SECONDS, metadata)
+            return await call(calling, method, data, CALL_SECONDS, metadata)
 
         def sends() -> Iterator[Send]:
             number = 0
@@ -142,9 +172,9 @@ async def fuzz(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         return await run_all(stop, sends(), options["count"])
 
 
-async def call(channel: grpc.aio.Channel, method: str, data: bytes, seconds: float, metadata: Any) -> str:
+async def call(calling: grpc.aio.Channel, method: str, data: bytes, seconds: float, metadata: Any) -> str:
     """Sends a message of gRPC; what came of it."""
-    answer = channel.unary_stream(method)(data, timeout=seconds, metadata=metadata)
+    answer = calling.unary_stream(method)(data, timeout=seconds, metadata=metadata)
     try:
         async for _ in answer:
             pass
@@ -158,20 +188,15 @@ async def call(channel: grpc.aio.Channel, method: str, data: bytes, seconds: flo
 async def deadlines(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
     """Requests whose deadline is any time between 0.3 ms and 1 s. Options: `key`, `count`, `seed`."""
     rng = random.Random(options["seed"])
-    metadata = (("authorization", f"Bearer {options['key']}"),)
-    headers = {"Authorization": f"Bearer {options['key']}"}
+    metadata = authorization(options)
     base = METHODS["Generate"]
-    async with (
-        grpc.aio.insecure_channel(options["grpc"]) as channel,
-        aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(CALL_SECONDS)) as session,
-    ):
+    async with channel(options) as calling, session(options, CALL_SECONDS) as web:
 
         async def over_http(seconds: float, streamed: bool) -> str:
             body = {"prompt": "a", "max_tokens": 32, "stream": streamed}
             given = {"X-Request-Timeout": f"{seconds:.6f}"}
             try:
-                url = f"http://{options['http']}/v1/completions"
-                async with session.post(url, json=body, headers=given) as response:
+                async with web.post("/v1/completions", json=body, headers=given) as response:
                     status, text = response.status, await response.text()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 return f"! {type(error).__name__} {error} with {seconds:.6f} s"
@@ -185,7 +210,7 @@ async def deadlines(options: dict[str, Any], stop: asyncio.Event) -> dict[str, A
             request.CopyFrom(base)
             request.sampling.max_tokens = 32  # type: ignore[attr-defined]  # it is a GenerateRequest
             method = "/kvrelay.v1.InferenceService/Generate"
-            return await call(channel, method, request.SerializeToString(), seconds, metadata)
+            return await call(calling, method, request.SerializeToString(), seconds, metadata)
 
         def sends() -> Iterator[Send]:
             for number in range(options["count"]):

@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
 
 import aiohttp  # noqa: E402  # after the path
 import grpc  # noqa: E402
-from siege_fuzz import deadlines, fuzz  # noqa: E402
+from siege_fuzz import authorization, channel, deadlines, fuzz, session, web_tls  # noqa: E402
 
 from kvrelay.client import AsyncClient, KvrelayError, Tls  # noqa: E402
 from kvrelay.router.sockets import raise_limit  # noqa: E402
@@ -137,30 +137,22 @@ async def repeated(stop: asyncio.Event, connections: int, send: Callable[[int], 
     return {"outcomes": outcomes, "examples": examples}
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-
-
 async def bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """The same requests again and again.
 
     Options: `key`; `connections`; `requests`, each with the path of HTTP or of a gRPC method, and a file with the body.
     """
     requests = await asyncio.to_thread(_read, options["requests"])
-    timeout = aiohttp.ClientTimeout(CALL_SECONDS)
-    async with (
-        aiohttp.ClientSession(headers=bearer(options["key"]), timeout=timeout) as session,
-        grpc.aio.insecure_channel(options["grpc"]) as channel,
-    ):
+    async with session(options, CALL_SECONDS) as web, channel(options) as calling:
 
         async def send(number: int) -> str:
             path, data = requests[number % len(requests)]
             if "Service/" in path:
-                call = channel.unary_stream(path)(data, timeout=CALL_SECONDS, metadata=authorization(options["key"]))
+                call = calling.unary_stream(path)(data, timeout=CALL_SECONDS, metadata=authorization(options))
                 async for _ in call:
                     pass
                 return "gRPC OK"
-            async with session.post(f"http://{options['http']}{path}", data=data) as response:
+            async with web.post(path, data=data) as response:
                 text = await response.text()
                 return f"HTTP {response.status} {path} {text}"
 
@@ -171,10 +163,6 @@ def _read(requests: list[tuple[str, str]]) -> list[tuple[str, bytes]]:
     return [(path, Path(name).read_bytes()) for path, name in requests]
 
 
-def authorization(key: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {key}"),)
-
-
 async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """HTTP requests with a key whose bodies never come whole. Options: `key`, `connections`."""
     head = (
@@ -182,9 +170,11 @@ async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
         b"Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n{" % options["key"].encode()
     )
 
+    tls = web_tls(options)
+
     async def send(_: int) -> str:
         host, _, port = options["http"].rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
         try:
             writer.write(head)
             reading = asyncio.ensure_future(reader.read(4096))
@@ -203,10 +193,10 @@ async def slow_bodies(options: Options, stop: asyncio.Event) -> dict[str, Any]:
 
 async def viewers(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """Viewers of the page, who stay. Options: `key`, `connections`."""
-    async with aiohttp.ClientSession(headers=bearer(options["key"]), timeout=aiohttp.ClientTimeout(None)) as session:
+    async with session(options, None) as web:
 
         async def send(_: int) -> str:
-            async with session.get(f"http://{options['http']}/page/events") as response:
+            async with web.get("/page/events") as response:
                 while not stop.is_set() and response.status == 200 and await response.content.readany():
                     pass
                 if response.status != 200:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from siege_cluster import ATTACKER, WITNESS, Besieged
+from siege_cluster import ATTACKER, WITNESS
 
 from nemesis.load import Sizes, draw
 from support.faults import oracle_of_all
@@ -46,6 +46,14 @@ class Given:
     seed: int
     only: str
     """A piece of the names of the parts that are run; empty: all."""
+
+
+class Place(Protocol):
+    """A cluster."""
+
+    @property
+    def reach(self) -> dict[str, Any]:
+        """What a process of `siege_load.py` needs to call it, but for a key."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ class Loading:
 
 
 @contextmanager
-def loading(kind: str, place: Besieged, *, nice: int = NICE, key: str = ATTACKER, **options: Any) -> Iterator[Loading]:
+def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, **options: Any) -> Iterator[Loading]:
     """A process of this kind that calls the cluster; it is gone at the end."""
     process = Loading(kind, {**place.reach, "key": key, **options}, nice)
     try:
@@ -132,7 +140,7 @@ def loading(kind: str, place: Besieged, *, nice: int = NICE, key: str = ATTACKER
 class Witness:
     """Sends short requests, whether earlier ones are answered or not."""
 
-    place: Besieged
+    place: Place
     model: str = "hash"
     rate: float = 4.0
     sizes: Sizes = SHORT

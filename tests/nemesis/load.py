@@ -1,6 +1,6 @@
 """Open-loop load: requests come at random times, whether earlier ones are answered or not. Each stream keeps its times.
 
-`python -m nemesis.load NAME ADDRESS...` is a client of its own with some streams, which can be killed.
+`python -m nemesis.load NAME AUTHORITY ADDRESS...` is a client of its own with some streams, which can be killed.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.client import AsyncClient, KvrelayError
+from kvrelay.client import AsyncClient, KvrelayError, Tls
+from kvrelay.rpc.certificates import dns_name
 from support.faults import sampling_options
 
 TOKENS = 250
@@ -118,17 +119,18 @@ async def ask(client: AsyncClient, stream: Stream, request_id: str = "") -> None
 class Load:
     """Sends requests to the routers until it is stopped."""
 
-    def __init__(self, addresses: Sequence[str], rate: float, seed: int) -> None:
+    def __init__(self, addresses: Sequence[str], rate: float, seed: int, authority: str = "") -> None:
         """
         Args:
             rate: requests per second.
+            authority: file with the certificate that signed the routers'; empty without TLS.
         """
         self.addresses = addresses
         self.streams: list[Stream] = []
         """Those that have not been taken."""
         self._rate = rate
         self._rng = random.Random(f"load {seed}")
-        self._client = AsyncClient(addresses)
+        self._client = AsyncClient(addresses, tls=tls_of(authority))
         self._number = 0
         self._running: set[asyncio.Task[None]] = set()
         self._arrivals = asyncio.create_task(self._arrive(), name="arrivals")
@@ -166,9 +168,13 @@ class Load:
             self.send("load")
 
 
-async def client(name: str, *addresses: str) -> None:
+def tls_of(authority: str) -> Tls | None:
+    return Tls(ca=authority, server_name=dns_name("router")) if authority else None
+
+
+async def client(name: str, authority: str, *addresses: str) -> None:
     """A client with CLIENT_STREAMS streams; says when all of them have tokens."""
-    async with AsyncClient(addresses) as caller:
+    async with AsyncClient(addresses, tls=tls_of(authority)) as caller:
         streams = [draw(f"{name}-{number}") for number in range(CLIENT_STREAMS)]
         running = asyncio.gather(*(ask(caller, stream) for stream in streams))
         for stream in streams:

@@ -1,0 +1,227 @@
+"""`kvrelay up` in the foreground, each of whose processes can be killed or frozen, and what becomes of the cluster."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.client import Client, KvrelayError
+from kvrelay.cluster.processes import Process, find
+from support.processes import free_port, wait_until
+from support.ray_commands import KVRELAY, START_SECONDS, World
+
+SERVING_SECONDS = 30.0
+"""From a death until the cluster serves again, if `up` lives."""
+EXIT_SECONDS = 10.0
+"""From a death until `up` has ended, if it does."""
+FREEZE_SECONDS = 3.5
+"""How much longer it may take to serve again after a freeze than after a kill."""
+CALM_SECONDS = 10.0
+"""Without a failed probe, after which the cluster counts as serving."""
+MOST_SECONDS = 60.0
+"""For which a cluster is watched that doesn't serve."""
+PROBE_SECONDS, EVERY_SECONDS = 2.0, 0.2
+READY_SECONDS = 60.0
+NAMES = (
+    (rb"^\S*kvrelay\x00|/kvrelay\x00up\x00", "up"),
+    (rb"^\S*gcs_server\x00", "gcs"),
+    (rb"^\S*/raylet\x00", "raylet"),
+    (rb"runtime_env/agent/|RuntimeEnvAgent", "runtime-env agent"),
+    (rb"dashboard/agent\.py|DashboardAgent", "dashboard agent"),
+    (rb"dashboard/dashboard\.py|DashboardHead|[Dd]ashboard", "dashboard"),
+    (rb"log_monitor", "log monitor"),
+    (rb"monitor\.py", "autoscaler"),
+    (rb"^ray::\w*-?[Ss]upervisor", "supervisor"),
+    (rb"^ray::.*router", "router"),
+    (rb"^ray::.*\bprefill", "prefill worker"),
+    (rb"^ray::.*\bdecode", "decode worker"),
+    (rb"^ray::", "other actor"),
+)
+CONFIG = """\
+drain_seconds: 1
+model: {dtype: float32}
+engine: {kv_memory_bytes: 33554432, prefix_cache: false}
+"""
+"""In float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
+
+
+def cluster_processes(world: World) -> dict[str, list[int]]:
+    """The processes of a running cluster, by what they are."""
+    found: dict[str, list[int]] = {}
+    for process in world.processes():
+        with suppress(OSError):
+            title = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            first = title.split(b"\x00", 1)[0]
+            name = next((name for pattern, name in NAMES if re.search(pattern, first + b"\x00")), "")
+            name = name or next((name for pattern, name in NAMES if re.search(pattern, title)), "")
+            found.setdefault(name or first.decode(errors="replace")[:60], []).append(process.pid)
+    return {name: sorted(pids) for name, pids in sorted(found.items())}
+
+
+@dataclass
+class Fate:
+    """What became of the cluster after one of its processes was killed or frozen."""
+
+    victim: str
+    signal: str
+    outage: float
+    """Seconds from the signal, or from waking, until all probes were answered; infinite: never."""
+    exited: float | None
+    """Seconds until `up` had ended; None: it lives."""
+    code: int | None
+    """Exit code of `up`."""
+    left: int = 0
+    """Processes of the cluster that are left after the end of `up`."""
+
+    def holds(self) -> bool:
+        """Whether it serves again in time, or `up` has ended in time, with an error and with all of its processes."""
+        if self.exited is not None:
+            return self.exited <= EXIT_SECONDS and self.code != 0 and not self.left
+        return self.outage <= SERVING_SECONDS
+
+    def __str__(self) -> str:
+        if self.exited is not None:
+            return f"`up` ended with {self.code} after {self.exited:.1f} s, {self.left} processes left"
+        return f"serves after {self.outage:.1f} s"
+
+
+class Foreground(World):
+    """A cluster whose `kvrelay up` is a child of this process; its ports stay."""
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        if not hasattr(self, "ports"):
+            self.ports = free_port(), free_port()
+        config = self.folder / "kvrelay.yaml"
+        config.write_text(CONFIG)
+        ports = ("--grpc-port", str(self.ports[0]), "--http-port", str(self.ports[1]))
+        self.output = self.folder / "up.txt"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [KVRELAY, "up", *ports, "--config", str(config)],
+                env=self.environment | {"COLUMNS": "200"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"`up` ended with {self.process.returncode}: {self.output.read_text()[-3000:]}")
+            return "kvrelay is ready" in self.output.read_text()
+
+        wait_until(ready, lambda: f"ready: {self.output.read_text()[-3000:]}", START_SECONDS, 0.2)
+        wait_until(self.answers, "it answers", READY_SECONDS, 0.2)
+
+    @property
+    def router(self) -> str:
+        return f"127.0.0.1:{self.ports[0]}"
+
+    def answers(self) -> bool:
+        """Whether a new client is served."""
+        with Client(self.router, timeout=PROBE_SECONDS, resume_seconds=0.0) as client:
+            try:
+                return bool(client.complete([5, 6, 7], max_tokens=2, ignore_eos=True).token_ids)
+            except KvrelayError:
+                return False
+
+    def whole(self) -> bool:
+        """Whether `up` lives and all members are ready."""
+        if self.process.poll() is not None:
+            return False
+        try:
+            return bool(self.status()["ready"]) and self.answers()
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def watch(self, victim: str, sent: str) -> Fate:
+        """Probes the cluster until it has served for CALM_SECONDS, `up` has ended, or MOST_SECONDS are over."""
+        began = time.monotonic()
+        served, failed = began, False
+        while (now := time.monotonic()) - began < MOST_SECONDS:
+            if self.process.poll() is not None:
+                exited = time.monotonic() - began
+                with suppress(AssertionError):
+                    wait_until(lambda: not self.processes(), "all are gone", EXIT_SECONDS - exited, 0.1)
+                return Fate(victim, sent, float("inf"), exited, self.process.returncode, len(self.processes()))
+            if not self.answers():
+                failed, served = True, float("inf")
+            elif served == float("inf"):
+                served = time.monotonic()
+            if served < float("inf") and now - served > CALM_SECONDS:
+                return Fate(victim, sent, served - began if failed else 0.0, None, None)
+            time.sleep(EVERY_SECONDS)
+        return Fate(victim, sent, served - began, None, None)
+
+    def kill(self, victim: str) -> Fate:
+        """Kills one process of this name."""
+        pid = cluster_processes(self)[victim][0]
+        os.kill(pid, signal.SIGKILL)
+        return self.watch(victim, "SIGKILL")
+
+    def freeze(self, victim: str) -> Fate:
+        """Freezes one process of this name until the cluster serves without it, and wakes it then; the worse of the
+        two fates."""
+        frozen = find(cluster_processes(self)[victim][0])
+        if frozen is None:
+            raise RuntimeError(f"{victim} has just ended")
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            fate = self.watch(victim, "SIGSTOP")
+        finally:
+            woken = _wake(frozen)
+        if woken and fate.exited is None:
+            after = self.watch(victim, "SIGSTOP")
+            return max(fate, after, key=lambda each: (each.exited is not None, each.outage))
+        return fate
+
+    def close(self) -> None:
+        """Ends the cluster; what is left of it is killed."""
+        if getattr(self, "process", None) is not None:
+            if self.process.poll() is None:
+                self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(READY_SECONDS)
+        for process in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if getattr(self, "process", None) is not None:
+            self.process.wait(READY_SECONDS)
+
+    def made_whole(self) -> None:
+        """Starts the cluster again unless all of it is there."""
+        with suppress(AssertionError):
+            if self.process.poll() is None:
+                wait_until(self.whole, "whole", READY_SECONDS, 0.5)
+                return
+        self.close()
+        (self.folder / "state" / "cluster.json").unlink(missing_ok=True)
+        self.start()
+
+
+def _wake(process: Process) -> bool:
+    """Whether it was still there."""
+    if not process.alive:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)
+        return True
+    return False
+
+
+@contextmanager
+def foreground(folder: Path) -> Iterator[Foreground]:
+    """A ready cluster; nothing of it is left at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    world = Foreground(folder)
+    try:
+        world.start()
+        yield world
+    finally:
+        world.close()
