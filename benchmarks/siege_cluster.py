@@ -83,6 +83,10 @@ class Besieged:
         pairs = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [float(pair[1]) for pair in pairs if len(pair) == 2 and float(pair[0]) >= since]
 
+    def running(self) -> int:
+        """Requests that workers compute, as they report."""
+        return sum(each.load.requests.running for each in self.cluster.status().members)
+
     def held_blocks(self) -> dict[str, int]:
         """Workers that hold or miss blocks without any request, after up to IDLE_SECONDS for requests to end."""
 

@@ -398,22 +398,32 @@ def keys(given: Given) -> list[Measure]:
     path = given.folder / "api_keys"
     path.write_text(WHOLE)
     with besieged(given.folder / "cluster", keys=False, api_keys=str(path), caller=KEPT) as place:
+        witness = Witness(place)
+        options = {"prompts": LONG.prompts, "counts": LONG.counts, "at_once": 2, "distinct": 0}
         for way in EDITS:
             if given.only not in way:
                 continue
             path.write_text(WHOLE)
             for key in (KEPT, REMOVED):
                 wait_until(lambda key=key: send(place, "/v1/models", b"", key) == "200", f"{key} is known", 10, 0.02)
-            edit(path, way)
-            started = time.monotonic()
-            while (status := send(place, "/v1/models", b"", REMOVED)) != "401" and time.monotonic() < started + 30:
-                time.sleep(0.01)
-            took = time.monotonic() - started
-            time.sleep(max(0.0, KEY_SECONDS - took))
-            kept, due = send(place, "/v1/models", b"", KEPT), "401" if way in UNREADABLE else "200"
+            with loading("streams", place, nice=0, key=REMOVED, name=f"begun before {way}", **options) as begun:
+                wait_until(lambda: place.running(), "streams have begun", 30, 0.05)
+                edit(path, way)
+                started = time.monotonic()
+                while (status := send(place, "/v1/models", b"", REMOVED)) != "401" and time.monotonic() < started + 30:
+                    time.sleep(0.01)
+                took = time.monotonic() - started
+                time.sleep(max(0.0, KEY_SECONDS - took))
+                kept, due = send(place, "/v1/models", b"", KEPT), "401" if way in UNREADABLE else "200"
+                streams = begun.finish()["streams"]
             measures += [
                 at_most(f"{way}: refused after", took if status == "401" else float("inf"), KEY_SECONDS, "s"),
                 Measure(f"{way}: the other key", f"HTTP {due}", f"HTTP {kept}", kept == due),
+                none_of(
+                    f"{way}: streams that failed",
+                    [each["error"] for each in streams if each["tokens"] and each["error"]],
+                ),
+                none_of(f"{way}: wrong tokens", witness.wrong(streams, LONG)),
             ]
         measures.append(none_of("processes ended", place.dead()))
     return measures
