@@ -2,7 +2,8 @@
 
     python benchmarks/siege_load.py KIND '{"grpc": "127.0.0.1:50051", ...}'
 
-It goes on until its standard input ends, or until it has sent what it was told to, and prints one JSON object then. The
+It prints a line when it begins. It goes on until its standard input ends, or until it has sent what it was told to, and
+prints one JSON object then. The
 functions of KINDS say which options there are.
 """
 
@@ -295,4 +296,5 @@ async def main(kind: str, options: Options) -> dict[str, Any]:
 
 if __name__ == "__main__":
     raise_limit()
+    print("begun", flush=True)
     print(json.dumps(asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))), flush=True)

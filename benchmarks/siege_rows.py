@@ -32,7 +32,7 @@ CONNECTIONS = 10
 LIMIT = 4 * MIB
 """Bytes of the largest body."""
 SIZES = (64 * 1024, LIMIT)
-PROBES_A_SECOND = 1.5
+PROBES_A_SECOND = 3.0
 """Bodies that are tried in a second, to find the worst ones."""
 SEARCH_SECONDS = 90.0
 """For which they are tried at most."""
@@ -175,13 +175,14 @@ def defects(said: dict[str, Any]) -> list[str]:
 # fuzz and deadlines
 
 
-def _on_both_loops(given: Given, kind: str, **options: Any) -> list[Measure]:
+def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[Measure]:
     measures = []
     for loop in LOOPS:
         if given.only not in loop:
             continue
-        with besieged(given.folder / loop, loop=loop) as place:
-            witness = Witness(place)
+        with besieged(given.folder / loop, loop=loop, model=model) as place:
+            witness = Witness(place, model)
+            witness.alone(given.seconds)
             with (
                 witness.beside() as seen,
                 loading(kind, place, count=given.count, seed=given.seed, **options) as attack,
@@ -199,11 +200,12 @@ def _on_both_loops(given: Given, kind: str, **options: Any) -> list[Measure]:
 
 
 def fuzz(given: Given) -> list[Measure]:
-    return _on_both_loops(given, "fuzz", stride=max(1, 7000 // given.count))
+    """On the bundled model, which knows the tokens of texts."""
+    return _on_both_loops(given, "fuzz", "pico", stride=max(1, 7000 // given.count))
 
 
 def deadlines(given: Given) -> list[Measure]:
-    return _on_both_loops(given, "deadlines")
+    return _on_both_loops(given, "deadlines", "hash")
 
 
 # kv

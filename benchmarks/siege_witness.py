@@ -19,6 +19,7 @@ from siege_cluster import ATTACKER, WITNESS
 
 from nemesis.load import Sizes, draw
 from support.faults import oracle_of_all
+from support.processes import wait_until
 
 LOAD = Path(__file__).with_name("siege_load.py")
 END_SECONDS = 90.0
@@ -114,7 +115,16 @@ class Loading:
         if code:
             raise RuntimeError(f"the process of {self.kind} ended with {code}")
         self._output.seek(0)
-        return dict(json.load(self._output))
+        return dict(json.loads(self._output.read().splitlines()[-1]))
+
+    def begin(self) -> None:
+        """Returns when it has begun: a busy machine takes seconds to start it."""
+
+        def begun() -> bool:
+            self._output.seek(0)
+            return bool(self._output.readline()) or not self.running
+
+        wait_until(begun, f"the process of {self.kind} has begun", END_SECONDS, 0.05)
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -131,6 +141,7 @@ def loading(kind: str, place: Place, *, nice: int = NICE, key: str = ATTACKER, *
     """A process of this kind that calls the cluster; it is gone at the end."""
     process = Loading(kind, {**place.reach, "key": key, **options}, nice)
     try:
+        process.begin()
         yield process
     finally:
         process.close()
@@ -156,7 +167,8 @@ class Witness:
             RuntimeError: a stream failed there.
         """
         with self.beside("idle") as found:
-            time.sleep(min(seconds, IDLE_SECONDS) if self.model == "hash" else IDLE_SECONDS)
+            # A real model's requests must all be known.
+            time.sleep(max(min(seconds, IDLE_SECONDS), 0 if self.model == "hash" else 1.5 * self.distinct / self.rate))
         if bad := [stream["error"] for stream in found if stream["error"]]:
             raise RuntimeError(f"failed on the idle cluster: {bad[0]}")
         for stream in found:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.client import AsyncClient, KvrelayError, Tls
 from kvrelay.rpc.certificates import dns_name
-from support.faults import sampling_options
+from support.drawn import sampling_options
 
 TOKENS = 250
 """Prompts have ids below it: none is the poison."""
