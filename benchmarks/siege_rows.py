@@ -109,12 +109,12 @@ def send(place: Besieged, path: str, data: bytes, key: str = ATTACKER) -> str:
         return str(error.code)
 
 
-def worst_bodies(place: Besieged, given: Given) -> list[tuple[str, str]]:
-    """Of each endpoint, the bodies that hold the loop for longest, and that take most of the router's CPU time: path
-    and file."""
+def worst_bodies(place: Besieged, given: Given) -> dict[tuple[str, str], dict[str, float]]:
+    """Of each endpoint, the bodies that hold the loop for longest, and that take most of the router's CPU time: by path
+    and file, their seconds of both."""
     seconds = min(SEARCH_SECONDS, given.seconds)
     each = max(1, int(seconds * PROBES_A_SECOND / (len(SIZES) * (len(PATHS) + len(METHODS)))))
-    worst: dict[tuple[str, str], tuple[float, Path]] = {}
+    worst: dict[tuple[str, str], tuple[float, Path, dict[str, float]]] = {}
     deadline = time.monotonic() + 2 * seconds
     for number, (path, make) in enumerate(candidates(given.seed, each)):
         if time.monotonic() > deadline:
@@ -131,15 +131,16 @@ def worst_bodies(place: Besieged, given: Given) -> list[tuple[str, str]]:
             if value > worst.get((path, kind), (-1.0,))[0]:
                 file = place.cluster.folder / f"body-{number}"
                 file.write_bytes(data)
-                worst[path, kind] = value, file
-    return sorted({(path, str(file)) for (path, _), (_, file) in worst.items()})
+                worst[path, kind] = value, file, cost
+    return {(path, str(file)): cost for (path, _), (_, file, cost) in worst.items()}
 
 
 def bodies(given: Given) -> list[Measure]:
     with besieged(given.folder) as place:
         witness = Witness(place)
         idle = witness.alone(given.seconds)
-        requests = worst_bodies(place, given)
+        worst = worst_bodies(place, given)
+        requests = sorted(worst)
         since = time.monotonic()
         with (
             witness.beside() as seen,
@@ -154,7 +155,13 @@ def bodies(given: Given) -> list[Measure]:
             at_most("TTFT p99 over idle's", over, TTFT_SECONDS, "s", idle=ttft(idle), siege=ttft(seen)),
             at_most("the router's loop held", max(held, default=0.0), HELD_SECONDS, "s", longest=held[-20:]),
             none_of("answers with 5xx but 503 and 504", defects(said), outcomes=said["outcomes"]),
-            Measure("bodies answered", "some", f"{sent} of {len(requests)} kinds", sent > len(requests)),
+            Measure(
+                "bodies answered",
+                "some",
+                f"{sent} of {len(requests)} kinds",
+                sent > len(requests),
+                {"alone": [[path, Path(file).name, cost] for (path, file), cost in worst.items()]},
+            ),
             *witness.measures(seen),
             *alive_and_whole(place),
         ]

@@ -93,16 +93,26 @@ class Fate:
 class Foreground(World):
     """A cluster whose `kvrelay up` is a child of this process; its ports stay."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ports = free_port(), free_port()
+        self._up: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """That of `up`."""
+        if self._up is None:
+            raise RuntimeError("the cluster was not started")
+        return self._up
+
     def start(self) -> None:
         """Returns when it is ready."""
-        if not hasattr(self, "ports"):
-            self.ports = free_port(), free_port()
         config = self.folder / "kvrelay.yaml"
         config.write_text(CONFIG)
         ports = ("--grpc-port", str(self.ports[0]), "--http-port", str(self.ports[1]))
         self.output = self.folder / "up.txt"
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
+            self._up = subprocess.Popen(
                 [KVRELAY, "up", *ports, "--config", str(config)],
                 env=self.environment | {"COLUMNS": "200"},
                 stdin=subprocess.DEVNULL,
@@ -183,16 +193,15 @@ class Foreground(World):
 
     def close(self) -> None:
         """Ends the cluster; what is left of it is killed."""
-        if getattr(self, "process", None) is not None:
-            if self.process.poll() is None:
-                self.process.terminate()
+        if self._up is not None:
+            self._up.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(READY_SECONDS)
+                self._up.wait(READY_SECONDS)
         for process in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        if getattr(self, "process", None) is not None:
-            self.process.wait(READY_SECONDS)
+        if self._up is not None:
+            self._up.wait(READY_SECONDS)
 
     def made_whole(self) -> None:
         """Starts the cluster again unless all of it is there."""
