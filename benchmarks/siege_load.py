@@ -258,8 +258,10 @@ async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, A
 
     tasks = [asyncio.create_task(one()) for _ in range(options["count"])]
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait([asyncio.gather(*tasks), stopping], return_when=asyncio.FIRST_COMPLETED)
+    everyone = asyncio.create_task(asyncio.wait(tasks))
+    await asyncio.wait([everyone, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    everyone.cancel()
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()

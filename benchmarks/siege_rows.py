@@ -373,7 +373,7 @@ def _descriptors(given: Given) -> list[Measure]:
     with besieged(given.folder / "descriptors", keys=False, descriptors=DESCRIPTORS) as place:
         for kind in ("header", "preface"):
             with loading("partial", place, what=kind, count=300) as attack:
-                wait_until(lambda: place.router.num_fds() > DESCRIPTORS // 3, "they are connected", 30)
+                _settled(place.router.num_fds)
                 for path in ("/v1/models", "/kvrelay.v1.InferenceService/GetModelInfo"):
                     took = _served_within(place, path)
                     face = "gRPC" if "Service/" in path else "HTTP"
@@ -383,6 +383,16 @@ def _descriptors(given: Given) -> list[Measure]:
                 attack.finish()
         measures += alive_and_whole(place, "descriptors: ")
     return measures
+
+
+def _settled(count: Callable[[], int]) -> None:
+    """Returns when a count hasn't changed for a second, or after ten."""
+    deadline = time.monotonic() + 10
+    last, since = count(), time.monotonic()
+    while time.monotonic() < min(deadline, since + 1.0):
+        time.sleep(0.05)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
 
 
 def _served_within(place: Besieged, path: str) -> float:
