@@ -30,13 +30,16 @@ def attacked(kind: str, **options: Any) -> Inject:
             given["requests"] = [(path, str(file)) for path, file in errors(ground.cluster.folder)]
         command = ("nice", "-n", str(NICE), sys.executable, str(LOAD), kind, json.dumps(given))
         client = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         try:
+            if client.stdout is not None:
+                await asyncio.wait_for(client.stdout.readline(), END_SECONDS)
             await asyncio.sleep(SECONDS)
-            if client.stdin is not None:
-                client.stdin.close()
-            await asyncio.wait_for(client.wait(), END_SECONDS)
+            # It ends when its standard input does.
+            await asyncio.wait_for(client.communicate(), END_SECONDS)
+            if client.returncode:
+                raise RuntimeError(f"the clients of {kind} ended with {client.returncode}")
         finally:
             if client.returncode is None:
                 client.kill()
