@@ -109,14 +109,53 @@ class World:
         return path.read_text() if path.exists() else ""
 
     def processes(self) -> list[Process]:
-        """Every process with this world's state folder in its environment, whatever its parent is now."""
-        mark = f"KVRELAY_STATE_DIR={self.environment['KVRELAY_STATE_DIR']}".encode()
-        found = []
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if path.name.isdigit() and mark in (path / "environ").read_bytes():
-                    found.append(find(int(path.name)))
-        return [process for process in found if process is not None and process.alive]
+        """Every process of the world's cluster."""
+        return processes_of(Path(self.environment["KVRELAY_STATE_DIR"]))
+
+
+KINDS = {
+    "up": rb"kvrelay\0up|kvrelay\.cluster\.cli\0up",
+    "driver": rb"kvrelay\.cluster\.launch",
+    "gcs_server": rb"/gcs_server\0",
+    "raylet": rb"/raylet\0",
+    "monitor": rb"autoscaler/_private/monitor\.py",
+    "dashboard": rb"dashboard/dashboard\.py",
+    "dashboard_part": rb"ray-dashboard-|multiprocessing\.(resource_tracker|forkserver)",
+    "log_monitor": rb"_private/log_monitor\.py",
+    "dashboard_agent": rb"ray::DashboardAgent|dashboard/agent\.py",
+    "runtime_env_agent": rb"ray::RuntimeEnvAgent|runtime_env/agent/main\.py",
+    "supervisor": rb"ray::(SupervisorActor|kvrelay-supervisor)",
+    "router": rb"ray::(RouterActor|router-)",
+    "worker": rb"ray::(WorkerActor|worker-)",
+    "idle": rb"ray::IDLE|default_worker\.py",
+}
+"""Kinds of a cluster's processes, by a pattern of the command line. The raylet's has those of its agents, so the order
+counts."""
+
+
+def processes_of(state: Path) -> list[Process]:
+    """Every process with this state folder in its environment, whatever its parent is now."""
+    mark = f"KVRELAY_STATE_DIR={state}".encode()
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdigit() and mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(find(int(path.name)))
+    return [process for process in found if process is not None and process.alive]
+
+
+def cluster_processes(state: Path) -> dict[str, list[int]]:
+    """The pids of a running `kvrelay up` cluster, by kind (KINDS); kinds without a process are left out.
+
+    Args:
+        state: the cluster's state folder, KVRELAY_STATE_DIR of its `kvrelay up`.
+    """
+    kinds: dict[str, list[int]] = {}
+    for process in processes_of(state):
+        line = title(process)
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, line)), "other")
+        kinds.setdefault(kind, []).append(process.pid)
+    return kinds
 
 
 def ray_says(address: str, *, dashboard: bool) -> Any:
