@@ -134,14 +134,19 @@ counts."""
 
 
 def processes_of(state: Path) -> list[Process]:
-    """Every process with this state folder in its environment, whatever its parent is now."""
+    """Every process with this state folder in its environment, and their descendants: some of Ray's overwrite their
+    environment with their title."""
     mark = f"KVRELAY_STATE_DIR={state}".encode()
-    found = []
+    everybody, own = {}, set()
     for path in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if path.name.isdigit() and mark in (path / "environ").read_bytes().split(b"\0"):
-                found.append(find(int(path.name)))
-    return [process for process in found if process is not None and process.alive]
+            if path.name.isdigit() and (process := find(int(path.name))) is not None and process.alive:
+                everybody[process.pid] = process
+                if mark in (path / "environ").read_bytes().split(b"\0"):
+                    own.add(process.pid)
+    while more := {pid for pid, process in everybody.items() if process.parent in own} - own:
+        own |= more
+    return [process for pid, process in everybody.items() if pid in own and process.alive]
 
 
 def cluster_processes(state: Path) -> dict[str, list[int]]:
