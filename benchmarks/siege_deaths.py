@@ -10,7 +10,6 @@ from support.ray_deaths import (
     SERVING_SECONDS,
     Fate,
     Foreground,
-    cluster_processes,
     foreground,
 )
 
@@ -33,7 +32,7 @@ def deaths(given: Given) -> list[Measure]:
     fates: dict[tuple[str, str], Fate] = {}
     lost: list[str] = []
     with foreground(given.folder) as cluster:
-        names = [*cluster_processes(cluster)]
+        names = [*cluster.kinds]
         witness = Witness(RayPlace(cluster), model="pico", rate=1.0)
         witness.alone(given.seconds)
         turns = [(how, name) for how in (KILL, FREEZE) for name in names if given.only in f"{how} {name}"]
@@ -42,7 +41,7 @@ def deaths(given: Given) -> list[Measure]:
                 if how == FREEZE and name == "up":
                     continue
                 cluster.made_whole()
-                if name not in cluster_processes(cluster):
+                if name not in cluster.kinds:
                     lost.append(f"{how} {name}")
                     continue
                 fates[how, name] = cluster.kill(name) if how == KILL else cluster.freeze(name)

@@ -29,7 +29,7 @@ from kvrelay.client import AsyncClient, KvrelayError, Tls  # noqa: E402
 from kvrelay.router.sockets import raise_limit  # noqa: E402
 from kvrelay.rpc.certificates import dns_name  # noqa: E402
 from nemesis.load import REQUEST_SECONDS, Sizes, Stream, ask, draw  # noqa: E402
-from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call, hello  # noqa: E402
+from support.hostile import CHECK, GENERATE, client_tls, half_a_body, half_a_call, hello, left_open  # noqa: E402
 
 Options = dict[str, Any]
 CALL_SECONDS = 60.0
@@ -219,34 +219,23 @@ async def grammars(options: Options, stop: asyncio.Event) -> dict[str, Any]:
         return await repeated(stop, options["connections"], send)
 
 
-async def idle(address: str, data: bytes, tls: Any = None) -> None:
-    """Connects, sends the data, and waits until the router has closed the connection."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
-    try:
-        writer.write(data)
-        while await reader.read(65536):
-            pass
-    finally:
-        writer.transport.abort()
-
-
 async def partial_requests(options: Options, stop: asyncio.Event) -> dict[str, Any]:
     """Clients that begin what they don't finish; returns the seconds until each was closed.
 
-    Options: `what`: Generate, Check, body, header, nothing, or handshake; `count`.
+    Options: `what`: Generate, Check, body, header, preface, nothing, or handshake; `count`; `source`, their address.
     """
     authority, what = options["authority"], options["what"]
     web = what not in ("Generate", "Check")
     tls = None if authority is None else client_tls(authority, "http/1.1" if web else "h2")
+    grpc, http, source = options["grpc"], options["http"], options["source"]
     kinds: dict[str, Callable[[], Awaitable[None]]] = {
-        "Generate": partial(half_a_call, options["grpc"], GENERATE, tls),
-        "Check": partial(half_a_call, options["grpc"], CHECK, tls),
-        "body": partial(half_a_body, options["http"], tls),
-        "header": partial(idle, options["http"], b"GET / HTTP/1.1\r\nHost: rou", tls),
-        "preface": partial(idle, options["grpc"], hello()[:10], tls),
-        "nothing": partial(idle, options["http"], b""),
-        "handshake": partial(idle, options["grpc"], b"\x16\x03\x01\x02\x00\x01"),
+        "Generate": partial(half_a_call, grpc, GENERATE, tls, source),
+        "Check": partial(half_a_call, grpc, CHECK, tls, source),
+        "body": partial(half_a_body, http, tls, source),
+        "header": partial(left_open, http, b"GET / HTTP/1.1\r\nHost: rou", tls, source),
+        "preface": partial(left_open, grpc, hello()[:10], tls, source),
+        "nothing": partial(left_open, http, b"", None, source),
+        "handshake": partial(left_open, grpc, b"\x16\x03\x01\x02\x00\x01", None, source),
     }
     seconds: list[float] = []
 

@@ -25,7 +25,7 @@ LOAD = Path(__file__).with_name("siege_load.py")
 END_SECONDS = 90.0
 """For a process to print what it saw."""
 SHORT = Sizes((8, 24), (12, 20))
-NICE = 15
+NICE = 5
 """Of attackers: they would have machines of their own."""
 IDLE_SECONDS = 20.0
 """For which the idle cluster is measured, at most."""

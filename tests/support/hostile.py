@@ -147,20 +147,25 @@ def _fields(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
     return b"".join(b"\x00" + text(name) + text(value) for name, value in (*fields, *more))
 
 
-async def half_a_call(address: str, method: str, tls: ssl.SSLContext | None) -> None:
+async def half_a_call(address: str, method: str, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
     """Sends all but the last byte of a message of MESSAGE_BYTES, as far as the router takes it, and waits until the
     router has closed the connection."""
-    async with PartialCall(address, method, MESSAGE_BYTES, tls) as call:
+    async with PartialCall(address, method, MESSAGE_BYTES, tls, source) as call:
         await call.push()
         await call.closed.wait()
 
 
-async def half_a_body(address: str, tls: ssl.SSLContext | None) -> None:
+async def half_a_body(address: str, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
     """Sends the first BODY_BYTES of a longer body, and waits until the router has closed the connection."""
+    await left_open(address, HALF_A_BODY + bytes(BODY_BYTES), tls, source)
+
+
+async def left_open(address: str, data: bytes, tls: ssl.SSLContext | None, source: str = "127.0.0.1") -> None:
+    """Connects, sends the data, and waits until the router has closed the connection."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=tls, local_addr=(source, 0))
     try:
-        writer.write(HALF_A_BODY + bytes(BODY_BYTES))
+        writer.write(data)
         while await reader.read(65536):
             pass
     finally:

@@ -1,7 +1,6 @@
 """`kvrelay up` in the foreground, each of whose processes can be killed or frozen, and what becomes of the cluster."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from kvrelay.client import Client, KvrelayError
 from kvrelay.cluster.processes import Process, find
 from support.processes import free_port, wait_until
-from support.ray_commands import KVRELAY, START_SECONDS, World
+from support.ray_commands import KVRELAY, START_SECONDS, World, cluster_processes
 
 SERVING_SECONDS = 30.0
 """From a death until the cluster serves again, if `up` lives."""
@@ -27,40 +26,12 @@ MOST_SECONDS = 60.0
 """For which a cluster is watched that doesn't serve."""
 PROBE_SECONDS, EVERY_SECONDS = 2.0, 0.2
 READY_SECONDS = 60.0
-NAMES = (
-    (rb"^\S*kvrelay\x00|/kvrelay\x00up\x00", "up"),
-    (rb"^\S*gcs_server\x00", "gcs"),
-    (rb"^\S*/raylet\x00", "raylet"),
-    (rb"runtime_env/agent/|RuntimeEnvAgent", "runtime-env agent"),
-    (rb"dashboard/agent\.py|DashboardAgent", "dashboard agent"),
-    (rb"dashboard/dashboard\.py|DashboardHead|[Dd]ashboard", "dashboard"),
-    (rb"log_monitor", "log monitor"),
-    (rb"monitor\.py", "autoscaler"),
-    (rb"^ray::\w*-?[Ss]upervisor", "supervisor"),
-    (rb"^ray::.*router", "router"),
-    (rb"^ray::.*\bprefill", "prefill worker"),
-    (rb"^ray::.*\bdecode", "decode worker"),
-    (rb"^ray::", "other actor"),
-)
 CONFIG = """\
 drain_seconds: 1
 model: {dtype: float32}
 engine: {kv_memory_bytes: 33554432, prefix_cache: false}
 """
 """In float32 and without a prefix cache, so that a token doesn't depend on what else is in its batch."""
-
-
-def cluster_processes(world: World) -> dict[str, list[int]]:
-    """The processes of a running cluster, by what they are."""
-    found: dict[str, list[int]] = {}
-    for process in world.processes():
-        with suppress(OSError):
-            title = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-            first = title.split(b"\x00", 1)[0]
-            name = next((name for pattern, name in NAMES if re.search(pattern, first + b"\x00")), "")
-            name = name or next((name for pattern, name in NAMES if re.search(pattern, title)), "")
-            found.setdefault(name or first.decode(errors="replace")[:60], []).append(process.pid)
-    return {name: sorted(pids) for name, pids in sorted(found.items())}
 
 
 @dataclass
@@ -169,16 +140,27 @@ class Foreground(World):
             time.sleep(EVERY_SECONDS)
         return Fate(victim, sent, served - began, None, None)
 
+    @property
+    def kinds(self) -> dict[str, list[int]]:
+        """Its processes by kind; each worker is a kind of its own."""
+        found = cluster_processes(self.folder / "state")
+        with suppress(OSError, ValueError, KeyError):
+            for worker in self.status()["workers"]:
+                if worker["pid"] in found.get("worker", ()):
+                    found.setdefault(f"{worker['role']} worker", []).append(worker["pid"])
+                    found["worker"].remove(worker["pid"])
+        return {kind: pids for kind, pids in found.items() if pids}
+
     def kill(self, victim: str) -> Fate:
-        """Kills one process of this name."""
-        pid = cluster_processes(self)[victim][0]
+        """Kills one process of this kind."""
+        pid = self.kinds[victim][0]
         os.kill(pid, signal.SIGKILL)
         return self.watch(victim, "SIGKILL")
 
     def freeze(self, victim: str) -> Fate:
-        """Freezes one process of this name until the cluster serves without it, and wakes it then; the worse of the
+        """Freezes one process of this kind until the cluster serves without it, and wakes it then; the worse of the
         two fates."""
-        frozen = find(cluster_processes(self)[victim][0])
+        frozen = find(self.kinds[victim][0])
         if frozen is None:
             raise RuntimeError(f"{victim} has just ended")
         os.kill(frozen.pid, signal.SIGSTOP)
