@@ -29,13 +29,14 @@ from pathlib import Path
 os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
+import siege_bodies  # noqa: E402  # after the path
 import siege_deaths  # noqa: E402  # after the path
 import siege_rows  # noqa: E402
 from siege_witness import Given, Measure  # noqa: E402
 from turns import end_on_signal, own_setting, save  # noqa: E402
 
 ROWS: dict[str, Callable[[Given], list[Measure]]] = {
-    "bodies": siege_rows.bodies,
+    "bodies": siege_bodies.bodies,
     "fuzz": siege_rows.fuzz,
     "deadlines": siege_rows.deadlines,
     "kv": siege_rows.kv,

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import grpc
 import psutil
 import siege_router
 
@@ -179,3 +182,24 @@ def besieged(
         wait_until(answered, lambda: f"the router answers: {cluster.log()[-4000:]}", START_SECONDS, 0.1)
         (folder / "pids.json").write_text(json.dumps(found.pids))
         yield found
+
+
+def send(place: Besieged, path: str, data: bytes, key: str = ATTACKER) -> str:
+    """Sends one request; its status."""
+    if "Service/" in path:
+        with grpc.insecure_channel(place.grpc) as channel:
+            try:
+                call = channel.unary_stream(path)(data, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+                list(call)
+            except grpc.RpcError as error:
+                return str(error.code().name)  # type: ignore[attr-defined]  # every RpcError of a call has it
+            return "OK"
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{place.http}{path}", data or None, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            response.read()
+            return str(response.status)
+    except urllib.error.HTTPError as error:
+        error.read()
+        return str(error.code)

@@ -1,43 +1,32 @@
-"""The rows of the siege, but for deaths. Each starts a cluster, attacks it, and returns what was asked and measured."""
+"""The rows of the siege, but for bodies and deaths. Each starts a cluster, attacks it, and returns its measures."""
 
 import json
-import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-from siege_cluster import ATTACKER, MIB, WITNESS, Besieged, besieged
+from siege_cluster import MIB, WITNESS, Besieged, besieged, send
 from siege_witness import (
     Given,
     Measure,
     Witness,
+    alive_and_whole,
     at_most,
     first_tokens,
     gaps,
     loading,
     none_of,
     quantile,
+    ttft,
 )
 
 from nemesis.load import Sizes
-from support.costly import METHODS, PATHS, Bodies, messages
 from support.key_edits import EDITS, KEPT, REMOVED, UNREADABLE, WHOLE, edit
 from support.processes import wait_until
 
-CONNECTIONS = 10
-LIMIT = 4 * MIB
-"""Bytes of the largest body."""
-SIZES = (64 * 1024, LIMIT)
-PROBES_A_SECOND = 3.0
-"""Bodies that are tried in a second, to find the worst ones."""
-SEARCH_SECONDS = 90.0
-"""For which they are tried at most."""
-HELD_SECONDS = 0.020
-TTFT_SECONDS = 0.100
 POOL_TOKENS = 8192
 LONG = Sizes((100, 100), (2400, 2400))
 """Of the streams that need more KV than there is."""
@@ -54,134 +43,6 @@ STRANGERS = "127.0.0.9"
 """Address of the clients that don't finish: without keys, an address is what has shares."""
 PARTIAL = ("Generate", "Check", "body", "header", "preface", "nothing", "handshake")
 LOOPS = ("asyncio", "uvloop")
-
-
-def alive_and_whole(place: Besieged, part: str = "") -> list[Measure]:
-    """What holds after every row: no process has ended, no block stays held."""
-    held = [f"{name} {count} blocks" for name, count in place.held_blocks().items()]
-    return [none_of(f"{part}processes ended", place.dead()), none_of(f"{part}blocks held without a request", held)]
-
-
-# bodies
-
-
-def known() -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Bodies that held a router's loop once."""
-    ids = json.dumps({"tokens": [-1] * 500_000}, separators=(",", ":")).encode()
-    yield "/detokenize", lambda: ids
-    yield "/v1/completions", lambda: json.dumps({"prompt": [[5]] * 1000, "max_tokens": 1}).encode()
-    yield "/v1/completions", lambda: json.dumps({"prompt": "a", "stop": [5] * 65_000}).encode()
-    chat: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "r" * (LIMIT - 200), "content": "a"}]}
-    yield "/v1/chat/completions", lambda: json.dumps(chat).encode()
-    yield "/v1/chat/completions", lambda: json.dumps({"messages": [{"role": "user", "content": [5] * 65_000}]}).encode()
-
-
-def candidates(seed: int, each: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """`each` bodies of every endpoint and size, drawn among all, after those that are known to have been bad."""
-    yield from known()
-    rng = random.Random(f"bodies {seed}")
-    for size in SIZES:
-        for path, (kind, base, numbers) in PATHS.items():
-            whole = Bodies(kind, base).of(size, numbers)
-            yield from ((path, make) for _, make in rng.sample(whole, min(each, len(whole))))
-        for method, message in METHODS.items():
-            calls = messages(type(message), message, size)
-            path = f"/kvrelay.v1.InferenceService/{method}"
-            yield from ((path, make) for _, make in rng.sample(calls, min(each, len(calls))))
-
-
-def send(place: Besieged, path: str, data: bytes, key: str = ATTACKER) -> str:
-    """Sends one request; its status."""
-    if "Service/" in path:
-        with grpc.insecure_channel(place.grpc) as channel:
-            try:
-                call = channel.unary_stream(path)(data, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
-                list(call)
-            except grpc.RpcError as error:
-                return str(error.code().name)  # type: ignore[attr-defined]  # every RpcError of a call has it
-            return "OK"
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{place.http}{path}", data or None, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            response.read()
-            return str(response.status)
-    except urllib.error.HTTPError as error:
-        error.read()
-        return str(error.code)
-
-
-def worst_bodies(place: Besieged, given: Given) -> dict[tuple[str, str], dict[str, float]]:
-    """Of each endpoint, the bodies that hold the loop for longest, and that take most of the router's CPU time: by path
-    and file, their seconds of both."""
-    seconds = min(SEARCH_SECONDS, given.seconds)
-    each = max(1, int(seconds * PROBES_A_SECOND / (len(SIZES) * (len(PATHS) + len(METHODS)))))
-    worst: dict[tuple[str, str], tuple[float, Path, dict[str, float]]] = {}
-    deadline = time.monotonic() + 2 * seconds
-    for number, (path, make) in enumerate(candidates(given.seed, each)):
-        if time.monotonic() > deadline:
-            break
-        data = make()
-        before, since = place.router.cpu_times(), time.monotonic()
-        send(place, path, data)
-        after = place.router.cpu_times()
-        cost = {
-            "cpu": after.user + after.system - before.user - before.system,
-            "held": max(place.holds(since), default=0),
-        }
-        for kind, value in cost.items():
-            if value > worst.get((path, kind), (-1.0,))[0]:
-                file = place.cluster.folder / f"body-{number}"
-                file.write_bytes(data)
-                worst[path, kind] = value, file, cost
-    return {(path, str(file)): cost for (path, _), (_, file, cost) in worst.items()}
-
-
-def bodies(given: Given) -> list[Measure]:
-    with besieged(given.folder) as place:
-        witness = Witness(place)
-        idle = witness.alone(given.seconds)
-        worst = worst_bodies(place, given)
-        requests = sorted(worst)
-        since = time.monotonic()
-        with (
-            witness.beside() as seen,
-            loading("bodies", place, connections=CONNECTIONS, requests=requests) as attack,
-        ):
-            time.sleep(given.seconds)
-            said = attack.finish()
-        over = quantile(first_tokens(seen), 0.99) - quantile(first_tokens(idle), 0.99)
-        held = sorted(place.holds(since))
-        sent = sum(said["outcomes"].values())
-        return [
-            at_most("TTFT p99 over idle's", over, TTFT_SECONDS, "s", idle=ttft(idle), siege=ttft(seen)),
-            at_most("the router's loop held", max(held, default=0.0), HELD_SECONDS, "s", longest=held[-20:]),
-            none_of("answers with 5xx but 503 and 504", defects(said), outcomes=said["outcomes"]),
-            Measure(
-                "bodies answered",
-                "some",
-                f"{sent} of {len(requests)} kinds",
-                sent > len(requests),
-                {"alone": [[path, Path(file).name, cost] for (path, file), cost in worst.items()]},
-            ),
-            *witness.measures(seen),
-            *alive_and_whole(place),
-        ]
-
-
-def ttft(streams: list[dict[str, Any]]) -> dict[str, float]:
-    return {name: round(quantile(first_tokens(streams), share), 4) for name, share in (("p50", 0.5), ("p99", 0.99))}
-
-
-def defects(said: dict[str, Any]) -> list[str]:
-    """Outcomes of requests that only a defect has."""
-    bad = ("HTTP 500", "HTTP 501", "HTTP 502", "AioRpcError StatusCode.INTERNAL", "AioRpcError StatusCode.UNKNOWN")
-    return [
-        f"{number} of {kind}: {said['examples'].get(kind)}" for kind, number in said["outcomes"].items() if kind in bad
-    ]
-
-
-# fuzz and deadlines
 
 
 def _on_both_loops(given: Given, kind: str, model: str, **options: Any) -> list[Measure]:
@@ -215,9 +76,6 @@ def fuzz(given: Given) -> list[Measure]:
 
 def deadlines(given: Given) -> list[Measure]:
     return _on_both_loops(given, "deadlines", "hash")
-
-
-# kv
 
 
 def kv(given: Given) -> list[Measure]:
@@ -257,9 +115,6 @@ def kv(given: Given) -> list[Measure]:
             *witness.measures(seen),
             *alive_and_whole(place),
         ]
-
-
-# tenant
 
 
 def attacks(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -331,9 +186,6 @@ def tenant(given: Given) -> list[Measure]:
                 none_of(f"{part}wrong tokens", witness.wrong(seen)),
             ]
         return [*measures, *alive_and_whole(place)]
-
-
-# partial
 
 
 def partial(given: Given) -> list[Measure]:
@@ -408,9 +260,6 @@ def _served_within(place: Besieged, path: str) -> float:
             pass  # it was closed at once
         time.sleep(0.05)
     return took
-
-
-# keys
 
 
 def keys(given: Given) -> list[Measure]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from siege_cluster import ATTACKER, WITNESS
+from siege_cluster import ATTACKER, WITNESS, Besieged
 
 from nemesis.load import Sizes, draw
 from support.faults import oracle_of_all
@@ -221,3 +221,13 @@ def first_tokens(streams: Sequence[dict[str, Any]]) -> list[float]:
 def gaps(streams: Sequence[dict[str, Any]]) -> list[float]:
     """The longest gap between two tokens of each stream, in seconds."""
     return [float(stream["gap"]) for stream in streams if not stream["error"]]
+
+
+def ttft(streams: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: round(quantile(first_tokens(streams), share), 4) for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+def alive_and_whole(place: Besieged, part: str = "") -> list[Measure]:
+    """What holds after every row: no process has ended, no block stays held."""
+    held = [f"{name} {count} blocks" for name, count in place.held_blocks().items()]
+    return [none_of(f"{part}processes ended", place.dead()), none_of(f"{part}blocks held without a request", held)]
