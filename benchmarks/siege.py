@@ -30,7 +30,7 @@ os.environ.setdefault("KVRELAY_JOIN_TOKEN", secrets.token_hex())
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
 import siege_bodies  # noqa: E402  # after the path
-import siege_deaths  # noqa: E402  # after the path
+import siege_deaths  # noqa: E402
 import siege_rows  # noqa: E402
 from siege_witness import Given, Measure  # noqa: E402
 from turns import end_on_signal, own_setting, save  # noqa: E402
