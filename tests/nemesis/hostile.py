@@ -36,6 +36,8 @@ def attacked(kind: str, **options: Any) -> Inject:
                 await asyncio.wait_for(client.stdout.readline(), END_SECONDS)
             await asyncio.sleep(SECONDS)
             # It ends when its standard input does. How soon is no promise of the cluster.
+            if client.stdin is not None:
+                client.stdin.close()
             with suppress(TimeoutError):
                 await asyncio.wait_for(client.communicate(), END_SECONDS)
             if client.returncode:
