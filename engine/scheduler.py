@@ -191,6 +191,11 @@ class Scheduler:
         """Whether a sequence is here. `plan` may still be None: all of them may wait for blocks that others hold."""
         return bool(self._live)
 
+    @property
+    def rows_taken(self) -> bool:
+        """Whether a sequence that has its KV has to wait until another one ends."""
+        return len(self._running) + len(self._ready) > self._rows
+
     def load(self, soon_tokens: float = 0) -> EngineLoad:
         """What the engine has to do. Sequences that lack no more than `soon_tokens` are expected to end soon."""
         pool = self._pool

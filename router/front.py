@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.internal.v1.worker_pb2 import ModelInfo
 from kvrelay.router.addresses import Addresses
 from kvrelay.router.admission import Admission, Ticket
@@ -283,6 +285,8 @@ class Call:
                 front.check_model(request.model)
                 front._callers.check_claim(request.tenant, grant.tenant)
                 claim, service = claim_of(request.slo_class, request.priority, grant, front.config.classes)
+                holder = self.ticket.holder
+                claim = replace(claim, tenant=holder, holder=xxh3_64_intdigest(holder.encode()))
                 checked = await check(request, grant.tenant, front.model, front.tokenizer, front.defaults)
                 trace.service = claim.service_class
                 seconds = service.first_token_timeout_seconds or front.config.first_token_timeout_seconds

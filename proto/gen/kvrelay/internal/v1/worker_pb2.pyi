@@ -371,12 +371,14 @@ class Requests(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., free_slots: _Optional[int] = ...) -> None: ...
 
 class Promised(_message.Message):
-    __slots__ = ("requests", "blocks")
+    __slots__ = ("requests", "blocks", "holdings")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
     requests: int
     blocks: int
-    def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, requests: _Optional[int] = ..., blocks: _Optional[int] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("blocks", "requests", "pending_tokens", "computed_tokens", "promised", "steps", "step_seconds", "traffic", "growth_blocks", "ending", "holdings")
