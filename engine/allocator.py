@@ -52,8 +52,7 @@ class Allocator:
         starved = self._waiting[0] if self._waiting and self._waiting[0] is self.starved else None
         if (passing or starved is not None) and not self._may_pass(use, request, starved):
             return None
-        spare = max(len(self._running), self._kept(use, request))
-        hold = self._allocate(request, request.tokens, [], length + 1, length, spare)
+        hold = self._allocate(request, request.tokens, [], length + 1, length, self._spare(use, request))
         if hold is not None:
             hold.owner = f"reservation {request}"
             self._reserved.append((hold, request))
@@ -62,6 +61,16 @@ class Allocator:
     def resumed(self, hold: Hold) -> None:
         """A reservation's blocks are those of a sequence now."""
         self._reserved = [other for other in self._reserved if other[0] is not hold]
+
+    @property
+    def kept_from_growth(self) -> int:
+        """Blocks that growth leaves to holders of little, where holders are known."""
+        return self._room.reserve if any(sequence.request.holder for sequence in self._running) else 0
+
+    def may_grow(self, sequence: EngineSequence) -> bool:
+        """Whether a running sequence may have one more block, should one be free."""
+        available = self._prefix.pool.available
+        return available > self._room.reserve or available > self._room.kept(self.use(), sequence.request)
 
     def next_waiting(self) -> EngineSequence | None:
         """The first waiting sequence, with blocks for all of its tokens; if there are too few, the first of a holder of
@@ -80,17 +89,21 @@ class Allocator:
         beside = first is None or room.wanted(first.request, len(first.tokens)) <= room.total - room.reserve
         return beside and room.small(use, request) and room.within_reserve(use)
 
-    def _kept(self, use: Use, request: Request) -> int:
-        """Free blocks that must be left to others; none if nothing else holds any, since nothing would free more."""
-        return self._room.kept(use, request) if self._running or self._ready or self._reserved else 0
+    def _spare(self, use: Use, request: Request) -> int:
+        """Free blocks that must be left to others: the reserve, and one for each running sequence, so that a new one
+        doesn't cause a preemption at once. None if nothing else holds any, since nothing would free more."""
+        if request.holder and self._room.small(use, request) and self._room.within_reserve(use):
+            return 0
+        busy = self._running or self._ready or self._reserved
+        return max(len(self._running), self._room.kept(use, request)) if busy else 0
 
     def _start(self, sequence: EngineSequence, use: Use) -> bool:
         """Blocks for all tokens of a waiting sequence, cached ones first; False if there are too few."""
         # The logits of a token that comes from the prefix cache are not computed.
         length, request = len(sequence.tokens), sequence.request
         limit = (sequence.unscored or length) - 1
-        spare = max(len(self._running), self._kept(use, request))
-        if sequence.status is Status.PREEMPTED:
+        spare = self._spare(use, request)
+        if sequence.status is Status.PREEMPTED and spare:
             # It would be computed again for nothing if the growth of the others soon took its blocks.
             spare = max(spare, self._room.use([*self._running, *self._ready], self._reserved).growth)
         hold = self._allocate(request, sequence.tokens, sequence.chain, length, limit, spare)
@@ -108,7 +121,6 @@ class Allocator:
         self, request: Request, tokens: Sequence[int], chain: list[bytes], capacity: int, limit: int, spare: int
     ) -> Hold | None:
         """Blocks for `capacity` tokens, of which the first `limit` may come from the prefix cache. None unless `spare`
-        blocks are left: one for each running sequence at least, so that a new one doesn't cause a preemption at once.
-        """
+        blocks are left."""
         blocks = self._limits.blocks_for(capacity)
         return self._prefix.allocate(tokens, request.tenant, chain, blocks, limit, spare)

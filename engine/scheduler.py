@@ -301,11 +301,11 @@ class Scheduler:
 
     def _can_extend_all(self) -> bool:
         """Whether every running sequence that needs one more block can get it without a preemption."""
-        running = self._running
-        if self._pool.can_allocate((), len(running)):
+        running, kept = self._running, self._allocator.kept_from_growth
+        if self._pool.can_allocate((), len(running) + kept):
             return True
         wanted = [len(sequence.hold.blocks) * self._block_size <= sequence.reach for sequence in running]
-        return self._pool.can_allocate((), sum(wanted))
+        return not any(wanted) or self._pool.can_allocate((), sum(wanted) + kept)
 
     def _schedule_decodes(self, rows: list[Row], budget: int) -> int:
         """One token for each sequence that lacks one, oldest first. Returns the rest of the budget."""
@@ -413,10 +413,13 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence) -> bool:
         """One more block for a running sequence, from another one if none is free; False if it must wait."""
-        while not sequence.hold.extend(1):
+        while not ((allowed := self._allocator.may_grow(sequence)) and sequence.hold.extend(1)):
             if self._in_flight:
                 raise IntegrityError(f"{sequence!r} needs a block while plan {self._in_flight[0][0].step} is in flight")
             loser = victim(self._running, self._ready)
+            others = loser is None or loser.request.holder != sequence.request.holder
+            if not allowed and others and sequence.hold.extend(1):
+                return True  # nobody but others would lose blocks for the reserve
             if loser is None:
                 # It runs alone: exports and reservations hold the other blocks, and both end by themselves.
                 return False
