@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from xxhash import xxh3_64_intdigest
+
 from kvrelay.router.callers import Grant
 from kvrelay.router.config import ServiceClass
 from kvrelay.router.errors import Forbidden, InvalidRequest, shorten
@@ -32,4 +34,5 @@ def claim_of(
     if grant.classes is not None and name not in grant.classes:
         allowed = ", ".join(map(repr, sorted(grant.classes)))
         raise Forbidden(f"slo_class is {shorten(name)}; allowed for this API key: {allowed}")
-    return Claim(holder, grant.weight, name, known[name].weight, priority), known[name]
+    digest = xxh3_64_intdigest(holder.encode())
+    return Claim(holder, grant.weight, name, known[name].weight, priority, digest), known[name]

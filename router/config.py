@@ -85,9 +85,10 @@ class RouterOptions:
     the client address, that has most of them is refused with RESOURCE_EXHAUSTED; one of a list of prompts waits."""
 
     backlog_share: float = 0.25
-    """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts which wait for capacity
-    on a decode worker. With 0, a prompt is sent only if it fits on a decode worker now, so decode waits for a prefill
-    whenever a request ends. With a large share, finished prompts may fill prefill memory."""
+    """Largest share (0 to 1) of the prefill workers' KV memory that may hold computed prompts for which there will soon
+    be room on a decode worker, as requests there are about to end. With 0, a prompt is sent only if it fits on a decode
+    worker now, so decode waits for a prefill whenever a request ends. With a large share, finished prompts may fill
+    prefill memory."""
 
     prefill_ahead_tokens: int = 8192
     """Tokens that a worker has to compute from which on further prompts for it wait in the router, where each tenant
@@ -136,7 +137,8 @@ class RouterOptions:
     quarters of it at most. At least five times max_message_bytes."""
 
     first_token_timeout_seconds: float = 120.0
-    """Time from receipt to the first token after which a request fails with DEADLINE_EXCEEDED."""
+    """Time from receipt to the first token after which a request fails: with RESOURCE_EXHAUSTED, and the time after
+    which to try again, if it has waited for room in KV pools, else with DEADLINE_EXCEEDED."""
 
     classes: Mapping[str, ServiceClass] = field(default_factory=dict)
     """Classes of service by name, each with `weight` and `first_token_timeout_seconds`; requests that name none are of
@@ -152,7 +154,8 @@ class RouterOptions:
     it with UNAVAILABLE at once."""
 
     idle_timeout_seconds: float = 30.0
-    """Time without a token after which a running stream's workers are given up."""
+    """Time without a token after which a running stream's workers are given up. It doesn't run while a live worker says
+    that the request waits there, e.g. for KV blocks that others have."""
 
     max_attempts: int = 4
     """Placements of one request, the first one included."""

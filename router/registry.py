@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -312,7 +314,7 @@ class WorkerRegistry:
             pending_tokens=stream.pending_tokens,
             running=stream.running,
             kv_tokens=0 if blocks is None else blocks.total * blocks.size,
-            capacity=_capacity(stream) if worker.role == "decode" else None,
+            capacity=_capacity(stream, worker.role) if worker.role != "prefill" else None,
             compatibility=worker.compatibility,
             avoided=self._health.avoids(worker.id),
             bad_peers=self._health.bad_peers(worker.id) if worker.role == "prefill" else frozenset(),
@@ -334,22 +336,34 @@ class WorkerRegistry:
         self._on_load()
 
 
-def _capacity(stream: WorkerStream) -> DecodeCapacity | None:
+def _capacity(stream: WorkerStream, role: WorkerRole) -> DecodeCapacity | None:
     """The worker's latest report, with the submits that it doesn't account for."""
     load = stream.last_load
     if load is None or not load.blocks.size:
         return None
-    size = load.blocks.size
-    unseen = [-(-(tokens + 1) // size) for tokens in stream.unseen]
-    # The worker's scheduler keeps one block in reserve for each running sequence.
-    free = load.blocks.free + load.blocks.cached - load.requests.running
+    size, unseen, holdings = load.blocks.size, 0, Counter[int]()
+    for each in (*load.holdings, *load.promised.holdings):
+        holdings[each.holder] += each.blocks
+    for sent in stream.unseen:
+        blocks = -(-(sent.most_expected + 1) // size)
+        unseen += blocks
+        holdings[sent.holder] += blocks
+    # The worker's scheduler keeps one block in reserve for each running sequence: the growth of many of them is more.
+    running = load.requests.running
+    free = max(0, load.blocks.free + load.blocks.cached - running)
+    # Requests may wait on a co-located worker for a row.
+    slots = load.requests.free_slots if role == "decode" else sys.maxsize
     return DecodeCapacity(
         block_size=size,
         total=load.blocks.total,
-        free=max(0, free),
-        free_slots=load.requests.free_slots,
-        promised_requests=load.promised.requests + len(unseen),
-        promised_blocks=load.promised.blocks + sum(unseen),
+        free=free,
+        free_slots=slots,
+        promised_requests=load.promised.requests + sum(1 for _ in stream.unseen),
+        promised_blocks=load.promised.blocks + unseen,
+        growth_blocks=max(0, load.growth_blocks - running),
+        ending_requests=load.ending.requests,
+        ending_blocks=load.ending.blocks,
+        holdings=holdings,
     )
 
 

@@ -282,7 +282,7 @@ def test_nothing_grows_with_requests_served() -> None:
     worker.run()
     worker.check_idle()
     scheduler = worker.scheduler
-    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._reserved)
+    kept = (scheduler._live, scheduler._waiting, scheduler._ready, scheduler._running, scheduler._allocator._reserved)
     assert [len(container) for container in kept] == [0] * 5
     assert len(scheduler.prefix) <= worker.blocks.total
 
