@@ -50,6 +50,9 @@ class ConstraintLimits:
     """Of all compiled constraints and those that follow them."""
 
 
+DEFAULT_LIMITS = ConstraintLimits()
+
+
 class ConstraintCompiler:
     """The compiled constraints of one model. `compile` belongs to an event loop."""
 
@@ -58,7 +61,7 @@ class ConstraintCompiler:
         folder: Path,
         vocab_size: int,
         eos_token_ids: Sequence[int],
-        limits: ConstraintLimits = ConstraintLimits(),  # frozen
+        limits: ConstraintLimits = DEFAULT_LIMITS,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
         """Reads nothing yet.

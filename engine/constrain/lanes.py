@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvrelay.engine.constrain import process
+from kvrelay.engine.constrain import process as program
 from kvrelay.engine.constrain.grammar import ConstraintError
 from kvrelay.engine.constrain.process import Message, receive, send
 
@@ -148,8 +148,10 @@ class Template:
 
     def close(self) -> None:
         """Ends the process, and the lanes with it."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it has the lock
         with self._lock:
-            self._closed = True
             self._end()
 
     def _started(self) -> socket.socket:
@@ -165,7 +167,7 @@ class Template:
             number = theirs.fileno()
             # What comes from clients is computed there: it gets no secrets, and what it writes goes nowhere.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", process.__file__, str(number), json.dumps(options)],
+                [sys.executable, "-P", program.__file__, str(number), json.dumps(options)],
                 env={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
@@ -299,7 +301,7 @@ class Lanes:
         self.ready = threading.Condition(self.lock)
         """A mask has come."""
         self.template = Template(options)
-        self.compile = Lane("compile", self.template, WIDE_LIMITS, 10, self.lock)
+        self.compile = Lane("compile", self.template, WIDE_LIMITS, 5, self.lock)
         self.fast = Lane("fast", self.template, LIMITS, 0, self.lock)
         self.slow = Lane("slow", self.template, WIDE_LIMITS, 10, self.lock)
 

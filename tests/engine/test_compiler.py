@@ -16,7 +16,13 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from kvrelay.engine.constrain.compiler import MAX_GRAMMARS, ConstraintCompiler, ConstraintLimits, LlMatcher
+from kvrelay.engine.constrain.compiler import (
+    DEFAULT_LIMITS,
+    MAX_GRAMMARS,
+    ConstraintCompiler,
+    ConstraintLimits,
+    LlMatcher,
+)
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.models import resolve
 from support.schemas import random_schema
@@ -28,7 +34,7 @@ REGEX = Constraint("regex", "(ab|cd){2,5}")
 def with_compiler(
     test: Callable[[ConstraintCompiler], Awaitable[None]],
     folder: Path | None = None,
-    limits: ConstraintLimits = ConstraintLimits(),
+    limits: ConstraintLimits = DEFAULT_LIMITS,
 ) -> None:
     async def run() -> None:
         compiler = ConstraintCompiler(folder or resolve("pico"), VOCAB, [EOS], limits)
