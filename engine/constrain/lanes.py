@@ -125,26 +125,15 @@ class Template:
         Raises:
             as `start`.
         """
+        given = self._options
+        options = {"limits": limits, "nice": nice, "words": given.words, "most_bytes": given.most_bytes}
         with self._lock:
-            control = self._started()
-            options = {
-                "limits": limits,
-                "nice": nice,
-                "words": self._options.words,
-                "most_bytes": self._options.most_bytes,
-            }
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    socket.send_fds(control, [json.dumps(options).encode()], [theirs.fileno()])
-                    theirs.close()
-                    ours.settimeout(FORK_SECONDS)
-                    receive(ours)
-                except (OSError, EOFError):
-                    ours.close()
-                    self._end()
-                    raise
-            return ours
+            try:
+                return self._forked(json.dumps(options).encode())
+            except (OSError, EOFError):
+                # It may have been killed at any moment.
+                self._end()
+                return self._forked(json.dumps(options).encode())
 
     def close(self) -> None:
         """Ends the process, and the lanes with it."""
@@ -153,6 +142,19 @@ class Template:
             process.kill()  # whoever waits for it has the lock
         with self._lock:
             self._end()
+
+    def _forked(self, options: bytes) -> socket.socket:
+        control = self._started()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(control, [options], [theirs.fileno()])
+            ours.settimeout(FORK_SECONDS)
+            receive(ours)
+        except (OSError, EOFError):
+            ours.close()
+            raise
+        return ours
 
     def _started(self) -> socket.socket:
         if self._closed:
