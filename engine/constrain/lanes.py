@@ -12,6 +12,7 @@ again as it is needed.
 import heapq
 import itertools
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -27,6 +28,8 @@ from typing import Any, Protocol
 from kvrelay.engine.constrain import process as program
 from kvrelay.engine.constrain.grammar import ConstraintError
 from kvrelay.engine.constrain.process import Message, receive, send
+
+logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 5.0
 """How long a request waits for its constraint, once the tokenizer has been read (several seconds for 128k tokens), and
@@ -238,7 +241,11 @@ class Lane:
             if waited > QUEUE_SECONDS:
                 job.failed(f"the worker's other constraints take all of its time: no turn within {QUEUE_SECONDS:g} s")
             else:
-                self._do(job)
+                try:
+                    self._do(job)
+                except Exception as error:  # a defect fails this job, and not those behind it
+                    logger.exception("a job of the lane %s failed", self.name)
+                    job.failed(f"a defect, {type(error).__name__}")
             del job, taken
 
     def _take(self) -> tuple[Job, float] | None:

@@ -123,7 +123,7 @@ def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_s
             times.append(time.monotonic())
         return heard, [after - before for before, after in pairwise(times)]
 
-    alone, _ = plain()
+    alone, quiet = plain()
     with ThreadPoolExecutor(8) as pool:
         hostile = [pool.submit(ambiguous, client, seed) for seed in range(8)]
         found = [plain()]
@@ -133,9 +133,12 @@ def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_s
             assert "0.5 s (engine.constraint_seconds)" in done.result(60)
     assert all(tokens == alone for tokens, _ in found)
     gaps = [gap for _, each in found for gap in each]
-    print(f"gaps: median {1000 * statistics.median(gaps):.1f} ms, largest {1000 * max(gaps):.1f} ms")
+    for what, each in (("alone", quiet), ("beside them", gaps)):
+        found_ms = [1000 * gap for gap in (statistics.median(each), statistics.quantiles(each, n=100)[-1], max(each))]
+        print(f"{what}: {len(each)} gaps, median, p99 and largest in ms:", [round(gap, 1) for gap in found_ms])
+    # The largest one says more about a busy machine.
     assert statistics.median(gaps) < 0.05
-    assert max(gaps) < 1.0
+    assert statistics.quantiles(gaps, n=100)[-1] < 0.4
     assert client.complete("x", choice=["a"]).text == "a"
 
 
