@@ -38,13 +38,21 @@ from kvrelay.engine.lifetime import now
 from kvrelay.engine.limits import SequenceLimits
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.plan import StepOutput, StepPlan
-from kvrelay.engine.planning import Row, add_drafts, build_plan, continues_unseen, tables_of, with_output
+from kvrelay.engine.planning import (
+    Row,
+    add_drafts,
+    build_plan,
+    continues_unseen,
+    has_mask,
+    settled,
+    tables_of,
+    with_output,
+)
 from kvrelay.engine.progress import EngineLoad, OnStart, Progress, Reservation
 from kvrelay.engine.request import Request
 from kvrelay.engine.room import victim
 from kvrelay.engine.sequence import Sequence, Status
 from kvrelay.engine.speculate.speculation import Speculation
-from kvrelay.engine.speculate.verify import kept_rows
 from kvrelay.engine.states import StatesLayout
 
 if TYPE_CHECKING:
@@ -252,7 +260,8 @@ class Scheduler:
         if misfit := out.misfit(plan):
             raise IntegrityError(misfit)
         rows = self._in_flight.popleft()[1]
-        moment, refused, kept = now(), dict(out.refused), kept_rows(plan, out.tokens)
+        out, kept = settled(plan, out, rows)
+        moment, refused = now(), dict(out.refused)
         reports: list[tuple[int, Progress]] = []
         lengths, samples = plan.lengths.tolist(), plan.sample.tolist()
         for row, (sequence, token) in enumerate(zip(rows, out.tokens, strict=True)):
@@ -317,7 +326,7 @@ class Scheduler:
             length = sequence.expected
             if length - sequence.reach != 1 or sequence.status is not Status.RUNNING:
                 continue
-            if sequence.yields and not continues_unseen(sequence, length, self.speculation):
+            if (sequence.yields and not continues_unseen(sequence, length, self.speculation)) or not has_mask(sequence):
                 continue
             if length <= len(sequence.hold.blocks) * self._block_size or self._extend(sequence):
                 rows.append(Row(sequence, 1))
@@ -338,6 +347,8 @@ class Scheduler:
                 break
             start, end = sequence.reach, sequence.expected
             if end - start == 1:
+                continue
+            if end - start <= budget and not has_mask(sequence):
                 continue
             if end - start > budget:
                 end = start + budget

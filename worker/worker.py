@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.constrain.compiler import ConstraintCompiler
+from kvrelay.engine.constrain.compiler import ConstraintCompiler, ConstraintLimits
 from kvrelay.engine.constrain.grammar import Constraint, ConstraintError
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.kv.blocks import Hold
@@ -102,7 +102,13 @@ class Worker:
         self._fences = Fences()
         self._foreign = ForeignPrompts()
         self._loads = LoadReports(engine, self.layout.block_size, lambda: self.role.promised())
-        self._constraints = ConstraintCompiler(resolve(config.model), self.spec.vocab_size, self.spec.eos_token_ids)
+        self._constraints = ConstraintCompiler(
+            resolve(config.model),
+            self.spec.vocab_size,
+            self.spec.eos_token_ids,
+            ConstraintLimits(config.engine.constraint_seconds, config.engine.constraint_bytes),
+            lambda: self._thread.post(_nothing),
+        )
         self._thread = EngineThread(engine, self._on_step, hooks.failed)
         engine.scheduler.on_preempt = self._on_preempt
         self.role = role(self)
@@ -503,4 +509,4 @@ class Worker:
 
 
 def _nothing() -> None:
-    """A command that only waits for those before it."""
+    """A command that waits for those before it, or wakes the engine's thread."""
