@@ -355,7 +355,3 @@ def _print_ready(out: "Console", state: "ClusterState", stop: str) -> None:
         out.print(f"  dashboard  {state.dashboard}   (asks for what `ray get-auth-token` prints)", soft_wrap=True)
     out.print("  try        kvrelay generate 'def __init__(self, '")
     out.print(f"  stop       {stop}")
-
-
-if __name__ == "__main__":
-    main()
