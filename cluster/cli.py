@@ -102,6 +102,7 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
     from kvrelay.cluster import background, preflight, rayenv
     from kvrelay.cluster.report import Report
     from kvrelay.cluster.signals import Interrupted
+    from kvrelay.kernels.cpu import library
 
     configured = _load(config, flags)
     _refuse_second()  # before its ports are found in use
@@ -112,6 +113,8 @@ def up(config: Path | None, detach: bool, **flags: Any) -> None:
 
     out = console()
     report = Report(out)
+    if loaded.local and (named := library.named_set()):
+        out.print(f"native kernels are those for {named.name} ({library.VARIABLE})")
 
     def show_ready(state: "ClusterState") -> None:
         report.close()
