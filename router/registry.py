@@ -82,8 +82,8 @@ class WorkerRegistry:
         DEAD, or replaced under its name    the stream is closed at once, which fails every request on it
         not listed any more                 serves on until its stream ends
 
-    The cluster's model is that of the first worker reached, until only workers with another model can serve a request.
-    A worker with another model is not used.
+    The cluster's model is that of the first worker reached, until only workers with another model can serve a new
+    request. A worker with another model is not used.
     """
 
     def __init__(
@@ -118,6 +118,8 @@ class WorkerRegistry:
         self._settled = False
         self._changed = asyncio.Event()
         self._model: ModelInfo | None = None
+        self._strangers: set[WorkerId] = set()
+        """Workers with another model."""
 
     @property
     def model(self) -> ModelInfo | None:
@@ -162,6 +164,7 @@ class WorkerRegistry:
         for worker in workers:
             if worker in self._workers:
                 self._workers[worker].draining = True
+        self._choose_model()
         self._notify()
 
     def stream(self, worker: WorkerId) -> WorkerStream:
@@ -209,6 +212,7 @@ class WorkerRegistry:
                 worker.task = asyncio.create_task(self._keep_stream(worker), name=f"stream to {worker_id.name}")
         self._health.keep(self._workers)
         self._note_unpaired(members)
+        self._choose_model()
         self._notify()
 
     async def close(self) -> None:
@@ -280,14 +284,17 @@ class WorkerRegistry:
         smallest = min(same, key=lambda model: model.max_context)
         chosen.max_context, chosen.context_limit = smallest.max_context, smallest.context_limit
         self._model = chosen
-        for worker, model in up:
-            if model.fingerprint != chosen.fingerprint:
+        strangers = [(worker, model) for worker, model in up if model.fingerprint != chosen.fingerprint]
+        for worker, model in strangers:
+            if worker.id not in self._strangers:
                 different = {"fingerprint": model.fingerprint, "cluster_fingerprint": chosen.fingerprint}
                 logger.error("worker not used: it serves another model", extra=_log_fields(worker) | different)
+        self._strangers = {worker.id for worker, _ in strangers}
 
     def _preferred_model(self, up: Sequence[tuple[_Worker, ModelInfo]]) -> str:
-        """Fingerprint of the model to serve: the present one while its workers can serve a request, or nobody else can;
-        else that of the workers that can serve most requests."""
+        """Fingerprint of the model to serve: the present one while its workers can serve a new request, or nobody else
+        can; else that of the workers that can serve most requests."""
+        up = [(worker, model) for worker, model in up if worker.takes_requests] or up
 
         def serves(fingerprint: str) -> bool:
             roles = {worker.role for worker, model in up if model.fingerprint == fingerprint}
