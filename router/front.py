@@ -386,9 +386,7 @@ class Call:
         outcome = FinishReason.Name(finish_reason).removeprefix("FINISH_REASON_").lower()
         self._note_end(trace, cast(Outcome, outcome))
 
-    async def _run(
-        self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place
-    ) -> "FinishReason.ValueType":
+    async def _run(self, request: CheckedRequest, trace: RequestTrace, sink: Sink, place: Place) -> FinishReason:
         """Runs a session; again if it had to give way before it began, and its call goes on."""
         dispatch = self._front._dispatch
 

@@ -148,7 +148,7 @@ class _Compilation:
         loop: asyncio.AbstractEventLoop,
         future: "asyncio.Future[LlGrammar]",
     ) -> None:
-        self.used = float(len(constraint.text))
+        self.used: float = float(len(constraint.text))
         self._constraint = constraint
         self._compiler = compiler
         self._loop = loop
@@ -221,7 +221,7 @@ class LlMatcher:
             lane: that begins with it.
             parent: has taken all of `tokens` but the last, and its mask is there.
         """
-        self.used = 0.0 if parent is None else parent.used
+        self.used: float = 0.0 if parent is None else parent.used
         """Seconds of CPU time that its masks took."""
         self._constraint = constraint
         self._following = following
@@ -238,7 +238,7 @@ class LlMatcher:
         self._queued = False
         self._mask: NDArray[np.int32] | None = None
         self._error: ConstraintError | None = None
-        self._trusted_from = 0 if parent is None else parent._trusted_from
+        self._trusted_from: int = 0 if parent is None else parent._trusted_from
         self._awaited = False
         weakref.finalize(self, _drop, self._number, self._seen).atexit = False
         with following.lanes.lock:
