@@ -11,43 +11,28 @@ import asyncio
 import os
 import resource
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TextIO
 
 from kvrelay.router import __main__ as router
 from kvrelay.rpc.serve import LoopFactory
+from support.clock import Clock
 
 LOOP, DESCRIPTORS = "SIEGE_LOOP", "SIEGE_DESCRIPTORS"
 TICK_SECONDS = 0.002
 NOTED_SECONDS = 0.005
 
 
-class Clock:
-    """Time that stands still while other processes have the cores: a busy machine doesn't count."""
-
-    def __init__(self) -> None:
-        self._statistics = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-
-    def read(self) -> tuple[float, float]:
-        """Seconds but those for which this thread waited for a core, and seconds that this process computed."""
-        waited = int(os.pread(self._statistics, 100, 0).split()[1]) / 1e9
-        return time.monotonic() - waited, time.process_time()
-
-
 async def note(holds: TextIO) -> None:
     """Wakes up every TICK_SECONDS. What a wake-up is late is what other turns took, or other threads that held the
     interpreter."""
     clock = Clock()
-    before = clock.read()
     while True:
         await asyncio.sleep(TICK_SECONDS)
-        now = clock.read()
-        held = min(after - then for after, then in zip(now, before, strict=True)) - TICK_SECONDS
+        held = clock.lap() - TICK_SECONDS
         if held > NOTED_SECONDS:
             holds.write(f"{time.monotonic():.6f} {held:.6f}\n")
-        before = now
 
 
 class NotingRouter(router.RouterProcess):

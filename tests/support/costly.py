@@ -7,7 +7,6 @@ field is covered as soon as it is a part of its model or message.
 import asyncio
 import gc
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from kvrelay.router.page.page import Ask
 from kvrelay.router.validation import DETOKENIZE_IDS
 from kvrelay.router.wire import MAX_ESCAPES, MAX_LISTS, MAX_STRINGS, MAX_VALUES
 from kvrelay.v1 import inference_pb2 as pb
+from support.clock import Clock
 from support.http_calls import CHAT, HELLO
 
 Path = tuple[str | int, ...]
@@ -65,18 +65,14 @@ ENTRIES = {
 async def probed(lags: list[float]) -> AsyncIterator[None]:
     """Measures for how long the event loop's turns are held, in seconds.
 
-    The clock is the time that this process computes, in all of its threads: it stands still while other processes have
-    the cores, and it goes on while another thread holds the interpreter. The garbage collector leaves what was there
-    before alone, as in a router's own process.
+    The garbage collector leaves what was there before alone, as in a router's own process.
     """
 
     async def probe() -> None:
-        before = time.process_time()
+        clock = Clock()
         while True:
             await asyncio.sleep(0)
-            now = time.process_time()
-            lags.append(now - before)
-            before = now
+            lags.append(clock.lap())
 
     gc.collect()
     gc.freeze()
