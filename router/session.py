@@ -58,7 +58,8 @@ from kvrelay.router.errors import (
 )
 from kvrelay.router.flow import Flow
 from kvrelay.router.health import Trial
-from kvrelay.router.placement import Demand, NoPlace, Placement
+from kvrelay.router.needs import Needs
+from kvrelay.router.placement import NoPlace, Placement
 from kvrelay.router.queue import QueueFull
 from kvrelay.router.suspects import Suspicion, shape_of
 from kvrelay.router.trace import RequestTrace
@@ -104,6 +105,7 @@ class Session:
         self._answer, self._deadline = answer, deadline
         self._completion = Completion(request, dispatch.token_bytes)
         self._flow = Flow(self._completion, answer, trace, dispatch.pacer)
+        self._needs = Needs(request, trace, dispatch)
         self._avoid: frozenset[WorkerId] = frozenset()
         self._tried = self._avoid
         self._suspicion = Suspicion()
@@ -113,8 +115,6 @@ class Session:
         self._following: Attempt | None = None
         self._proven: Attempt | None = None
         """The attempt whose workers are known to work, and which is not on trial."""
-        self._charged = 0
-        """Tokens that its tenant's share was charged with when it got its place."""
 
     async def run(self) -> FinishReason:
         """Writes the whole stream, the last message included.
@@ -137,15 +137,7 @@ class Session:
             self._alarm.close()
             attempt.close()
             self._end_trial()
-            self._learn_length()
-
-    def _learn_length(self) -> None:
-        """Notes how much the request has generated, and that its room is free again."""
-        claim, trace, dispatch = self._request.claim, self._trace, self._dispatch
-        dispatch.queue.used(claim, trace.generated_tokens - self._charged)
-        dispatch.rate.ended()
-        if trace.generated_tokens:
-            dispatch.lengths.learn(claim.holder, self._request.sampling.max_tokens, trace.completion_tokens)
+            self._needs.ended()
 
     def _wake_attempt(self) -> None:
         """A limit may have passed: the waiting session checks."""
@@ -178,8 +170,8 @@ class Session:
             begun = self._trace.resumed_tokens > 0
             claim = self._request.claim
             while True:
-                demand = self._demand()
-                self._charged = 0 if begun else demand.expected_tokens
+                demand = self._needs.demand(self._avoid)
+                self._needs.queued(demand)
                 attempt = await queue.place(demand, limit, self._start, claim, first=begun, on_wait=self._waits)
                 if attempt is not NoPlace.NO_WORKERS or not await self._workers_change(workers_by):
                     break
@@ -194,27 +186,6 @@ class Session:
         if attempt is NoPlace.NO_CAPACITY:
             raise self._shed("for workers with capacity")
         raise Unavailable("no worker can take the request now: none is ready that decodes")
-
-    def _demand(self, *, on_trial: bool = False) -> Demand:
-        """What the next attempt needs; with `on_trial`, workers without another suspect."""
-        request, have = self._request, self._trace.completion_tokens
-        return Demand(
-            self._trace.prompt_tokens + have,
-            request.sampling.max_tokens - have - 1,
-            self._avoid,
-            on_trial=on_trial,
-            chain=request.chain,
-            key=request.key,
-            expected_tokens=max(1, self._expected_tokens() - have),
-            holder=request.claim.holder,
-            begun=self._answer.begun or self._trace.resumed_tokens > 0,
-        )
-
-    def _expected_tokens(self) -> int:
-        """Tokens that the whole completion is expected to have. One that has passed that may go on to the last."""
-        most = self._request.sampling.max_tokens
-        expected = self._dispatch.lengths.expected(self._request.claim.holder, most)
-        return expected if expected > self._trace.completion_tokens else most
 
     def _start(self, placement: Placement, *, on_trial: bool = False) -> Attempt:
         trace, registry = self._trace, self._dispatch.registry
@@ -236,7 +207,7 @@ class Session:
         self._answer.progress = now = time.monotonic()
         trace.submitted = trace.submitted or now
         first_seconds = max(MIN_SUBMIT_SECONDS, min(self._token_limit(), self._deadline) - now)
-        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._expected_tokens())
+        attempt.submit(first_seconds, self._dispatch.config.idle_timeout_seconds, self._needs.expected_tokens())
         return attempt
 
     async def _follow(self, attempt: Attempt) -> FinishReason:
@@ -446,7 +417,7 @@ class Session:
             attempt = await self._place_on_trial(limit, partial(start, on_trial=True))
             if attempt is NoPlace.NO_CAPACITY:
                 attempt = await self._dispatch.queue.place(
-                    self._demand(), room_by, start, first=True, on_wait=self._waits
+                    self._needs.demand(self._avoid), room_by, start, first=True, on_wait=self._waits
                 )
             if attempt is NoPlace.NO_CAPACITY:
                 self._check_deadline()
@@ -472,7 +443,7 @@ class Session:
         until = min(limit, self._suspicion.tried_by(self._dispatch.config.idle_timeout_seconds))
         if time.monotonic() >= until or not self._suspicion.tokens_left(self._trace.completion_tokens):
             return NoPlace.NO_CAPACITY
-        return await self._dispatch.trials.place(self._demand(on_trial=True), until, start)
+        return await self._dispatch.trials.place(self._needs.demand(self._avoid, on_trial=True), until, start)
 
     def _check_deadline(self) -> None:
         if time.monotonic() >= self._deadline:
@@ -494,4 +465,4 @@ class Session:
         return GivenUp(f"given up ({why}): {failure.message}")
 
     def _waits(self) -> None:
-        self._trace.delayed("wait", self._dispatch.why_waiting(self._demand()))
+        self._trace.delayed("wait", self._dispatch.why_waiting(self._needs.demand(self._avoid)))
