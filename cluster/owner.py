@@ -302,7 +302,7 @@ class Owner:
             self._watch.close()
             self._watch = None
         if self._driver is not None:
+            processes.kill_descendants()  # all at once: none is overlooked while its parent ends
             self._driver.kill()
-            processes.kill_descendants()
             processes.reap(but=0)
             self._driver = None
