@@ -147,7 +147,8 @@ async def fuzz(options: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
 
         async def over_http(request: bytes, half_close: bool) -> str:
             try:
-                answers = await exchange(options["http"], request, half_close=half_close, tls=tls)
+                half = half_close and tls is None  # TLS has no half of a connection
+                answers = await exchange(options["http"], request, half_close=half, tls=tls)
                 check_answers(answers)
             except (AssertionError, ValueError, TimeoutError, OSError) as error:
                 return f"! {type(error).__name__} {error} after {request[:200]!r}"
