@@ -18,7 +18,7 @@ from kvrelay.client import Client, InvalidRequest
 from support.processes import ProcessCluster, free_port, process_cluster
 from support.schemas import random_schema
 
-ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1, "constraint_seconds": 0.5}
+ENGINE = {"max_batch_tokens": 64, "kv_memory_bytes": 8 * 2**20, "threads": 1, "constraint_seconds": 0.25}
 HTTP_PORT = free_port()
 AMBIGUOUS = 'start: a\na: a a | a a a | "x" | ""'
 
@@ -130,7 +130,7 @@ def test_grammars_that_take_much_time_end_by_their_budget_and_hold_up_no_other_s
         while not all(done.done() for done in hostile):
             found.append(plain())
         for done in hostile:
-            assert "0.5 s (engine.constraint_seconds)" in done.result(60)
+            assert "0.25 s (engine.constraint_seconds)" in done.result(60)
     assert all(tokens == alone for tokens, _ in found)
     gaps = [gap for _, each in found for gap in each]
     for what, each in (("alone", quiet), ("beside them", gaps)):

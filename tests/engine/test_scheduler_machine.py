@@ -28,14 +28,16 @@ def requests(draw: st.DrawFn, bench: Bench) -> Request:
     max_tokens = done + draw(st.integers(1, 40))
     max_tokens = min(max_tokens, bench.max_context - len(tokens) + done)
     stop = draw(st.sampled_from([(), (), tuple(expected_tokens(tokens, 7)[::3])]))
+    # With a constraint, the router takes no min_tokens.
+    late = draw(st.booleans())
     return bench.request(
         tokens,
         max_tokens,
-        min_tokens=draw(st.sampled_from([0, done + 2])),
+        min_tokens=0 if late else draw(st.sampled_from([0, done + 2])),
         stop=stop,
         prompt_tokens=len(tokens) - done,
         tenant=draw(st.sampled_from(["", "other"])),
-        late=draw(st.booleans()),
+        late=late,
     )
 
 
