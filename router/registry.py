@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -348,25 +347,21 @@ def _capacity(stream: WorkerStream, role: WorkerRole) -> DecodeCapacity | None:
     load = stream.last_load
     if load is None or not load.blocks.size:
         return None
-    size, unseen, holdings = load.blocks.size, 0, Counter[int]()
+    holdings = stream.unseen_blocks.copy()
     for each in (*load.holdings, *load.promised.holdings):
         holdings[each.holder] += each.blocks
-    for sent in stream.unseen:
-        blocks = -(-(sent.most_expected + 1) // size)
-        unseen += blocks
-        holdings[sent.holder] += blocks
     # The worker's scheduler keeps one block in reserve for each running sequence: the growth of many of them is more.
     running = load.requests.running
     free = max(0, load.blocks.free + load.blocks.cached - running)
     # Requests may wait on a co-located worker for a row.
     slots = load.requests.free_slots if role == "decode" else sys.maxsize
     return DecodeCapacity(
-        block_size=size,
+        block_size=load.blocks.size,
         total=load.blocks.total,
         free=free,
         free_slots=slots,
-        promised_requests=load.promised.requests + sum(1 for _ in stream.unseen),
-        promised_blocks=load.promised.blocks + unseen,
+        promised_requests=load.promised.requests + stream.unseen_requests,
+        promised_blocks=load.promised.blocks + stream.unseen_blocks.total(),
         growth_blocks=max(0, load.growth_blocks - running),
         ending_requests=load.ending.requests,
         ending_blocks=load.ending.blocks,

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,8 +60,8 @@ class Unseen:
     """How many submits there were with it."""
     decodes: bool
     """Whether the worker decodes it."""
-    most_expected: int
-    """Tokens that it is expected to have in the end, less the last one."""
+    blocks: int
+    """KV blocks that it is expected to have in the end."""
     holder: int
     """As `Submit.holder`."""
     new_tokens: int
@@ -107,8 +108,15 @@ class WorkerStream:
         self.heard = 0.0
         """Monotonic time of its latest message. A worker whose engine computes sends some."""
         self._submits = 0
+        self.outstanding_tokens = 0
+        """Tokens to compute of the live submits that `last_load` doesn't account for."""
+        self.unseen_requests = 0
+        """Those of them that decode here."""
+        self.unseen_blocks: Counter[int] = Counter()
+        """Blocks that those are expected to have in the end, by holder."""
         self._unseen: dict[tuple[str, int], Unseen] = {}
-        """Live submits that `last_load` doesn't account for, in order."""
+        """Live submits that `last_load` doesn't account for, in order. The three above are sums over them: each
+        placement reads them."""
         self._address = address
         self._credentials = credentials
         self._hello = hello
@@ -132,11 +140,6 @@ class WorkerStream:
         return 0 if self.last_load is None else self.last_load.pending_tokens
 
     @property
-    def outstanding_tokens(self) -> int:
-        """Tokens to compute of the live submits that the latest load report doesn't account for."""
-        return sum(unseen.new_tokens for unseen in self._unseen.values())
-
-    @property
     def block_size(self) -> int:
         """Tokens of a block of the worker's KV pool; 0 before its first report."""
         return 0 if self.last_load is None else self.last_load.blocks.size
@@ -147,11 +150,6 @@ class WorkerStream:
         load = self.last_load
         reported = 0 if load is None else load.requests.waiting + load.requests.running + load.promised.requests
         return reported + len(self._unseen)
-
-    @property
-    def unseen(self) -> Iterable[Unseen]:
-        """The live submits, of requests that decode here, that the latest load report doesn't account for."""
-        return (unseen for unseen in self._unseen.values() if unseen.decodes)
 
     def submit(self, submit: Submit, listener: Listener, *, cached_tokens: int = 0) -> None:
         """Sends one part of an attempt, and gives it a slot.
@@ -167,8 +165,11 @@ class WorkerStream:
         self._by_slot[self._submits] = listener
         tokens, decodes = len(submit.token_ids), submit.phase != PHASE_PREFILL
         new = 0 if submit.phase == PHASE_DECODE else max(1, tokens - cached_tokens)
-        expected = max(tokens, submit.prompt_tokens + submit.expected_tokens - 1)
-        self._unseen[key] = Unseen(self._submits, decodes, expected, submit.holder, new)
+        expected = max(tokens, submit.prompt_tokens + submit.expected_tokens - 1) + 1
+        # Before the worker's first report, no block size is known, and nothing is placed by its blocks.
+        blocks = -(-expected // self.block_size) if self.block_size else 0
+        self._unseen[key] = Unseen(self._submits, decodes, blocks, submit.holder, new)
+        self._count(self._unseen[key], 1)
         self._outgoing.put_nowait(RelayRequest(submit=submit))
 
     def set_suspected(self, suspected: bool) -> None:
@@ -280,7 +281,7 @@ class WorkerStream:
         if response.HasField("load"):
             self.last_load = response.load
             while self._unseen and next(iter(self._unseen.values())).number <= response.submits_seen:
-                del self._unseen[next(iter(self._unseen))]
+                self._account_for(next(iter(self._unseen)))
             self._on_load()
         if response.slots:
             # One look at the clock for all of them: there may be tens of thousands a second.
@@ -295,9 +296,24 @@ class WorkerStream:
         for prompt in response.foreign:
             self._on_foreign(self.worker, prompt, self.block_size)
 
+    def _count(self, unseen: Unseen, sign: int) -> None:
+        """Adds a submit to the sums, or takes it away from them."""
+        self.outstanding_tokens += sign * unseen.new_tokens
+        if unseen.decodes:
+            self.unseen_requests += sign
+            self.unseen_blocks[unseen.holder] += sign * unseen.blocks
+            if not self.unseen_blocks[unseen.holder]:
+                del self.unseen_blocks[unseen.holder]
+
+    def _account_for(self, key: tuple[str, int]) -> None:
+        """The latest load report accounts for (request_id, attempt), or it has ended here."""
+        unseen = self._unseen.pop(key, None)
+        if unseen is not None:
+            self._count(unseen, -1)
+
     def _drop(self, key: tuple[str, int]) -> bool:
         """Returns whether there was a listener."""
-        self._unseen.pop(key, None)
+        self._account_for(key)
         slot, listener = self._listeners.pop(key, (0, None))
         self._by_slot.pop(slot, None)
         return listener is not None
