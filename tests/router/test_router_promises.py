@@ -22,6 +22,7 @@ from support.checkpoints import make_checkpoint
 from support.router_fakes import ROLES, FakeCluster, FakeWorker, fake_cluster, run, second_router, silent, until
 
 PROMPT = [5] * 40
+TOKENS = 20
 TRIES = 9
 KNOWN_SECONDS = 0.1
 
@@ -91,7 +92,7 @@ def test_blocks_promised_to_one_router_are_known_to_another(tmp_path: Path, chec
             size = server.worker.layout.block_size
             took = []
             for number in range(TRIES):
-                stream = client.generate(PROMPT, max_tokens=20, temperature=0)
+                stream = client.generate(PROMPT, max_tokens=TOKENS, temperature=0)
                 await cluster.job("prefill-0", number)
 
                 def capacity() -> tuple[int, int]:
@@ -99,7 +100,7 @@ def test_blocks_promised_to_one_router_are_known_to_another(tmp_path: Path, chec
                     return (0, 0) if found is None else (found.promised_requests, found.promised_blocks)
 
                 took.append(await seconds_until_known(lambda: capacity() != (0, 0)))
-                assert capacity() == (1, -(-(len(PROMPT) + 1) // size))
+                assert capacity() == (1, -(-(len(PROMPT) + TOKENS) // size))
                 await stream.aclose()
                 took.append(await seconds_until_known(lambda: capacity() == (0, 0)))
             assert statistics.median(took) < KNOWN_SECONDS, took

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.client import AsyncClient, DeadlineExceeded, Exhausted, InternalError, InvalidRequest, Unavailable
 from kvrelay.internal.v1.supervisor_pb2 import MEMBER_STATE_DEAD, MEMBER_STATE_DRAINING, MEMBER_STATE_SUSPECT
 from kvrelay.internal.v1.worker_pb2 import WAIT_PREEMPTED, Failure, Load, RelayResponse
+from kvrelay.router.usual import RATE_SECONDS
 from support.router_fakes import (
     FakeWorker,
     Job,
@@ -290,7 +291,7 @@ def test_a_full_cluster_gives_a_retry_delay(tmp_path: Path) -> None:
         async with fake_cluster(tmp_path, *workers) as cluster, AsyncClient(cluster.router.address) as client:
             with pytest.raises(Exhausted, match="no free blocks") as caught:
                 await complete(client)
-            assert caught.value.retry_after == 1.0
+            assert caught.value.retry_after == RATE_SECONDS
             assert [len(worker.jobs) for worker in workers] == [1, 1]
 
     run(test)
