@@ -63,6 +63,9 @@ class LocalWatch:
         self._state = state
         self._silences = {name: Silence() for name in ("Ray's GCS", "the raylet")}
         self._supervisor = Silence()
+        for name, silence in self._silences.items():  # they have answered the driver
+            silence.answered(self._processes[name])
+        self._supervisor.answered(_find(SUPERVISOR))
         self._closed = threading.Event()
         asked: dict[str, Callable[[], None]] = {
             "Ray's GCS": lambda: self._ask("Ray's GCS", addresses.gcs),
